@@ -1,0 +1,10 @@
+//! The engine of selkie: models, ops, recurrent state, prefix cache, scheduling and the CPU backend.
+//!
+//! Nothing here names a GPU library; the crate also builds for `wasm32-unknown-unknown`.
+//! ARCHITECTURE.md at the repository root is the map.
+
+pub mod backend;
+pub mod error;
+pub mod tensor;
+
+pub use error::{Error, Result};

@@ -1,0 +1,119 @@
+//! A tensor is a counted buffer, a dtype, dims, an offset and a row stride: views are free, splits never copy.
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// The upper half of an f32.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+    /// Unsigned 32-bit integer.
+    U32,
+}
+
+impl DType {
+    /// Size of one element in bytes.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::U32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+}
+
+/// A view of a buffer: `dims` outermost first, rows `row_stride` elements apart, everything within a row contiguous.
+///
+/// "Row" is the first dimension. For a rank-1 tensor the row stride is 1. Cloning clones the handle, not the bytes.
+#[derive(Clone, Debug)]
+pub struct Tensor<Buf> {
+    /// The buffer that holds the elements.
+    pub buf: Buf,
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, outermost first; unused trailing entries are 1.
+    dims: [usize; 4],
+    rank: usize,
+    /// First element, in elements from the start of the buffer.
+    pub offset: usize,
+    /// Distance between consecutive entries of the first dimension, in elements.
+    pub row_stride: usize,
+}
+
+impl<Buf: Clone> Tensor<Buf> {
+    /// A contiguous tensor at the start of `buf`.
+    pub fn new(buf: Buf, dtype: DType, dims: &[usize]) -> Self {
+        assert!((1..=4).contains(&dims.len()), "a tensor has 1 to 4 dimensions, not {dims:?}");
+        let mut d = [1; 4];
+        d[..dims.len()].copy_from_slice(dims);
+        let row_stride = dims[1..].iter().product();
+        Self { buf, dtype, dims: d, rank: dims.len(), offset: 0, row_stride }
+    }
+
+    /// Sizes, outermost first.
+    pub fn dims(&self) -> &[usize] {
+        &self.dims[..self.rank]
+    }
+
+    /// Entries of the first dimension.
+    pub fn rows(&self) -> usize {
+        self.dims[0]
+    }
+
+    /// Elements of one entry of the first dimension.
+    pub fn row_len(&self) -> usize {
+        self.dims[1..self.rank].iter().product()
+    }
+
+    /// Number of elements of the view.
+    pub fn len(&self) -> usize {
+        self.dims().iter().product()
+    }
+
+    /// Whether the view has no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Elements lie one after the other, with no gap between rows.
+    pub fn is_contiguous(&self) -> bool {
+        self.rows() <= 1 || self.row_stride == self.row_len()
+    }
+
+    /// The first `n` rows.
+    pub fn head(&self, n: usize) -> Self {
+        self.slice_rows(0, n)
+    }
+
+    /// Rows `from .. from + n`.
+    pub fn slice_rows(&self, from: usize, n: usize) -> Self {
+        assert!(from + n <= self.rows(), "rows {from}..{} of a tensor of {} rows", from + n, self.rows());
+        let mut t = self.clone();
+        t.dims[0] = n;
+        t.offset += from * self.row_stride;
+        t
+    }
+
+    /// Columns `from .. from + n` of a rank-2 tensor: a view with this tensor's row stride.
+    pub fn cols(&self, from: usize, n: usize) -> Self {
+        assert!(self.rank == 2 && from + n <= self.dims[1], "columns {from}..{} of {:?}", from + n, self.dims());
+        let mut t = self.clone();
+        t.dims[1] = n;
+        t.offset += from;
+        t
+    }
+
+    /// First byte of the view in its buffer.
+    pub fn byte_offset(&self) -> usize {
+        self.offset * self.dtype.bytes()
+    }
+
+    /// One past the last byte of the view in its buffer.
+    pub fn byte_end(&self) -> usize {
+        if self.is_empty() {
+            return self.byte_offset();
+        }
+        (self.offset + (self.rows() - 1) * self.row_stride + self.row_len()) * self.dtype.bytes()
+    }
+}

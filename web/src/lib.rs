@@ -1,0 +1,1 @@
+//! selkie in a web page.
