@@ -1,1 +1,107 @@
-//! The backend boundary.
+//! The backend boundary: what a device must do for the engine, and nothing about models or policy.
+//!
+//! Model code is written once over [`Ops`]; a backend executes recorded ops on its device. There is no tensor algebra
+//! and no graph compiler: an [`Op`] is a semantic step (a convolution with its state, attention over pages) that
+//! writes into tensors that exist already. Inside a step nothing is allocated, compiled or awaited.
+
+use std::future::Future;
+
+use crate::error::Result;
+use crate::ops::Op;
+use crate::source::Bytes;
+use crate::tensor::{DType, Tensor};
+
+/// A counted handle to device bytes.
+pub trait Handle: Clone + 'static {
+    /// Same number for handles to the same bytes, different for others that are alive.
+    fn id(&self) -> usize;
+    /// Size in bytes.
+    fn bytes(&self) -> u64;
+}
+
+/// What core needs to know about a device, as plain data.
+#[derive(Clone, Debug)]
+pub struct Caps {
+    /// Name of the backend: `cpu`, `cuda` or `wgpu`.
+    pub backend: &'static str,
+    /// Name of the device, for people.
+    pub device: String,
+    /// Bytes of device memory, where that can be asked.
+    pub memory: Option<u64>,
+    /// Bytes free now, where that can be asked.
+    pub free: Option<u64>,
+    /// Dtype of activations.
+    pub act: DType,
+    /// Dtype of KV pages.
+    pub kv: DType,
+    /// Dtype of convolution states.
+    pub conv: DType,
+    /// Dtype of recurrent states.
+    pub state: DType,
+    /// Largest view that one op may bind, in bytes; pools and weights are split so that every piece fits.
+    pub max_binding: u64,
+    /// Ops run behind the host's back, so that the next step should be enqueued before the last one's ids are read.
+    pub asynchronous: bool,
+}
+
+/// An open step: ops are recorded into it, in order.
+pub trait Ops<Buf: Handle> {
+    /// Adds `op`. Errors name the op.
+    fn op(&mut self, op: Op<Buf>) -> Result<()>;
+}
+
+/// A device that runs ops.
+pub trait Backend: Sized + 'static {
+    /// A counted handle to device bytes.
+    type Buf: Handle;
+    /// An open step.
+    type Rec<'a>: Ops<Self::Buf>;
+    /// A closed step that can be played again and owns what it touches: a CUDA graph, a list of dispatches or of calls.
+    type Tape: 'static;
+    /// A read in flight: the only thing that waits.
+    type Read: Future<Output = Result<Vec<u8>>> + 'static;
+
+    /// Facts about the device.
+    fn caps(&self) -> &Caps;
+    /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
+    fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;
+    /// Uses host bytes where they lie, read-only and at any alignment; `None` if the device cannot, and the caller
+    /// uploads them.
+    fn adopt(&self, bytes: &Bytes) -> Option<Self::Buf>;
+    /// Copies `bytes` to `dst` from byte `at` on, ordered before everything played later.
+    fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()>;
+    /// Scratch bytes that `op` needs on this device; `op` is one of a bucket's largest.
+    fn scratch(&self, op: &Op<Self::Buf>) -> u64;
+    /// Makes the scratch arena at least `bytes` large. Called at load, never within a step.
+    fn reserve(&self, bytes: u64) -> Result<()>;
+    /// Records a step and runs it once.
+    fn run(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<()>;
+    /// Records a step for [`Backend::play`] without running it.
+    fn record(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<Self::Tape>;
+    /// Runs a recorded step.
+    fn play(&self, tape: &Self::Tape) -> Result<()>;
+    /// Reads the elements of `src` (contiguous), after everything run before. A deferred device error fails it.
+    fn read(&self, src: &Tensor<Self::Buf>) -> Self::Read;
+}
+
+/// An [`Ops`] that runs nothing and finds the largest scratch any op needs.
+pub struct Measure<'a, B: Backend> {
+    backend: &'a B,
+    /// Largest scratch so far, in bytes.
+    pub scratch: u64,
+}
+
+impl<'a, B: Backend> Measure<'a, B> {
+    /// Starts with no scratch.
+    pub fn new(backend: &'a B) -> Self {
+        Self { backend, scratch: 0 }
+    }
+}
+
+impl<B: Backend> Ops<B::Buf> for Measure<'_, B> {
+    fn op(&mut self, op: Op<B::Buf>) -> Result<()> {
+        op.check();
+        self.scratch = self.scratch.max(self.backend.scratch(&op));
+        Ok(())
+    }
+}

@@ -5,6 +5,10 @@
 
 pub mod backend;
 pub mod error;
+pub mod models;
+pub mod ops;
+pub mod source;
+pub mod step;
 pub mod tensor;
 
 pub use error::{Error, Result};

@@ -1,0 +1,35 @@
+//! Token embedding: `out[t] = scale * table[id(t)]`.
+
+use super::{Access, Weight, ensure, expect};
+use crate::backend::Handle;
+use crate::step::Step;
+use crate::tensor::Tensor;
+
+/// Looks up the rows of the step's token ids. Padding tokens leave their output row as it is.
+#[derive(Clone, Debug)]
+pub struct Embed<Buf> {
+    /// Token ids of the step; an id with [`crate::step::FROM_DEVICE`] names a lane of `last`.
+    pub step: Step<Buf>,
+    /// `[L] u32`: what each lane sampled last.
+    pub last: Tensor<Buf>,
+    /// `[V, D]`, row blocks at `col` = first vocabulary id of the block.
+    pub table: Weight<Buf>,
+    /// `[T, D]`.
+    pub out: Tensor<Buf>,
+    /// Factor on every element (Granite, Falcon-H1).
+    pub scale: f32,
+}
+
+impl<Buf: Handle> Embed<Buf> {
+    pub(super) fn tensors(&self) -> Vec<(Access, &Tensor<Buf>)> {
+        let mut t = vec![(Access::Read, &self.step.ints), (Access::Read, &self.last), (Access::Write, &self.out)];
+        t.extend(self.table.blocks.iter().map(|b| (Access::Read, &b.w)));
+        t
+    }
+
+    pub(super) fn check(&self) {
+        expect("embed", "out", &self.out, &[self.step.bucket.tokens, self.table.k]);
+        ensure!("embed", self.last.dims().len() == 1, "last is not a vector");
+        self.table.check("embed");
+    }
+}

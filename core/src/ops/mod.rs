@@ -1,0 +1,158 @@
+//! The ops: fused, semantic steps that every backend implements, one file and one stem each.
+//!
+//! A file holds the arguments with their shapes, [`check`](Op::check), the cost, and the plain f32 reference that the
+//! CPU backend runs and every kernel is compared with. Dims are written outermost first with these letters: T packed
+//! tokens, O outputs, D model width, H heads, P Mamba head dim, N state size, G groups, C channels, K conv width or a
+//! product's inner dim, E experts, V vocabulary, S slots, L lanes.
+
+mod activation;
+mod all_reduce;
+mod attention;
+mod conv1d;
+mod embed;
+mod expert_matmul;
+mod gated_delta;
+mod gather;
+mod matmul;
+mod rms_norm;
+mod rope_kv;
+mod route;
+mod sample;
+mod selective_scan;
+
+pub use activation::{Act, Activation};
+pub use all_reduce::AllReduce;
+pub use attention::Attention;
+pub use conv1d::Conv1d;
+pub use embed::Embed;
+pub use expert_matmul::{ExpertMatmul, ExpertRange};
+pub use gated_delta::GatedDelta;
+pub use gather::Gather;
+pub use matmul::{Matmul, RowBlock, Weight};
+pub use rms_norm::{Gate, RmsNorm};
+pub use rope_kv::{KvPool, RopeKv};
+pub use route::{Route, Router};
+pub use sample::{LANE_WORDS, Sample};
+pub use selective_scan::{ScanForm, SelectiveScan};
+
+use crate::backend::Handle;
+use crate::tensor::Tensor;
+
+/// How an op uses a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Only read.
+    Read,
+    /// Only written; what it held is lost.
+    Write,
+    /// Read and written: an accumulator, a state pool, KV pages.
+    InPlace,
+}
+
+/// Work of an op at full bucket size, for benches.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Bytes that must move at least: each input read once, each output written once.
+    pub bytes: u64,
+    /// Floating-point operations.
+    pub flops: u64,
+}
+
+macro_rules! ops {
+    ($($name:ident $label:literal),* $(,)?) => {
+        /// One recorded op with its arguments.
+        #[derive(Clone, Debug)]
+        pub enum Op<Buf> {
+            $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name<Buf>),)*
+        }
+
+        $(impl<Buf> From<$name<Buf>> for Op<Buf> {
+            fn from(op: $name<Buf>) -> Self {
+                Self::$name(op)
+            }
+        })*
+
+        impl<Buf: Handle> Op<Buf> {
+            /// The op's stem: the name of its file in `core/src/ops`, `kernels` and `shaders`.
+            pub fn name(&self) -> &'static str {
+                match self { $(Self::$name(_) => $label,)* }
+            }
+
+            /// Every tensor that the op touches, and how.
+            pub fn tensors(&self) -> Vec<(Access, &Tensor<Buf>)> {
+                match self { $(Self::$name(op) => op.tensors(),)* }
+            }
+
+            fn check_shapes(&self) {
+                match self { $(Self::$name(op) => op.check(),)* }
+            }
+        }
+    };
+}
+
+ops! {
+    Embed "embed",
+    RmsNorm "rms_norm",
+    Matmul "matmul",
+    Activation "activation",
+    RopeKv "rope_kv",
+    Attention "attention",
+    Conv1d "conv1d",
+    SelectiveScan "selective_scan",
+    GatedDelta "gated_delta",
+    Route "route",
+    ExpertMatmul "expert_matmul",
+    Gather "gather",
+    Sample "sample",
+    AllReduce "all_reduce",
+}
+
+impl<Buf: Handle> Op<Buf> {
+    /// Panics, naming the op, if shapes, bounds or aliasing are wrong: that is a bug of ours, never a user's.
+    ///
+    /// Besides the op's own shapes: every view lies within its buffer, and no buffer is both input and output, except
+    /// for arguments marked in place.
+    pub fn check(&self) {
+        self.check_shapes();
+        let tensors = self.tensors();
+        for (_, t) in &tensors {
+            assert!(
+                t.byte_end() as u64 <= t.buf.bytes(),
+                "{}: a view ends at byte {} of a buffer of {}",
+                self.name(),
+                t.byte_end(),
+                t.buf.bytes()
+            );
+        }
+        for (i, (access, t)) in tensors.iter().enumerate().filter(|(_, (a, _))| *a != Access::Read) {
+            for (j, (_, other)) in tensors.iter().enumerate() {
+                assert!(
+                    i == j || t.buf.id() != other.buf.id(),
+                    "{}: tensors {i} ({access:?}) and {j} share a buffer",
+                    self.name()
+                );
+            }
+        }
+    }
+
+    /// Distinct buffers bound by the op, scratch not included. WebGPU guarantees 8 per stage.
+    pub fn bindings(&self) -> usize {
+        let mut ids: Vec<usize> = self.tensors().iter().map(|(_, t)| t.buf.id()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids.len()
+    }
+}
+
+/// Asserts a condition on an op's arguments with the op's name in the message.
+macro_rules! ensure {
+    ($op:literal, $cond:expr, $($msg:tt)+) => {
+        assert!($cond, "{}: {}", $op, format_args!($($msg)+))
+    };
+}
+use ensure;
+
+/// Asserts the dims of a tensor.
+fn expect<Buf: Clone>(op: &str, name: &str, t: &Tensor<Buf>, dims: &[usize]) {
+    assert!(t.dims() == dims, "{op}: {name} is {:?}, not {dims:?}", t.dims());
+}
