@@ -4,6 +4,7 @@
 //! ARCHITECTURE.md at the repository root is the map.
 
 pub mod backend;
+pub mod cpu;
 pub mod error;
 pub mod models;
 pub mod ops;
