@@ -4,10 +4,13 @@
 //! ARCHITECTURE.md at the repository root is the map.
 
 pub mod backend;
+pub mod checkpoint;
+pub mod config;
 pub mod cpu;
 pub mod error;
 pub mod models;
 pub mod ops;
+pub mod rope;
 pub mod source;
 pub mod step;
 pub mod tensor;

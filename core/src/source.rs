@@ -1,9 +1,19 @@
-//! Where a model's bytes come from.
+//! Where a model's bytes come from: a directory, the executable itself, or (in the browser) a server or a file handle.
+//!
+//! Reading is asynchronous because the browser's sources are; native sources answer at once, and a native caller blocks
+//! on the future. Files are named by plain file names, never by paths.
 
-use std::ops::{Deref, Range};
-use std::sync::Arc;
+use std::{fmt, future::Future, ops::Range, pin::Pin, sync::Arc};
 
-/// A counted range of bytes that keeps its owner (a mapped file, a static, a vector) alive.
+use crate::{Error, Result};
+
+/// A boxed future of the engine's thread (no `Send`: browser handles have none).
+pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// A counted, sliceable range of bytes that keeps its owner alive.
+///
+/// The owner may be a memory map, a heap block or a static. Clones and slices share it, so a backend that computes in host
+/// memory can hold weights where they lie.
 #[derive(Clone)]
 pub struct Bytes {
     owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
@@ -11,23 +21,281 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// All bytes of `owner`.
+    /// All bytes of `owner`, whose `as_ref` must give the same slice every time (true of vectors, maps and statics).
     pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
-        let range = 0..owner.as_ref().as_ref().len();
+        let range = 0..(*owner).as_ref().len();
         Self { owner, range }
     }
 
-    /// A part of these bytes; panics if it lies outside.
+    /// Bytes of the executable.
+    pub fn from_static(bytes: &'static [u8]) -> Self {
+        Self::new(Arc::new(bytes))
+    }
+
+    /// A part of these bytes, sharing the owner; `None` if it does not lie inside.
+    pub fn get(&self, range: Range<usize>) -> Option<Self> {
+        if range.start > range.end || range.end > self.len() {
+            return None;
+        }
+        Some(self.slice(range))
+    }
+
+    /// A part of these bytes, sharing the owner; panics if it does not lie inside.
     pub fn slice(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len(), "bytes {range:?} of {}", self.len());
-        let start = self.range.start;
-        Self { owner: self.owner.clone(), range: start + range.start..start + range.end }
+        let range = self.range.start + range.start..self.range.start + range.end;
+        Self { owner: self.owner.clone(), range }
     }
 }
 
-impl Deref for Bytes {
+impl std::ops::Deref for Bytes {
     type Target = [u8];
+
     fn deref(&self) -> &[u8] {
-        &self.owner.as_ref().as_ref()[self.range.clone()]
+        &(*self.owner).as_ref()[self.range.clone()]
+    }
+}
+
+impl AsRef<[u8]> for Bytes {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::new(Arc::new(bytes))
+    }
+}
+
+impl fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Bytes({} bytes)", self.range.len())
+    }
+}
+
+/// A flat collection of named files.
+pub trait Source {
+    /// What messages call the collection: the directory as the user named it, a URL, or `the embedded model`.
+    fn label(&self) -> String;
+
+    /// Size of a file in bytes; `None` if there is no such file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file is there but cannot be used.
+    fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>>;
+
+    /// The bytes `range` of a file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file is missing or cannot be read, [`Error::BadModel`] if it ends before `range` does.
+    fn read<'a>(&'a self, name: &'a str, range: Range<u64>) -> LocalFuture<'a, Result<Bytes>>;
+
+    /// What messages call one of the files.
+    fn path(&self, name: &str) -> String {
+        format!("{}/{name}", self.label().trim_end_matches('/'))
+    }
+}
+
+/// The whole of a file, or `None` if there is no such file.
+///
+/// # Errors
+/// Those of [`Source`], and [`Error::BadModel`] if the file has more than `limit` bytes (it is meant for small files).
+pub async fn read_small(source: &dyn Source, name: &str, limit: u64) -> Result<Option<Bytes>> {
+    let Some(size) = source.size(name).await? else { return Ok(None) };
+    if size > limit {
+        let why = format!("{size} bytes are too many for this kind of file (at most {limit})");
+        return Err(Error::model(source.path(name), why));
+    }
+    source.read(name, 0..size).await.map(Some)
+}
+
+/// Whether a name can only mean a file of the collection itself: no separators, no parent, no drive, no control characters.
+pub fn is_plain_file_name(name: &str) -> bool {
+    !matches!(name, "" | "." | "..") && !name.chars().any(|c| matches!(c, '/' | '\\' | ':') || c.is_control())
+}
+
+fn slice(source: &dyn Source, name: &str, all: &Bytes, range: &Range<u64>) -> Result<Bytes> {
+    let part = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
+    part.and_then(|(start, end)| all.get(start..end)).ok_or_else(|| {
+        let why =
+            format!("bytes {}..{} of a file of {} bytes: the file is truncated", range.start, range.end, all.len());
+        Error::model(source.path(name), why)
+    })
+}
+
+/// Files compiled into the executable.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedded {
+    /// What messages call the collection.
+    pub label: &'static str,
+    /// Name and bytes of every file.
+    pub files: &'static [(&'static str, &'static [u8])],
+}
+
+impl Embedded {
+    fn file(&self, name: &str) -> Option<Bytes> {
+        self.files.iter().find(|(n, _)| *n == name).map(|(_, bytes)| Bytes::from_static(bytes))
+    }
+}
+
+impl Source for Embedded {
+    fn label(&self) -> String {
+        self.label.to_owned()
+    }
+
+    fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {
+        Box::pin(std::future::ready(Ok(self.file(name).map(|bytes| bytes.len() as u64))))
+    }
+
+    fn read<'a>(&'a self, name: &'a str, range: Range<u64>) -> LocalFuture<'a, Result<Bytes>> {
+        let missing = || Error::io(self.path(name), std::io::ErrorKind::NotFound.into());
+        let bytes = self.file(name).ok_or_else(missing).and_then(|all| slice(self, name, &all, &range));
+        Box::pin(std::future::ready(bytes))
+    }
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+pub use dir::Dir;
+
+#[cfg(not(target_arch = "wasm32"))]
+mod dir {
+    use std::{
+        cell::RefCell,
+        collections::HashMap,
+        fs::File,
+        io::ErrorKind,
+        path::{Path, PathBuf},
+    };
+
+    use super::*;
+
+    /// A directory. Each file is mapped into memory once, on first use, and every read is a part of that map.
+    ///
+    /// The files must not be truncated while the model is in use: the operating system answers a read past the end of a
+    /// mapped file with a signal.
+    #[derive(Debug)]
+    pub struct Dir {
+        path: PathBuf,
+        maps: RefCell<HashMap<String, Bytes>>,
+    }
+
+    impl Dir {
+        /// The files of the directory `path`; nothing is read yet.
+        ///
+        /// # Errors
+        /// [`Error::BadModel`] if `path` is not a directory, [`Error::Io`] if it cannot be looked at.
+        pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+            let path = path.into();
+            let fault = |why: &str| Err(Error::model(path.display().to_string(), why));
+            match std::fs::metadata(&path) {
+                Ok(meta) if meta.is_dir() => Ok(Self { path, maps: RefCell::default() }),
+                Ok(_) => fault("this is a file; give the directory that holds config.json and the weights"),
+                Err(e) if e.kind() == ErrorKind::NotFound => {
+                    fault("no such directory; give the directory of a downloaded Hugging Face model")
+                }
+                Err(e) => Err(Error::io(path, e)),
+            }
+        }
+
+        /// The directory as it was given to [`Dir::open`].
+        pub fn dir(&self) -> &Path {
+            &self.path
+        }
+
+        /// The map of a file; `None` if there is no such file.
+        fn map(&self, name: &str) -> Result<Option<Bytes>> {
+            if let Some(bytes) = self.maps.borrow().get(name) {
+                return Ok(Some(bytes.clone()));
+            }
+            let path = self.path.join(name);
+            if !is_plain_file_name(name) {
+                return Err(Error::model(path.display().to_string(), "not a plain file name"));
+            }
+            let io = |e| Error::io(&path, e);
+            let meta = match std::fs::metadata(&path) {
+                Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+                meta => meta.map_err(io)?,
+            };
+            // A pipe or a device has no length and would block; an empty file cannot be mapped on every system.
+            if !meta.is_file() {
+                return Err(io(std::io::Error::other("not a regular file")));
+            }
+            let bytes = if meta.len() == 0 {
+                Bytes::from(Vec::new())
+            } else {
+                let file = File::open(&path).map_err(io)?;
+                // SAFETY: the map is only read, through `&[u8]`. Another process that writes to the file while it is mapped
+                // would change these bytes under us; like every engine that maps its weights we require that none does.
+                Bytes::new(Arc::new(unsafe { memmap2::Mmap::map(&file) }.map_err(io)?))
+            };
+            self.maps.borrow_mut().insert(name.to_owned(), bytes.clone());
+            Ok(Some(bytes))
+        }
+    }
+
+    impl Source for Dir {
+        fn label(&self) -> String {
+            self.path.display().to_string()
+        }
+
+        fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {
+            Box::pin(std::future::ready(self.map(name).map(|bytes| bytes.map(|b| b.len() as u64))))
+        }
+
+        fn read<'a>(&'a self, name: &'a str, range: Range<u64>) -> LocalFuture<'a, Result<Bytes>> {
+            let all = self
+                .map(name)
+                .and_then(|bytes| bytes.ok_or_else(|| Error::io(self.path.join(name), ErrorKind::NotFound.into())));
+            Box::pin(std::future::ready(all.and_then(|all| slice(self, name, &all, &range))))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pollster::block_on;
+
+    use super::*;
+
+    #[test]
+    fn a_slice_shares_its_owner_and_stays_inside() {
+        let all = Bytes::from(vec![0, 1, 2, 3, 4, 5]);
+        let part = all.slice(1..5).slice(1..3);
+        assert_eq!(&*part, [2, 3]);
+        assert_eq!(part.as_ptr(), all[2..].as_ptr());
+        assert!(part.get(1..3).is_none());
+        assert!(all.get(Range { start: 4, end: 3 }).is_none());
+    }
+
+    #[test]
+    fn a_directory_maps_each_file_once_and_tells_missing_from_unreadable() {
+        let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../models/demo")).unwrap();
+        let a = block_on(dir.read("config.json", 0..10)).unwrap();
+        let b = block_on(dir.read("config.json", 2..4)).unwrap();
+        assert_eq!(a[2..].as_ptr(), b.as_ptr());
+        assert_eq!(block_on(dir.size("nothing.json")).unwrap(), None);
+        assert!(matches!(block_on(dir.read("nothing.json", 0..1)), Err(Error::Io { .. })));
+        // A directory in the place of a file is there, but it is no file.
+        assert!(matches!(block_on(dir.size("training")), Err(Error::Io { .. })));
+        let size = block_on(dir.size("config.json")).unwrap().unwrap();
+        assert!(block_on(dir.read("config.json", size - 1..size + 1)).unwrap_err().to_string().contains("truncated"));
+        assert!(block_on(dir.read("../demo/config.json", 0..1)).is_err());
+    }
+
+    #[test]
+    fn a_missing_directory_says_what_to_give() {
+        let message = Dir::open("/no/such/model").unwrap_err().to_string();
+        assert!(message.starts_with("/no/such/model: no such directory"), "{message}");
+    }
+
+    #[test]
+    fn plain_file_names() {
+        for name in ["model.safetensors", "model-00001-of-00002.safetensors", ".hidden"] {
+            assert!(is_plain_file_name(name), "{name}");
+        }
+        for name in ["", ".", "..", "a/b", "/etc/passwd", "..\\x", "C:x", "a\0"] {
+            assert!(!is_plain_file_name(name), "{name}");
+        }
     }
 }

@@ -1,0 +1,328 @@
+//! Weights by name: one safetensors file, a sharded set with its index, or random numbers for a bare configuration.
+//!
+//! A header is checked completely before anything is believed: every tensor lies inside its file, overlaps no other and has
+//! exactly the bytes of its shape. Lengths from a file never decide an allocation before they were compared with its size.
+
+use std::{collections::BTreeMap, ops::Range, rc::Rc};
+
+use serde_json::Value;
+
+use crate::{
+    Error, Result,
+    source::{Bytes, Source, is_plain_file_name, read_small},
+    tensor::DType,
+};
+
+mod random;
+
+/// The longest header the format allows, in bytes.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// The longest index file that is read, in bytes.
+const MAX_INDEX_BYTES: u64 = 100_000_000;
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Where and what a stored tensor is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type as the file spells it, e.g. `BF16`.
+    pub dtype: String,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// The file that holds it.
+    pub file: Rc<str>,
+    /// Its bytes, from the start of that file; not necessarily aligned to the element size.
+    pub range: Range<u64>,
+}
+
+/// A tensor's elements as they lie in the file: little endian, outermost dimension first.
+#[derive(Clone, Debug)]
+pub struct RawTensor {
+    /// F32, BF16 or F16.
+    pub dtype: DType,
+    /// Sizes, outermost first, as they were asked for.
+    pub shape: Vec<usize>,
+    /// `shape.product() * dtype.bytes()` bytes, at any alignment.
+    pub bytes: Bytes,
+}
+
+/// The tensors of a model.
+#[derive(Clone)]
+pub struct Checkpoint {
+    kind: Kind,
+}
+
+#[derive(Clone)]
+enum Kind {
+    Files { source: Rc<dyn Source>, tensors: Rc<BTreeMap<String, TensorInfo>> },
+    Random { seed: u64 },
+}
+
+impl Checkpoint {
+    /// Reads the headers of `model.safetensors`, or of all shards that `model.safetensors.index.json` names.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] naming file and tensor if there are no weights or a header or the index is wrong; those of `source`.
+    pub async fn open(source: Rc<dyn Source>) -> Result<Self> {
+        let tensors = if source.size(SINGLE).await?.is_some() {
+            read_header(&*source, SINGLE).await?
+        } else if let Some(index) = read_small(&*source, INDEX, MAX_INDEX_BYTES).await? {
+            read_shards(&*source, &index).await?
+        } else {
+            let mut why = format!("there is neither {SINGLE} nor {INDEX}");
+            for other in ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors"] {
+                if source.size(other).await?.is_some() {
+                    why += &format!("; {other} has to be converted to {SINGLE} first");
+                }
+            }
+            return Err(Error::model(source.label(), why));
+        };
+        Ok(Self { kind: Kind::Files { source, tensors: Rc::new(tensors) } })
+    }
+
+    /// A checkpoint without files: whatever tensor is asked for is there, made from `seed` and its name.
+    ///
+    /// Matrices are bf16 with standard deviation `1/sqrt(last dim)`; the parameters of recurrent layers lie in the range in
+    /// which trained ones lie, so that states neither vanish nor overflow. For measuring speed.
+    pub fn random(seed: u64) -> Self {
+        Self { kind: Kind::Random { seed } }
+    }
+
+    /// Whether this checkpoint is made up, see [`Checkpoint::random`].
+    pub fn is_random(&self) -> bool {
+        matches!(self.kind, Kind::Random { .. })
+    }
+
+    /// Names of all stored tensors in alphabetical order; none for a random checkpoint.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        let tensors = match &self.kind {
+            Kind::Files { tensors, .. } => Some(tensors),
+            Kind::Random { .. } => None,
+        };
+        tensors.into_iter().flat_map(|t| t.keys().map(String::as_str))
+    }
+
+    /// What is stored under `name`; `None` if nothing is, and always for a random checkpoint.
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        match &self.kind {
+            Kind::Files { tensors, .. } => tensors.get(name),
+            Kind::Random { .. } => None,
+        }
+    }
+
+    /// Whether [`Checkpoint::get`] can find `name`; a random checkpoint has every tensor.
+    pub fn contains(&self, name: &str) -> bool {
+        self.is_random() || self.info(name).is_some()
+    }
+
+    /// The first of several names for the same tensor that exists.
+    pub fn find<'a>(&self, names: &[&'a str]) -> Option<&'a str> {
+        names.iter().find(|name| self.contains(name)).copied()
+    }
+
+    /// Bytes of all stored tensors.
+    pub fn bytes(&self) -> u64 {
+        self.names().filter_map(|name| self.info(name)).map(|info| info.range.end - info.range.start).sum()
+    }
+
+    /// The tensor `name`, which must have `shape`; dimensions of size 1 do not count in the comparison, since files disagree
+    /// about them (`[C, 1, K]` or `[C, K]`).
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] if it is missing or has another shape, [`Error::Unsupported`] for a dtype other than f32, bf16 and
+    /// f16, [`Error::OutOfMemory`] if a random tensor does not fit; those of the source.
+    pub async fn get(&self, name: &str, shape: &[usize]) -> Result<RawTensor> {
+        self.get_any(&[name], shape).await
+    }
+
+    /// [`Checkpoint::get`] of the first of several names that exists.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::get`].
+    pub async fn get_any(&self, names: &[&str], shape: &[usize]) -> Result<RawTensor> {
+        let Kind::Files { source, tensors } = &self.kind else {
+            let Kind::Random { seed } = self.kind else { unreachable!("a checkpoint is files or random") };
+            return random::tensor(seed, names[0], shape);
+        };
+        let Some((name, info)) = names.iter().find_map(|name| tensors.get_key_value(*name)) else {
+            let why =
+                format!("tensor `{}` is missing; the weights are incomplete or of another model", names.join("` or `"));
+            return Err(Error::model(self.place(&**source), why));
+        };
+        let file = source.path(&info.file);
+        if !same_shape(&info.shape, shape) {
+            let why = format!(
+                "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}; these files do not belong together",
+                info.shape
+            );
+            return Err(Error::model(file, why));
+        }
+        let Some((dtype, _)) = known_dtype(&info.dtype) else {
+            return Err(Error::Unsupported {
+                what: format!("{file}: tensor `{name}` of dtype {}", info.dtype),
+                why: "weights must be F32, BF16 or F16; use an unquantised release of the model".into(),
+            });
+        };
+        let bytes = source.read(&info.file, info.range.clone()).await?;
+        Ok(RawTensor { dtype, shape: shape.to_vec(), bytes })
+    }
+
+    /// The stored bytes of `name`, whatever its dtype.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] if it is not stored; those of the source.
+    pub async fn read(&self, name: &str) -> Result<Bytes> {
+        match (&self.kind, self.info(name)) {
+            (Kind::Files { source, .. }, Some(info)) => source.read(&info.file, info.range.clone()).await,
+            (Kind::Files { source, .. }, None) => {
+                Err(Error::model(self.place(&**source), format!("tensor `{name}` is missing")))
+            }
+            (Kind::Random { .. }, _) => Err(Error::model("random weights", format!("tensor `{name}` is not stored"))),
+        }
+    }
+
+    /// What a message about an absent tensor names: the only file, or the collection.
+    fn place(&self, source: &dyn Source) -> String {
+        match self.names().next().and_then(|name| self.info(name)) {
+            Some(info) if &*info.file == SINGLE => source.path(SINGLE),
+            Some(_) => source.path(INDEX),
+            None => source.path(SINGLE),
+        }
+    }
+}
+
+fn same_shape(a: &[usize], b: &[usize]) -> bool {
+    a.iter().filter(|n| **n != 1).eq(b.iter().filter(|n| **n != 1))
+}
+
+/// The engine's dtype of a safetensors dtype, and bytes per element.
+fn known_dtype(name: &str) -> Option<(DType, u64)> {
+    match name {
+        "F32" => Some((DType::F32, 4)),
+        "BF16" => Some((DType::Bf16, 2)),
+        "F16" => Some((DType::F16, 2)),
+        _ => None,
+    }
+}
+
+/// Bits per element of the dtypes that the format knows; sizes of others cannot be checked.
+fn dtype_bits(name: &str) -> Option<u64> {
+    Some(match name {
+        "F64" | "I64" | "U64" | "C64" => 64,
+        "F32" | "I32" | "U32" => 32,
+        "F16" | "BF16" | "I16" | "U16" => 16,
+        "I8" | "U8" | "BOOL" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" => 8,
+        "F6_E2M3" | "F6_E3M2" => 6,
+        "F4" => 4,
+        _ => return None,
+    })
+}
+
+/// All tensors of one safetensors file.
+async fn read_header(source: &dyn Source, name: &str) -> Result<BTreeMap<String, TensorInfo>> {
+    let path = source.path(name);
+    let bad = |why: String| Error::model(path.clone(), why);
+    let Some(size) = source.size(name).await? else {
+        return Err(bad("no such file, although the index names it; the download is incomplete".into()));
+    };
+    if size < 8 {
+        return Err(bad(format!("{size} bytes are no safetensors file; download it again")));
+    }
+    let length = source.read(name, 0..8).await?;
+    let length = u64::from_le_bytes(length[..8].try_into().expect("eight bytes were read"));
+    if length > MAX_HEADER_BYTES || length > size - 8 {
+        let why =
+            format!("the header claims {length} bytes in a file of {size}; it is truncated or no safetensors file");
+        return Err(bad(why));
+    }
+    let header = source.read(name, 8..8 + length).await?;
+    parse_header(&header, size, &path, name)
+}
+
+/// Parses and checks the JSON of a header. `size` is that of the whole file.
+fn parse_header(header: &[u8], size: u64, path: &str, name: &str) -> Result<BTreeMap<String, TensorInfo>> {
+    let bad = |why: String| Error::model(path, why);
+    let data_start = 8 + header.len() as u64;
+    let header: serde_json::Map<String, Value> =
+        serde_json::from_slice(header).map_err(|e| bad(format!("the safetensors header is not valid: {e}")))?;
+    let file: Rc<str> = name.into();
+    let mut tensors = BTreeMap::new();
+    for (tensor, value) in header {
+        if tensor == "__metadata__" {
+            continue;
+        }
+        let info = parse_entry(&value, data_start, &file)
+            .ok_or_else(|| bad(format!("the header's entry for tensor `{tensor}` is not valid")))?;
+        let bytes = info.range.end - info.range.start;
+        if info.range.end > size {
+            let why = format!(
+                "tensor `{tensor}` ends at byte {}, but the file has {size}: it is truncated; download it again",
+                info.range.end
+            );
+            return Err(bad(why));
+        }
+        let elements = info.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
+        let asked = dtype_bits(&info.dtype).map(|bits| elements.and_then(|n| n.checked_mul(bits)));
+        if let Some(asked) = asked
+            && asked != Some(bytes * 8)
+        {
+            let why = format!(
+                "tensor `{tensor}` is {} {:?} but has {bytes} bytes; the header is damaged",
+                info.dtype, info.shape
+            );
+            return Err(bad(why));
+        }
+        tensors.insert(tensor, info);
+    }
+    let mut by_place: Vec<(&String, &TensorInfo)> = tensors.iter().filter(|(_, t)| !t.range.is_empty()).collect();
+    by_place.sort_by_key(|(_, t)| t.range.start);
+    for pair in by_place.windows(2) {
+        let [(a, first), (b, second)] = pair else { unreachable!("windows of two") };
+        if first.range.end > second.range.start {
+            return Err(bad(format!("tensors `{a}` and `{b}` overlap; the header is damaged")));
+        }
+    }
+    Ok(tensors)
+}
+
+/// `{"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}`; `None` if it is anything else.
+fn parse_entry(value: &Value, data_start: u64, file: &Rc<str>) -> Option<TensorInfo> {
+    let dtype = value.get("dtype")?.as_str()?.to_owned();
+    let shape = value.get("shape")?.as_array()?;
+    let shape = shape.iter().map(|d| d.as_u64().and_then(|d| usize::try_from(d).ok())).collect::<Option<Vec<_>>>()?;
+    let [start, end] = value.get("data_offsets")?.as_array()?.as_slice() else { return None };
+    let (start, end) = (data_start.checked_add(start.as_u64()?)?, data_start.checked_add(end.as_u64()?)?);
+    (start <= end).then(|| TensorInfo { dtype, shape, file: file.clone(), range: start..end })
+}
+
+/// All tensors of a sharded checkpoint.
+async fn read_shards(source: &dyn Source, index: &[u8]) -> Result<BTreeMap<String, TensorInfo>> {
+    let path = source.path(INDEX);
+    let bad = |why: String| Error::model(path.clone(), why);
+    let index: Value = serde_json::from_slice(index).map_err(|e| bad(format!("not valid JSON: {e}")))?;
+    let map =
+        index.get("weight_map").and_then(Value::as_object).ok_or_else(|| bad("`weight_map` is missing".into()))?;
+    let mut by_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (tensor, file) in map {
+        let file = file.as_str().ok_or_else(|| bad(format!("the shard of tensor `{tensor}` is not a file name")))?;
+        if !is_plain_file_name(file) {
+            return Err(bad(format!("the shard of tensor `{tensor}`, {file:?}, is not a plain file name")));
+        }
+        by_file.entry(file).or_default().push(tensor);
+    }
+    let mut all = BTreeMap::new();
+    for (file, names) in by_file {
+        let mut shard = read_header(source, file).await?;
+        for tensor in names {
+            let missing =
+                || Error::model(source.path(file), format!("tensor `{tensor}` is missing, although {INDEX} names it"));
+            let info = shard.remove(tensor).ok_or_else(missing)?;
+            all.insert(tensor.to_owned(), info);
+        }
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+#[path = "checkpoint_tests.rs"]
+mod tests;

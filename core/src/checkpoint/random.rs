@@ -1,0 +1,146 @@
+//! Tensors out of nothing, for measuring the speed of a model of which only the configuration is at hand.
+
+use super::RawTensor;
+use crate::{Error, Result, tensor::DType};
+
+/// How the values of a tensor are spread: uniform in `mid ± half`, and then the logarithm or not.
+struct Spread {
+    mid: f32,
+    half: f32,
+    log: bool,
+    dtype: DType,
+}
+
+impl Spread {
+    /// By the last part of the name, which all families share, and the rank.
+    fn of(name: &str, shape: &[usize]) -> Self {
+        let between = |lo: f32, hi: f32, dtype| Self { mid: (lo + hi) / 2.0, half: (hi - lo) / 2.0, log: false, dtype };
+        if name.ends_with("A_log") {
+            Self { log: true, ..between(0.3, 8.0, DType::F32) }
+        } else if name.ends_with("dt_bias") || name.ends_with("dt_proj.bias") {
+            between(-4.0, 0.5, DType::F32)
+        } else if name.ends_with(".D") {
+            between(0.9, 1.1, DType::F32)
+        } else if name.contains("norm") && name.ends_with("weight") {
+            between(0.9, 1.1, DType::Bf16)
+        } else if name.ends_with("bias") || shape.len() < 2 {
+            between(-0.02, 0.02, DType::Bf16)
+        } else {
+            // A uniform variable in ±sqrt(3)s has standard deviation s.
+            let half = (3.0 / shape[shape.len() - 1].max(1) as f32).sqrt();
+            between(-half, half, DType::Bf16)
+        }
+    }
+}
+
+/// The tensor `name`, the same for the same seed, name and shape on every machine.
+pub(super) fn tensor(seed: u64, name: &str, shape: &[usize]) -> Result<RawTensor> {
+    let spread = Spread::of(name, shape);
+    let bytes = shape.iter().try_fold(spread.dtype.bytes(), |n, d| n.checked_mul(*d));
+    let mut data = Vec::<u8>::new();
+    let fits = bytes.is_some_and(|n| data.try_reserve_exact(n).is_ok());
+    let (true, Some(bytes)) = (fits, bytes) else {
+        let asked = shape.iter().fold(spread.dtype.bytes() as u64, |n, d| n.saturating_mul(*d as u64));
+        return Err(Error::OutOfMemory { what: format!("random tensor `{name}` {shape:?}"), asked, free: 0 });
+    };
+    data.resize(bytes, 0);
+    let key = name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    let key = hash((key >> 32) as u32 ^ hash(key as u32));
+    fill(&mut data, key, &spread);
+    Ok(RawTensor { dtype: spread.dtype, shape: shape.to_vec(), bytes: data.into() })
+}
+
+/// Bytes that one task fills.
+const PART_BYTES: usize = 1 << 20;
+
+fn fill(data: &mut [u8], key: u32, spread: &Spread) {
+    let one = |(part, bytes): (usize, &mut [u8])| {
+        let first = (part * (PART_BYTES / spread.dtype.bytes())) as u32;
+        fill_part(bytes, key, first, spread);
+    };
+    #[cfg(not(target_arch = "wasm32"))]
+    {
+        use rayon::prelude::*;
+        data.par_chunks_mut(PART_BYTES).enumerate().for_each(one);
+    }
+    #[cfg(target_arch = "wasm32")]
+    data.chunks_mut(PART_BYTES).enumerate().for_each(one);
+}
+
+/// Element `i` depends on the key and `i` only, so that the split over threads does not matter.
+fn fill_part(bytes: &mut [u8], key: u32, first: u32, spread: &Spread) {
+    let scale = spread.half / 2f32.powi(31);
+    let uniform = |i: usize| spread.mid + (hash(first.wrapping_add(i as u32) ^ key) as i32) as f32 * scale;
+    if spread.dtype == DType::F32 {
+        for (i, out) in bytes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *out = if spread.log { uniform(i).ln() } else { uniform(i) }.to_le_bytes();
+        }
+    } else {
+        // The bulk of a model. Truncating instead of rounding keeps this a few vector instructions per element.
+        for (i, out) in bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            *out = ((uniform(i).to_bits() >> 16) as u16).to_le_bytes();
+        }
+    }
+}
+
+/// A well-mixing permutation of 32 bits (the "lowbias32" constants of the hash-prospector project).
+fn hash(mut x: u32) -> u32 {
+    x ^= x >> 16;
+    x = x.wrapping_mul(0x7feb_352d);
+    x ^= x >> 15;
+    x = x.wrapping_mul(0x846c_a68b);
+    x ^ (x >> 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    fn floats(t: &RawTensor) -> Vec<f32> {
+        match t.dtype {
+            DType::F32 => t.bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            _ => t.bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect(),
+        }
+    }
+
+    #[test]
+    fn a_matrix_has_the_spread_of_a_trained_one_and_depends_on_name_and_seed_only() {
+        let shape = [2048, 400];
+        let a = tensor(1, "model.layers.0.up_proj.weight", &shape).unwrap();
+        let x = floats(&a);
+        let n = x.len() as f64;
+        let mean = x.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
+        let std = (x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / n - mean * mean).sqrt();
+        assert!(mean.abs() < 1e-3 && (std * 20.0 - 1.0).abs() < 0.01, "mean {mean}, standard deviation {std}");
+        // Neighbours, also over the border between two parts, are not alike.
+        let lag = x.windows(2).map(|w| f64::from(w[0] * w[1])).sum::<f64>() / n / (std * std);
+        assert!(lag.abs() < 0.01, "correlation {lag}");
+        assert_eq!(&*a.bytes, &*tensor(1, "model.layers.0.up_proj.weight", &shape).unwrap().bytes);
+        assert_ne!(&*a.bytes, &*tensor(2, "model.layers.0.up_proj.weight", &shape).unwrap().bytes);
+        assert_ne!(&*a.bytes, &*tensor(1, "model.layers.1.up_proj.weight", &shape).unwrap().bytes);
+    }
+
+    #[test]
+    fn parameters_of_recurrent_layers_are_in_range() {
+        for (name, lo, hi) in [
+            ("mixer.A_log", 0.3f32.ln(), 8f32.ln()),
+            ("mixer.dt_bias", -4.0, 0.5),
+            ("mixer.D", 0.9, 1.1),
+            ("mixer.norm.weight", 0.89, 1.1),
+            ("mixer.conv1d.bias", -0.02, 0.02),
+        ] {
+            let x = floats(&tensor(7, name, &[300]).unwrap());
+            assert!(x.iter().all(|v| (lo - 1e-4..=hi + 1e-4).contains(v)), "{name}");
+            let spread = x.iter().cloned().fold(f32::MIN, f32::max) - x.iter().cloned().fold(f32::MAX, f32::min);
+            assert!(spread > 0.9 * (hi - lo), "{name}: {spread}");
+        }
+    }
+
+    #[test]
+    fn an_absurd_size_is_an_error() {
+        assert!(matches!(tensor(0, "x", &[usize::MAX, 2]), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(tensor(0, "x", &[1 << 31, 1 << 30]), Err(Error::OutOfMemory { .. })));
+    }
+}
