@@ -7,6 +7,7 @@ pub mod backend;
 pub mod checkpoint;
 pub mod config;
 pub mod cpu;
+pub mod engine;
 pub mod error;
 pub mod models;
 pub mod ops;

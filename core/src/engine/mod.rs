@@ -1,0 +1,3 @@
+//! Running models: the memory of their states, and the loops that feed them steps.
+
+pub mod pools;
