@@ -12,8 +12,10 @@ pub mod error;
 pub mod models;
 pub mod ops;
 pub mod rope;
+pub mod sample;
 pub mod source;
 pub mod step;
+pub mod stop;
 pub mod tensor;
 
 pub use error::{Error, Result};
