@@ -1,1 +1,54 @@
-fn main() {}
+//! The command line of selkie.
+
+use std::process::ExitCode;
+
+use args::{Cli, Command};
+
+mod args;
+mod backend;
+mod devices;
+mod failure;
+mod terminal;
+
+fn main() -> ExitCode {
+    let cli = match Cli::read() {
+        Ok(cli) => cli,
+        Err(e) => {
+            // Help goes to standard output, errors to standard error; either may be closed.
+            let _ = e.print();
+            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
+        }
+    };
+    log_to_stderr(cli.verbose);
+    let outcome = match cli.command {
+        Command::Devices(args) => devices::run(&args),
+        _ => Err(failure::Failure::Other("this subcommand is not part of this version".into())),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if let Some(message) = failure.message() {
+                terminal::error(message);
+            }
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+fn log_to_stderr(verbose: u8) {
+    let level = match verbose {
+        0 => "warn",
+        1 => "info",
+        2 => "debug",
+        _ => "trace",
+    };
+    let filter = tracing_subscriber::EnvFilter::try_from_env("SELKIE_LOG").unwrap_or_else(|_| level.into());
+    // Reporting that standard error cannot be written would go to standard error, and panic.
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(terminal::colours())
+        .with_target(false)
+        .log_internal_errors(false)
+        .init();
+}

@@ -1,1 +1,14 @@
-//! The cuda backend of selkie.
+//! The cuda backend of selkie. This version has none yet: it reports that, and nothing here pretends to work.
+
+use selkie_core::backend::DeviceInfo;
+
+/// The devices of this backend.
+pub fn devices() -> Vec<DeviceInfo> {
+    vec![DeviceInfo {
+        backend: "cuda",
+        index: 0,
+        name: "none".into(),
+        memory: None,
+        usable: Err("the CUDA backend is not built into this version".into()),
+    }]
+}

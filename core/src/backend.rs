@@ -44,6 +44,21 @@ pub struct Caps {
     pub asynchronous: bool,
 }
 
+/// A device that a backend found, or the reason why it found none.
+#[derive(Clone, Debug)]
+pub struct DeviceInfo {
+    /// Name of the backend: `cpu`, `cuda` or `wgpu`.
+    pub backend: &'static str,
+    /// The backend's number for the device.
+    pub index: usize,
+    /// Name of the device, for people.
+    pub name: String,
+    /// Bytes of device memory, where that can be asked.
+    pub memory: Option<u64>,
+    /// `Err` with the reason and what to do about it if the engine cannot run there.
+    pub usable: Result<(), String>,
+}
+
 /// An open step: ops are recorded into it, in order.
 pub trait Ops<Buf: Handle> {
     /// Adds `op`. Errors name the op.

@@ -1,0 +1,15 @@
+//! The demo model that is part of the program.
+
+use selkie_core::source::Embedded;
+
+/// Its files. They lie in the executable at any alignment and are used in place.
+pub const DEMO: Embedded = Embedded {
+    label: "the embedded demo model",
+    files: &[
+        ("config.json", include_bytes!("../models/demo/config.json")),
+        ("generation_config.json", include_bytes!("../models/demo/generation_config.json")),
+        ("model.safetensors", include_bytes!("../models/demo/model.safetensors")),
+        ("tokenizer.json", include_bytes!("../models/demo/tokenizer.json")),
+        ("tokenizer_config.json", include_bytes!("../models/demo/tokenizer_config.json")),
+    ],
+};

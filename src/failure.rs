@@ -1,0 +1,57 @@
+//! Why the program ends early, and with which exit code.
+
+use std::io;
+
+use selkie_core::Error;
+
+/// A reason to stop. The message is written for the person at the terminal.
+#[derive(Debug)]
+pub enum Failure {
+    /// The engine's error: exit code 1.
+    Engine(Error),
+    /// Another failed operation: exit code 1.
+    Other(String),
+    /// The command line cannot be meant like that: exit code 2.
+    Usage(String),
+    /// Everything was said already, but not all went well: exit code 1.
+    Reported,
+    /// Nobody reads our output any more: not an error, and nothing is said.
+    OutputClosed,
+}
+
+/// Result of the subcommands.
+pub type Outcome<T = ()> = Result<T, Failure>;
+
+impl Failure {
+    /// A failed write to standard output.
+    pub fn output(e: io::Error) -> Self {
+        match e.kind() {
+            io::ErrorKind::BrokenPipe => Self::OutputClosed,
+            _ => Self::Other(format!("standard output: {e}")),
+        }
+    }
+
+    /// The process's exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Engine(_) | Self::Other(_) | Self::Reported => 1,
+            Self::Usage(_) => 2,
+            Self::OutputClosed => 0,
+        }
+    }
+
+    /// What to tell the user, if anything.
+    pub fn message(&self) -> Option<String> {
+        match self {
+            Self::Engine(e) => Some(e.to_string()),
+            Self::Other(text) | Self::Usage(text) => Some(text.clone()),
+            Self::Reported | Self::OutputClosed => None,
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(e: Error) -> Self {
+        Self::Engine(e)
+    }
+}
