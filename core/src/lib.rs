@@ -14,6 +14,7 @@ pub mod ops;
 pub mod rope;
 pub mod sample;
 pub mod source;
+pub mod state;
 pub mod step;
 pub mod stop;
 pub mod tensor;

@@ -1,0 +1,164 @@
+//! Admission: the head of the queue gets a lane, one slot and the pages of all its known tokens at once, or nothing.
+
+use super::{plan::Plan, schedule::Scheduler, sequence::Sequence};
+use crate::state::{
+    GRID, Reason, Report,
+    cache::{Match, Wanted},
+    prefix::{NONE, Stateless},
+};
+
+impl Scheduler {
+    /// Admits the head of the queue if it fits now. It becomes the last of `running`.
+    pub(super) fn admit(&mut self, plan: &mut Plan) -> bool {
+        if self.free_lanes.is_empty() {
+            return false;
+        }
+        let Some((_, mut seq)) = self.queue.pop_first() else { return false };
+        let admitted = seq.outstanding == 0 && self.try_admit(&mut seq);
+        if admitted {
+            seq.lane = self.free_lanes.pop().expect("checked above");
+            plan.admitted.push(seq.id);
+            self.running.push(seq);
+        } else {
+            self.queue.insert(seq.id, seq);
+        }
+        admitted
+    }
+
+    fn try_admit(&mut self, seq: &mut Sequence) -> bool {
+        let mut found = Match { nodes: Vec::new(), hit: 0, reason: Reason::Off, pending: false };
+        if self.rules.cache {
+            let pages = seq.matchable_pages();
+            seq.extend_hashes(pages);
+            found = self.cache.find(&seq.namespace, seq.named_pages(pages), self.step);
+            if found.pending {
+                return false;
+            }
+        }
+        let hit_node = found.hit.checked_sub(1).map(|i| found.nodes[i]);
+        let hit_slot = hit_node.map_or(0, |id| self.cache.tree()[id].slot);
+        let fresh_pages = if self.rules.has_pages { seq.tokens.len().div_ceil(GRID) - found.hit } else { 0 };
+        if fresh_pages > self.cache.obtainable_pages(&found) {
+            return false;
+        }
+
+        // From here on what the hit needs cannot be evicted, and what matched beyond it goes last.
+        if self.rules.cache {
+            seq.tip = hit_node.unwrap_or_else(|| self.cache.root(&seq.namespace));
+            seq.guard = seq.tip;
+            self.cache.guard(seq.guard);
+            self.cache.touch_match(&found);
+        }
+        seq.entered = found.hit;
+        seq.done = found.hit * GRID;
+        if self.rules.has_pages {
+            for &id in &found.nodes[..found.hit] {
+                let page = self.cache.tree()[id].page;
+                self.cache.hold_page(page);
+                seq.pages.push(page);
+            }
+        }
+        self.cache.hold_slot(hit_slot);
+        seq.cur = hit_slot;
+        if !(self.take_slot(seq) && self.take_pages(seq, fresh_pages)) {
+            self.give_up(seq);
+            return false;
+        }
+        if self.rules.cache {
+            for &id in &found.nodes[found.hit..] {
+                if !self.cache.tree().is_alive(id) {
+                    break;
+                }
+                self.cache.guard_child(id);
+                seq.guard = id;
+            }
+            self.plan_captures(seq, &found);
+        }
+        self.note(seq, &found);
+        true
+    }
+
+    /// One slot to write: free, evicted, or the hit's snapshot itself if the tree and this sequence alone hold it.
+    fn take_slot(&mut self, seq: &mut Sequence) -> bool {
+        if !self.rules.has_slots {
+            return true;
+        }
+        seq.spare = self.cache.take_slot();
+        if seq.spare.is_some() {
+            return true;
+        }
+        let alone = seq.cur != 0 && self.cache.slots().holders(seq.cur) == 2;
+        if alone {
+            self.cache.drop_state(seq.tip, Stateless::Evicted);
+        }
+        alone
+    }
+
+    fn take_pages(&mut self, seq: &mut Sequence, count: usize) -> bool {
+        for _ in 0..count {
+            let Some(page) = self.cache.take_page() else { return false };
+            seq.pages.push(page);
+        }
+        true
+    }
+
+    /// Undoes a half-done admission.
+    fn give_up(&mut self, seq: &mut Sequence) {
+        for slot in [std::mem::take(&mut seq.cur), seq.spare.take().unwrap_or(0)] {
+            self.cache.release_slot(slot);
+        }
+        for page in seq.pages.drain(..) {
+            self.cache.release_page(page);
+        }
+        if seq.guard != NONE {
+            self.cache.unguard(seq.guard);
+        }
+        (seq.tip, seq.guard, seq.entered, seq.done) = (NONE, NONE, 0, 0);
+    }
+
+    /// Which states the prefill is to leave in the tree.
+    fn plan_captures(&mut self, seq: &mut Sequence, found: &Match) {
+        seq.enter_to = if self.rules.one_capture { 0 } else { usize::MAX };
+        if !self.rules.has_slots {
+            return;
+        }
+        let (hit, matched) = (found.hit * GRID, found.nodes.len() * GRID);
+        let last = seq.matchable_pages() * GRID;
+        let ends = seq.boundaries.iter().map(|&end| end / GRID * GRID);
+        let mut positions: Vec<_> = ends.chain([matched, last]).filter(|p| (hit + 1..=last).contains(p)).collect();
+        positions.sort_unstable();
+        positions.dedup();
+        let single = if matched > hit && matched < last { matched } else { last };
+        seq.wanted = positions
+            .into_iter()
+            .map(|position| Wanted {
+                position,
+                branch: position == matched,
+                take: !self.rules.one_capture || position == single,
+            })
+            .collect();
+        if self.rules.captures_all {
+            self.cache.cap_path(seq.tip, &mut seq.wanted, None);
+        }
+    }
+
+    /// Writes the report at the first admission; later ones only add what others computed in the meantime.
+    fn note(&mut self, seq: &mut Sequence, found: &Match) {
+        let (hit, matched) = (seq.done, found.nodes.len() * GRID);
+        let skipped = hit.min(seq.prompt_len).saturating_sub(seq.computed);
+        seq.computed = seq.computed.max(hit);
+        self.stats.tokens_reused += skipped as u64;
+        match &mut seq.report {
+            None => {
+                self.stats.reasons[found.reason as usize] += 1;
+                seq.report = Some(Report { matched, reused: hit, reason: found.reason });
+            }
+            Some(report) => {
+                report.reused += skipped;
+                if skipped > 0 {
+                    report.matched = report.matched.max(hit);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! One row of a step: where it is cut, which slot each chunk writes, and what becomes of the sequence's slots.
+
+use super::{
+    plan::{PlanChunk, PlanRow, Src, TokenRef},
+    sequence::{Rules, Sequence, Taken},
+    stats::Stats,
+};
+use crate::state::{Cache, GRID, cache::Wanted};
+
+/// What the rows of one step have in common.
+pub(super) struct Step<'a> {
+    pub cache: &'a mut Cache,
+    pub stats: &'a mut Stats,
+    pub rules: Rules,
+    pub number: u64,
+    /// Slots that occur in the step. Each is held until the step is planned, so that none is handed out, evicted or
+    /// written in place while another row of the same step reads or writes it.
+    pub held: &'a mut Vec<u32>,
+    /// Pages given up by rows that still write them in this step.
+    pub swapped: &'a mut Vec<u32>,
+}
+
+/// Where a prefill share of at most `budget` tokens ends: on the grid if it is 64 tokens or more, unless it ends the
+/// known tokens; a shorter one anywhere.
+pub(super) fn share_end(done: usize, known: usize, budget: usize) -> usize {
+    let end = known.min(done + budget);
+    if end < known && end - done >= GRID { end / GRID * GRID } else { end }
+}
+
+impl Step<'_> {
+    /// Plans the tokens from `seq.done` to `end`, or fewer where no second slot is free. The pages are there already.
+    pub fn row(&mut self, seq: &mut Sequence, end: usize) -> PlanRow {
+        let start = seq.done;
+        let (chunks, end) = if self.rules.has_slots { self.chunks(seq, end) } else { (Vec::new(), end) };
+        let known = &seq.tokens[start.min(seq.tokens.len())..end.min(seq.tokens.len())];
+        let mut tokens: Vec<_> = known.iter().map(|&id| TokenRef::Known(id)).collect();
+        tokens.resize(end - start, TokenRef::FromDevice);
+        let table = if self.rules.has_pages { end.div_ceil(GRID) } else { 0 };
+        let last = end == seq.tokens.len() + seq.outstanding;
+        let row = PlanRow {
+            seq: seq.id,
+            lane: seq.lane,
+            first_position: start as u32,
+            outputs: if last { vec![(end - start - 1) as u32] } else { Vec::new() },
+            tokens,
+            chunks,
+            pages: seq.pages[..table].to_vec(),
+        };
+        self.count(seq, start, end);
+        seq.done = end;
+        seq.outstanding += usize::from(last);
+        seq.decoding |= last;
+        seq.settle(self.cache, self.rules, self.number, self.swapped);
+        row
+    }
+
+    fn count(&mut self, seq: &mut Sequence, start: usize, end: usize) {
+        let fresh = start.max(seq.computed).min(end);
+        self.stats.tokens_recomputed += (fresh - start) as u64;
+        self.stats.tokens_prefilled += end.min(seq.prompt_len).saturating_sub(fresh) as u64;
+        seq.computed = seq.computed.max(end);
+    }
+
+    /// The chunk table of the row and its end, and the sequence's slots as the row leaves them.
+    fn chunks(&mut self, seq: &mut Sequence, end: usize) -> (Vec<PlanChunk>, usize) {
+        let (start, src) = (seq.done, seq.cur);
+        let first_end = (start / GRID + 1) * GRID;
+        let alone = src != 0 && self.cache.slots().holders(src) == 1;
+        let mut end = end;
+        let mut captured = Vec::new();
+        let last = self.wants_last(seq, end).then(|| self.fresh_capture(seq, alone)).flatten();
+        let dst = if let Some(slot) = last {
+            self.cache.hold_slot(slot);
+            captured.push(Taken { position: end, slot, decode: seq.decoding });
+            slot
+        } else if alone && end <= first_end {
+            src
+        } else if let Some(slot) = seq.spare.take().or_else(|| self.cache.take_slot()) {
+            slot
+        } else {
+            // A sequence whose state is shared, or that has none yet, has a spare. This one owns its state alone.
+            assert!(alone, "a sequence without a slot to write");
+            end = end.min(first_end);
+            src
+        };
+        self.inner_captures(seq, start, end, &mut captured);
+
+        let mut chunks = Vec::with_capacity((end - start).div_ceil(GRID) + 1);
+        let mut at = start;
+        while at < end {
+            let stop = end.min((at / GRID + 1) * GRID);
+            let inner = || captured.iter().find(|t| t.position == stop).map_or(0, |t| t.slot);
+            chunks.push(PlanChunk {
+                start: (at - start) as u32,
+                len: (stop - at) as u32,
+                src: if at == start { Src::Slot(src) } else { Src::Carry },
+                dst: if stop == end { dst } else { inner() },
+            });
+            at = stop;
+        }
+        for slot in chunks.iter().map(|c| c.dst).chain([src]).filter(|&slot| slot != 0) {
+            self.cache.hold_slot(slot);
+            self.held.push(slot);
+        }
+        seq.taken.extend(captured);
+        if dst != src {
+            seq.cur = dst;
+            if alone && seq.spare.is_none() {
+                seq.spare = Some(src);
+            } else {
+                self.cache.release_slot(src);
+            }
+        } else if seq.decoding
+            && let Some(spare) = seq.spare.take()
+        {
+            self.cache.release_slot(spare);
+        }
+        (chunks, end)
+    }
+
+    /// Whether the state at the end of the share is one to keep: a wanted one in prefill, a grid point in decode.
+    fn wants_last(&mut self, seq: &Sequence, end: usize) -> bool {
+        if !seq.decoding {
+            return seq.wanted.iter().any(|w| w.position == end && w.take);
+        }
+        if !(self.rules.cache && self.rules.captures_all && end.is_multiple_of(GRID)) {
+            return false;
+        }
+        let mut wanted = [Wanted { position: end, branch: false, take: true }];
+        let leaving = seq.leaving(self.cache);
+        self.cache.cap_path(seq.tip, &mut wanted, leaving);
+        wanted[0].take
+    }
+
+    /// A slot for a capture that is the sequence's own state too. The spare will do if the present state can be the
+    /// next spare.
+    fn fresh_capture(&mut self, seq: &mut Sequence, alone: bool) -> Option<u32> {
+        let slot = self.cache.take_slot().or_else(|| if alone { seq.spare.take() } else { None });
+        self.note_capture(slot)
+    }
+
+    /// Captures strictly inside the row, the branch point first, then the deepest: short of slots, those help most.
+    fn inner_captures(&mut self, seq: &mut Sequence, start: usize, end: usize, captured: &mut Vec<Taken>) {
+        if seq.decoding {
+            return;
+        }
+        let mut inner: Vec<_> =
+            seq.wanted.iter().filter(|w| w.take && w.position > start && w.position < end).copied().collect();
+        inner.sort_by_key(|w| (!w.branch, std::cmp::Reverse(w.position)));
+        for Wanted { position, .. } in inner {
+            let slot = self.cache.take_slot();
+            if let Some(slot) = self.note_capture(slot) {
+                captured.push(Taken { position, slot, decode: false });
+            }
+        }
+        captured.sort_by_key(|t| t.position);
+        if self.rules.one_capture
+            && let Some(deepest) = captured.last()
+        {
+            seq.enter_to = deepest.position;
+        }
+    }
+
+    fn note_capture(&mut self, slot: Option<u32>) -> Option<u32> {
+        match slot {
+            Some(_) => self.stats.captures += 1,
+            None => self.stats.captures_skipped += 1,
+        }
+        slot
+    }
+}

@@ -1,0 +1,347 @@
+//! The scheduler: which tokens of which sequences the next step computes.
+//!
+//! Decode rows come first, oldest first, then prefill by arrival. A request is admitted, and matched, only in the step
+//! that gives it its first token. The running sequences are always the oldest ones: admission is in order of arrival and
+//! the victim of a pre-emption is the latest arrival among those running.
+//!
+//! Decisions where the contract leaves room:
+//! * A request whose match meets a page or state that another row of the same step computes waits for the next step,
+//!   and so do those behind it: equal prompts arriving together compute their common part once, whatever the step budget.
+//! * Prompt pages enter the tree when their step is planned, for nobody of that step; generated pages when the host has
+//!   read their ids. A plan must therefore run.
+//! * A step in which a sequence was pre-empted admits nobody, unless it would be empty.
+//! * Slots that occur in a step count as held until the step is planned, and a page given up for the tree's copy is
+//!   freed then: a step never uses a slot or a page twice.
+//! * A sequence that was pre-empted with a sampled token on its way is admitted again only after that token's commit.
+//! * Forks go through the tree: a request that shares a prefix with another holds its state and pages from the deepest
+//!   grid point that has a state, and computes the tail (< 64 tokens with a state at the last grid point) itself.
+
+use std::collections::BTreeMap;
+
+use super::{
+    plan::{Plan, SeqId},
+    row::{Step, share_end},
+    sequence::{Request, Rules, Sequence},
+    stats::Stats,
+};
+use crate::{
+    Error, Result,
+    state::{Cache, CacheEvent, CapturePolicy, GRID, Limits, Pool, Report, StateShape, prefix::NONE},
+};
+
+/// What a committed token means for its sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Commit {
+    /// There may be more.
+    More,
+    /// It was the last one that `max_tokens` allows. The caller ends the sequence.
+    Last,
+}
+
+/// Requests, waiting and running, over the state cache of one model. It knows no tensor: it hands out numbers.
+///
+/// The caller's loop: [`plan`](Self::plan) a step, run it, read the sampled ids, [`commit`](Self::commit) each, and
+/// [`end`](Self::end) the sequences that stop. A pipelined caller plans one or more steps ahead of the commits; tokens
+/// that the host has not read are then [`FromDevice`](super::plan::TokenRef::FromDevice), and a step that ran past a
+/// stop is not sampled from: `commit` ignores sequences that are gone.
+#[derive(Debug)]
+pub struct Scheduler {
+    pub(super) shape: StateShape,
+    pub(super) limits: Limits,
+    pub(super) rules: Rules,
+    pub(super) cache: Cache,
+    pub(super) stats: Stats,
+    /// In order of arrival.
+    pub(super) running: Vec<Sequence>,
+    pub(super) queue: BTreeMap<SeqId, Sequence>,
+    pub(super) free_lanes: Vec<u32>,
+    pub(super) step: u64,
+    next_id: u64,
+    held: Vec<u32>,
+    swapped: Vec<u32>,
+}
+
+impl Scheduler {
+    /// An idle scheduler with empty pools. `fingerprint` names the model and everything else its states depend on; equal
+    /// fingerprints give equal page hashes in every process.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] if a limit is 0 that must not be.
+    pub fn new(shape: StateShape, limits: Limits, fingerprint: &[u8]) -> Result<Self> {
+        let needs = [
+            (limits.max_batch, "max batch"),
+            (limits.step_tokens, "step tokens"),
+            (if shape.has_slots() { limits.slots } else { 1 }, "number of slots"),
+            (if shape.has_pages() { limits.pages } else { 1 }, "number of KV pages"),
+        ];
+        if let Some((_, name)) = needs.iter().find(|(n, _)| *n == 0) {
+            return Err(Error::BadRequest(format!("the {name} must be at least 1")));
+        }
+        let (cache_on, has_slots) = (limits.prefix_cache, shape.has_slots());
+        let rules = Rules {
+            cache: cache_on,
+            captures_all: has_slots && limits.policy == CapturePolicy::Default,
+            one_capture: has_slots && limits.policy == CapturePolicy::OnePerPrefill,
+            has_slots,
+            has_pages: shape.has_pages(),
+        };
+        Ok(Self {
+            shape,
+            rules,
+            cache: Cache::new(&shape, &limits, fingerprint),
+            stats: Stats::default(),
+            running: Vec::new(),
+            queue: BTreeMap::new(),
+            free_lanes: (0..limits.max_batch as u32).rev().collect(),
+            step: 0,
+            next_id: 0,
+            held: Vec::new(),
+            swapped: Vec::new(),
+            limits,
+        })
+    }
+
+    /// Puts a request into the queue.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] for an empty prompt, for `max_tokens` 0, and for a request that can never fit into the
+    /// context or the pages; both numbers are named.
+    pub fn submit(&mut self, request: Request) -> Result<SeqId> {
+        let (prompt, new) = (request.prompt.len(), request.max_tokens);
+        if prompt == 0 || new == 0 {
+            let what = if prompt == 0 { "the prompt is empty" } else { "max_tokens must be at least 1" };
+            return Err(Error::BadRequest(what.into()));
+        }
+        let total = prompt.saturating_add(new);
+        let asked = format!("{prompt} prompt tokens and up to {new} new ones are {total} tokens");
+        if total > self.shape.context {
+            return Err(Error::BadRequest(format!("{asked}, the context holds {}", self.shape.context)));
+        }
+        // The last token is sampled and never computed.
+        let pages = (total - 1).div_ceil(GRID);
+        if self.rules.has_pages && pages > self.limits.pages {
+            let all = self.limits.pages;
+            return Err(Error::BadRequest(format!("{asked} and need {pages} KV pages, there are {all}")));
+        }
+        let id = SeqId(self.next_id);
+        self.next_id += 1;
+        let root = self.cache.root_hash(&request.namespace);
+        self.queue.insert(id, Sequence::new(id, request, root));
+        Ok(id)
+    }
+
+    /// Plans the next step. An empty plan means that there is nothing to do until a commit or a submission.
+    pub fn plan(&mut self) -> Plan {
+        self.step += 1;
+        let mut plan = Plan::default();
+        let mut budget = self.limits.step_tokens;
+        self.plan_decode(&mut plan, &mut budget);
+        for i in 0..self.running.len() {
+            if budget > 0 && !self.running[i].decoding {
+                budget -= self.plan_prefill(i, budget, &mut plan);
+            }
+        }
+        while budget > 0 && (plan.preempted.is_empty() || plan.rows.is_empty()) && self.admit(&mut plan) {
+            budget -= self.plan_prefill(self.running.len() - 1, budget, &mut plan);
+        }
+        for slot in self.held.drain(..) {
+            self.cache.release_slot(slot);
+        }
+        for page in self.swapped.drain(..) {
+            self.cache.release_page(page);
+        }
+        self.stats.steps += u64::from(!plan.rows.is_empty());
+        plan
+    }
+
+    /// Commits a sampled token that the host has read, in the order of the steps. `None`: the sequence is gone, the step
+    /// ran past its stop.
+    pub fn commit(&mut self, id: SeqId, token: u32) -> Option<Commit> {
+        let running = self.running.binary_search_by_key(&id, |s| s.id).ok();
+        let seq = match running {
+            Some(i) => &mut self.running[i],
+            None => self.queue.get_mut(&id)?,
+        };
+        seq.outstanding = seq.outstanding.checked_sub(1)?;
+        seq.tokens.push(token);
+        self.stats.tokens_generated += 1;
+        if running.is_some() {
+            seq.settle(&mut self.cache, self.rules, self.step, &mut self.swapped);
+            for page in self.swapped.drain(..) {
+                self.cache.release_page(page);
+            }
+        }
+        Some(if seq.tokens.len() - seq.prompt_len == seq.max_tokens { Commit::Last } else { Commit::More })
+    }
+
+    /// Ends a sequence, waiting or running, because it stopped or was cancelled, at any moment between plans. Returns
+    /// its report, if it was ever admitted, or `None` too if there is no such sequence.
+    pub fn end(&mut self, id: SeqId) -> Option<Report> {
+        if let Ok(i) = self.running.binary_search_by_key(&id, |s| s.id) {
+            let mut seq = self.running.remove(i);
+            self.release(&mut seq);
+            return seq.report;
+        }
+        self.queue.remove(&id)?.report
+    }
+
+    /// The match of a request, once it was admitted.
+    pub fn report(&self, id: SeqId) -> Option<Report> {
+        self.sequence(id)?.report
+    }
+
+    /// The prompt and the committed tokens of a request that has not ended.
+    pub fn tokens(&self, id: SeqId) -> Option<&[u32]> {
+        self.sequence(id).map(|s| s.tokens.as_slice())
+    }
+
+    /// Sequences with a lane.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Sequences in the queue.
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Counters so far.
+    pub fn stats(&self) -> Stats {
+        let mut stats = self.stats.clone();
+        stats.evictions = self.cache.evictions();
+        stats.peak_slots = self.cache.slots().peak();
+        stats.peak_pages = self.cache.pages().peak();
+        stats
+    }
+
+    /// States held by the tree.
+    pub fn cached_states(&self) -> usize {
+        self.cache.tree().with_state()
+    }
+
+    /// Pages (nodes) in the tree.
+    pub fn cached_pages(&self) -> usize {
+        self.cache.tree().len()
+    }
+
+    /// The slots and their holders.
+    pub fn slots(&self) -> &Pool {
+        self.cache.slots()
+    }
+
+    /// The pages and their holders.
+    pub fn pages(&self) -> &Pool {
+        self.cache.pages()
+    }
+
+    /// Forgets all prefixes. Running sequences go on and enter theirs again.
+    pub fn clear_cache(&mut self) {
+        self.cache.clear();
+        for seq in &mut self.running {
+            (seq.entered, seq.decode_state) = (0, None);
+            if self.rules.cache {
+                seq.tip = self.cache.root(&seq.namespace);
+                seq.guard = seq.tip;
+                self.cache.guard(seq.guard);
+            }
+        }
+    }
+
+    /// Starts to collect the events of the tree, or stops.
+    pub fn subscribe(&mut self, on: bool) {
+        self.cache.subscribe(on);
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.cache.take_events()
+    }
+
+    /// Recounts every holder, child and guard, between plans; for tests. The cost grows with everything.
+    pub fn audit(&self) -> Result<(), String> {
+        let (mut slots, mut pages, mut guards) = (Vec::new(), Vec::new(), Vec::new());
+        for seq in &self.running {
+            slots.extend([seq.cur, seq.spare.unwrap_or(0)]);
+            slots.extend(seq.taken.iter().map(|t| t.slot));
+            pages.extend(&seq.pages);
+            guards.extend([seq.guard].iter().filter(|&&g| g != NONE));
+        }
+        if let Some(seq) = self.queue.values().find(|s| s.cur != 0 || s.spare.is_some() || !s.pages.is_empty()) {
+            return Err(format!("{:?} waits and holds something", seq.id));
+        }
+        self.cache.audit(&slots, &pages, &guards)
+    }
+
+    fn sequence(&self, id: SeqId) -> Option<&Sequence> {
+        match self.running.binary_search_by_key(&id, |s| s.id) {
+            Ok(i) => Some(&self.running[i]),
+            Err(_) => self.queue.get(&id),
+        }
+    }
+
+    fn plan_decode(&mut self, plan: &mut Plan, budget: &mut usize) {
+        let mut i = 0;
+        while i < self.running.len() && *budget > 0 {
+            let seq = &self.running[i];
+            let has_token = seq.done < seq.tokens.len() + seq.outstanding;
+            if !seq.decoding || !has_token || seq.outputs() == seq.max_tokens {
+                i += 1;
+                continue;
+            }
+            // False: the sequence itself was the victim, and the last one running.
+            if self.make_page(i, plan) {
+                let end = self.running[i].done + 1;
+                self.plan_row(i, end, plan);
+                *budget -= 1;
+                i += 1;
+            }
+        }
+    }
+
+    /// Gives the sequence the page of its next position, if it must at the expense of the latest arrivals. False if it
+    /// was the latest itself.
+    fn make_page(&mut self, i: usize, plan: &mut Plan) -> bool {
+        if !self.rules.has_pages || self.running[i].done < self.running[i].pages.len() * GRID {
+            return true;
+        }
+        loop {
+            if let Some(page) = self.cache.take_page() {
+                self.running[i].pages.push(page);
+                return true;
+            }
+            let mut victim = self.running.pop().expect("the asker is running");
+            self.release(&mut victim);
+            self.stats.preemptions += 1;
+            plan.preempted.push(victim.id);
+            self.queue.insert(victim.id, victim);
+            if i == self.running.len() {
+                return false;
+            }
+        }
+    }
+
+    /// Plans the next share of a prefill and returns its tokens.
+    fn plan_prefill(&mut self, i: usize, budget: usize, plan: &mut Plan) -> usize {
+        let seq = &self.running[i];
+        let (start, end) = (seq.done, share_end(seq.done, seq.tokens.len(), budget));
+        self.plan_row(i, end, plan);
+        self.running[i].done - start
+    }
+
+    fn plan_row(&mut self, i: usize, end: usize, plan: &mut Plan) {
+        let mut step = Step {
+            cache: &mut self.cache,
+            stats: &mut self.stats,
+            rules: self.rules,
+            number: self.step,
+            held: &mut self.held,
+            swapped: &mut self.swapped,
+        };
+        plan.rows.push(step.row(&mut self.running[i], end));
+    }
+
+    fn release(&mut self, seq: &mut Sequence) {
+        seq.release(&mut self.cache, self.rules, self.step);
+        self.free_lanes.push(seq.lane);
+    }
+}

@@ -1,0 +1,253 @@
+//! One request: its tokens, what it holds while it runs, and how it gives that back.
+
+use std::collections::VecDeque;
+
+use super::plan::SeqId;
+use crate::state::{
+    Cache, GRID, PrefixHash, Report,
+    cache::Wanted,
+    prefix::{NONE, NodeId, Stateless},
+};
+
+/// What a caller asks for.
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    /// The prompt, at least one token.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate, at least one.
+    pub max_tokens: usize,
+    /// The tenant. Different namespaces never share anything; the empty one is a namespace like any other.
+    pub namespace: String,
+    /// Positions in tokens where the system prompt and the chat messages end, in any order. They need not lie on the
+    /// grid.
+    pub boundaries: Vec<usize>,
+}
+
+/// A state on its way into the tree: the node it belongs to may not exist yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    pub position: usize,
+    pub slot: u32,
+    pub decode: bool,
+}
+
+/// Choices that are the same for all sequences of an engine.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules {
+    /// The prefix cache is on.
+    pub cache: bool,
+    /// The model has recurrent state and the policy is the default: decode captures, the cap, states kept at the end.
+    pub captures_all: bool,
+    /// The model has recurrent state and the policy is one capture a prefill.
+    pub one_capture: bool,
+    pub has_slots: bool,
+    pub has_pages: bool,
+}
+
+/// A request in the queue or in the batch. What is held (`cur`, `spare`, `pages`, `taken`, `guard`) is empty in the queue.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub id: SeqId,
+    /// The prompt and all committed tokens.
+    pub tokens: Vec<u32>,
+    pub prompt_len: usize,
+    pub max_tokens: usize,
+    pub namespace: String,
+    pub boundaries: Vec<usize>,
+    /// Names of the whole pages of `tokens`, as far as they were needed.
+    hashes: Vec<PrefixHash>,
+    root: PrefixHash,
+    /// The match of the first admission.
+    pub report: Option<Report>,
+    /// Sampled tokens that the host has not read.
+    pub outstanding: usize,
+    /// Positions computed so far by this request, or reused; not reset by a pre-emption.
+    pub computed: usize,
+
+    pub lane: u32,
+    /// Positions whose computation is planned.
+    pub done: usize,
+    /// Whether the known tokens were computed once since admission: from here on one token a step.
+    pub decoding: bool,
+    /// Slot with the state at `done`, perhaps shared; 0 before the first row.
+    pub cur: u32,
+    /// A slot of one's own to write next.
+    pub spare: Option<u32>,
+    pub pages: Vec<u32>,
+    /// Captures to take in prefill, by position.
+    pub wanted: Vec<Wanted>,
+    pub taken: VecDeque<Taken>,
+    /// Pages may enter the tree up to this position.
+    pub enter_to: usize,
+    /// Pages that the tree and `pages` share, counted from the first.
+    pub entered: usize,
+    /// The node of page `entered - 1`, the root before; [`NONE`] with the cache off.
+    pub tip: NodeId,
+    /// The guarded node: `tip` or, where the match went beyond the hit, below it.
+    pub guard: NodeId,
+    /// The newest decode capture: node and slot.
+    pub decode_state: Option<(NodeId, u32)>,
+}
+
+impl Sequence {
+    pub fn new(id: SeqId, request: Request, root: PrefixHash) -> Self {
+        Self {
+            id,
+            prompt_len: request.prompt.len(),
+            tokens: request.prompt,
+            max_tokens: request.max_tokens,
+            namespace: request.namespace,
+            boundaries: request.boundaries,
+            hashes: Vec::new(),
+            root,
+            report: None,
+            outstanding: 0,
+            computed: 0,
+            lane: 0,
+            done: 0,
+            decoding: false,
+            cur: 0,
+            spare: None,
+            pages: Vec::new(),
+            wanted: Vec::new(),
+            taken: VecDeque::new(),
+            enter_to: 0,
+            entered: 0,
+            tip: NONE,
+            guard: NONE,
+            decode_state: None,
+        }
+    }
+
+    /// Tokens sampled so far, read or not.
+    pub fn outputs(&self) -> usize {
+        self.tokens.len() - self.prompt_len + self.outstanding
+    }
+
+    /// Whole pages of the known tokens that a match may use: at least one token is left to compute.
+    pub fn matchable_pages(&self) -> usize {
+        (self.tokens.len() - 1) / GRID
+    }
+
+    /// Computes the names of the first `pages` pages.
+    pub fn extend_hashes(&mut self, pages: usize) {
+        while self.hashes.len() < pages {
+            let i = self.hashes.len();
+            let parent = self.hashes.last().copied().unwrap_or(self.root);
+            self.hashes.push(parent.child(&self.tokens[i * GRID..(i + 1) * GRID]));
+        }
+    }
+
+    /// Name and tokens of each of the first `pages` pages, whose names are computed.
+    pub fn named_pages(&self, pages: usize) -> impl Iterator<Item = (PrefixHash, &[u32])> {
+        self.hashes[..pages].iter().copied().zip(self.tokens.chunks_exact(GRID))
+    }
+
+    /// Brings the tree up to date with what is known and computed: enters whole pages of committed tokens, takes the
+    /// tree's page where it has one already, and attaches the captures on the way. Pages given up in exchange are
+    /// pushed to `swapped`: a row that is planned already may still write them.
+    pub fn settle(&mut self, cache: &mut Cache, rules: Rules, step: u64, swapped: &mut Vec<u32>) {
+        if !rules.cache {
+            return;
+        }
+        let full = self.tokens.len().min(self.done) / GRID;
+        if self.entered < full {
+            self.extend_hashes(full);
+        }
+        while self.entered < full {
+            let i = self.entered;
+            let (hash, tokens) = (self.hashes[i], &self.tokens[i * GRID..(i + 1) * GRID]);
+            let own = if rules.has_pages { self.pages[i] } else { 0 };
+            let node = match cache.tree().child(self.tip, hash, tokens) {
+                Some(node) => {
+                    let page = cache.tree()[node].page;
+                    if page != own {
+                        cache.hold_page(page);
+                        swapped.push(own);
+                        self.pages[i] = page;
+                    }
+                    node
+                }
+                None if (i + 1) * GRID <= self.enter_to => match cache.enter(self.tip, hash, tokens, own, step) {
+                    Some(node) => node,
+                    None => break,
+                },
+                None => break,
+            };
+            self.entered += 1;
+            self.tip = node;
+            if cache.tree()[self.guard].depth < cache.tree()[node].depth {
+                cache.guard_child(node);
+                self.guard = node;
+            }
+            let position = self.entered * GRID;
+            if self.wanted.iter().any(|w| w.position == position && !w.take) {
+                cache.mark_not_taken(node);
+            }
+            while let Some(taken) = self.taken.pop_front_if(|t| t.position == position) {
+                self.attach(cache, taken.slot, taken.decode, step);
+            }
+        }
+        // Without room for the node there is no place for its state either.
+        while let Some(taken) = self.taken.pop_front_if(|t| t.position <= full * GRID) {
+            cache.release_slot(taken.slot);
+        }
+    }
+
+    /// Gives everything back. A state that lies at a grid point whose page is in the tree stays there: it costs nothing.
+    pub fn release(&mut self, cache: &mut Cache, rules: Rules, step: u64) {
+        if self.leaves_state(cache, rules) {
+            let mut wanted = [Wanted { position: self.done, branch: false, take: true }];
+            let leaving = self.leaving(cache);
+            cache.cap_path(self.tip, &mut wanted, leaving);
+            if wanted[0].take {
+                self.attach(cache, self.cur, true, step);
+                self.cur = 0;
+            }
+        }
+        for slot in self.taken.drain(..).map(|t| t.slot).chain(self.spare.take()).chain([self.cur]) {
+            cache.release_slot(slot);
+        }
+        for page in self.pages.drain(..) {
+            cache.release_page(page);
+        }
+        if self.guard != NONE {
+            cache.unguard(self.guard);
+        }
+        (self.cur, self.done, self.entered, self.decoding) = (0, 0, 0, false);
+        (self.tip, self.guard, self.decode_state) = (NONE, NONE, None);
+        self.wanted.clear();
+    }
+
+    /// The previous decode capture, if it goes once there is a newer one: nobody else came by.
+    pub fn leaving(&self, cache: &Cache) -> Option<NodeId> {
+        let (node, slot) = self.decode_state?;
+        let found = &cache.tree()[node];
+        (found.slot == slot && found.children <= 1 && !found.hit).then_some(node)
+    }
+
+    fn leaves_state(&self, cache: &Cache, rules: Rules) -> bool {
+        rules.cache
+            && rules.captures_all
+            && self.cur != 0
+            && self.entered > 0
+            && self.done == self.entered * GRID
+            && cache.tree()[self.tip].slot == 0
+            && cache.slots().holders(self.cur) == 1
+    }
+
+    /// Gives the tree one hold of `slot` as the state at `tip`, if that has none.
+    fn attach(&mut self, cache: &mut Cache, slot: u32, decode: bool, step: u64) {
+        if cache.tree()[self.tip].slot != 0 {
+            cache.release_slot(slot);
+            return;
+        }
+        cache.attach(self.tip, slot, step);
+        if decode {
+            if let Some(node) = self.leaving(cache) {
+                cache.drop_state(node, Stateless::Policy);
+            }
+            self.decode_state = Some((self.tip, slot));
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Counters of a run.
+
+use crate::state::{Reason, cache::Evictions};
+
+/// Totals since the scheduler was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Steps with at least one row.
+    pub steps: u64,
+    /// Requests admitted, by reason, in the order of [`Reason::ALL`]; once a request.
+    pub reasons: [u64; 6],
+    /// Prompt tokens computed, once a request.
+    pub tokens_prefilled: u64,
+    /// Prompt tokens not computed because their state was in the tree. With `tokens_prefilled`: all prompt tokens of
+    /// the requests whose prefill ended.
+    pub tokens_reused: u64,
+    /// Tokens computed again after a pre-emption.
+    pub tokens_recomputed: u64,
+    /// Completion tokens committed.
+    pub tokens_generated: u64,
+    /// States captured for the tree.
+    pub captures: u64,
+    /// States that were wanted and found no slot.
+    pub captures_skipped: u64,
+    /// States and nodes lost for lack of room.
+    pub evictions: Evictions,
+    /// Sequences that were put back into the queue.
+    pub preemptions: u64,
+    /// Most slots in use at a time, snapshots included.
+    pub peak_slots: usize,
+    /// Most pages in use at a time, cached ones included.
+    pub peak_pages: usize,
+}
+
+impl Stats {
+    /// Requests admitted with this reason.
+    pub fn reason(&self, reason: Reason) -> u64 {
+        self.reasons[reason as usize]
+    }
+}

@@ -1,0 +1,160 @@
+//! How a number of bytes is split between slots and pages.
+//!
+//! The unit is one **cached path**: a sequence of the full context, with the two slots that it needs while it runs (its
+//! state and the one it writes next) and as many snapshots as a path may keep. Pages and slots are bought in that
+//! proportion, so that a model with large states and a short context gets mostly slots and one with a long context
+//! mostly pages. Memory that does not hold one whole path buys pages before snapshots: one long sequence comes first.
+
+use super::{GRID, Limits, StateShape};
+use crate::{Error, Result};
+
+/// Slots that a running sequence uses at a time.
+const RUNNING_SLOTS: u64 = 2;
+
+/// Sizes of the two pools; the null slot and the null page are not counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// Usable slots, 0 for a model without recurrent state.
+    pub slots: usize,
+    /// Usable pages, 0 for a model without attention.
+    pub pages: usize,
+}
+
+impl Split {
+    /// Splits `bytes`, null slot and null page included. `slots` and `pages` override what the split would give, even
+    /// where they ask for more than `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if not even one slot and one page fit, [`Error::BadRequest`] for an override of 0 of
+    /// something that the model needs.
+    pub fn new(
+        shape: &StateShape,
+        limits: &Limits,
+        bytes: u64,
+        slots: Option<usize>,
+        pages: Option<usize>,
+    ) -> Result<Self> {
+        let slots = slots.filter(|_| shape.has_slots());
+        let pages = pages.filter(|_| shape.has_pages());
+        for (count, name) in [(slots, "slot"), (pages, "KV page")] {
+            if count == Some(0) {
+                return Err(Error::BadRequest(format!("this model needs at least one {name}")));
+            }
+        }
+        let (slot, page) = (shape.slot_bytes, shape.page_bytes);
+        let left = bytes.saturating_sub(slot).saturating_sub(page);
+        let fit = |bytes: u64, size: u64| bytes.checked_div(size).unwrap_or(0);
+        let (slots, pages) = match (slots.map(|n| n as u64), pages.map(|n| n as u64)) {
+            (Some(slots), Some(pages)) => (slots, pages),
+            (Some(slots), None) => (slots, fit(left.saturating_sub(slots.saturating_mul(slot)), page)),
+            (None, Some(pages)) => (fit(left.saturating_sub(pages.saturating_mul(page)), slot), pages),
+            (None, None) => Self::share(shape, limits, left),
+        };
+        let short = (shape.has_slots() && slots == 0) || (shape.has_pages() && pages == 0);
+        if short {
+            let asked = 2 * (slot + page);
+            return Err(Error::OutOfMemory { what: "one slot and one KV page".into(), asked, free: bytes });
+        }
+        // Ids are u32, and nobody can use more than that.
+        let count = |n: u64| n.min(u64::from(u32::MAX / 2)) as usize;
+        Ok(Self { slots: count(slots), pages: count(pages) })
+    }
+
+    /// What the batch and the context can use at most: `max_batch` cached paths, the null slot and page included.
+    pub fn useful_bytes(shape: &StateShape, limits: &Limits) -> u64 {
+        (Self::path_bytes(shape, limits).saturating_mul(limits.max_batch as u64))
+            .saturating_add(shape.slot_bytes)
+            .saturating_add(shape.page_bytes)
+    }
+
+    /// Bytes of both pools, the null slot and page included.
+    pub fn bytes(&self, shape: &StateShape) -> u64 {
+        (self.slots as u64 + 1) * shape.slot_bytes + (self.pages as u64 + 1) * shape.page_bytes
+    }
+
+    /// How many sequences of `length` tokens can run at a time.
+    pub fn sequences(&self, shape: &StateShape, length: usize) -> usize {
+        let by_slots = if shape.has_slots() { self.slots } else { usize::MAX };
+        let by_pages = if shape.has_pages() { self.pages / length.div_ceil(GRID).max(1) } else { usize::MAX };
+        by_slots.min(by_pages)
+    }
+
+    fn path_pages(shape: &StateShape) -> u64 {
+        shape.context.div_ceil(GRID).max(1) as u64
+    }
+
+    fn path_slots(limits: &Limits) -> u64 {
+        RUNNING_SLOTS + if limits.prefix_cache { limits.path_cap as u64 } else { 0 }
+    }
+
+    fn path_bytes(shape: &StateShape, limits: &Limits) -> u64 {
+        let pages = Self::path_pages(shape).saturating_mul(shape.page_bytes);
+        pages.saturating_add(Self::path_slots(limits).saturating_mul(shape.slot_bytes))
+    }
+
+    /// (slots, pages) out of `bytes`, both null entries already taken off.
+    fn share(shape: &StateShape, limits: &Limits, bytes: u64) -> (u64, u64) {
+        let (slot, page) = (shape.slot_bytes, shape.page_bytes);
+        let (path_pages, path_slots) = (Self::path_pages(shape), Self::path_slots(limits));
+        if slot == 0 || page == 0 {
+            return (bytes.checked_div(slot).unwrap_or(0), bytes.checked_div(page).unwrap_or(0));
+        }
+        let path = Self::path_bytes(shape, limits);
+        let paths = bytes / path;
+        let rest = bytes % path;
+        // The rest of a path: running slots, then pages, then snapshots; of many paths: the same proportion.
+        let (more_slots, more_pages) = if paths == 0 {
+            let slots = (rest.saturating_sub(page) / slot).min(RUNNING_SLOTS);
+            let pages = ((rest - slots * slot) / page).min(path_pages);
+            (slots + (rest - slots * slot - pages * page) / slot, pages)
+        } else {
+            let pages = (u128::from(rest) * u128::from(path_pages) / u128::from(path)) as u64;
+            ((rest - pages * page) / slot, pages)
+        };
+        (paths * path_slots + more_slots, paths * path_pages + more_pages)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split(slot: u64, page: u64, context: usize, bytes: u64) -> Result<Split> {
+        let shape = StateShape { slot_bytes: slot, page_bytes: page, context };
+        let limits = Limits { max_batch: 8, ..Limits::default() };
+        let split = Split::new(&shape, &limits, bytes, None, None)?;
+        assert!(split.bytes(&shape) <= bytes, "{split:?} takes {} of {bytes}", split.bytes(&shape));
+        Ok(split)
+    }
+
+    #[test]
+    fn follows_what_the_model_needs() {
+        // 64 pages and 10 slots a path; the null entries come off first.
+        let path = 64 * 1000 + 10 * 5000;
+        assert_eq!(split(5000, 1000, 4096, 6000 + 3 * path).unwrap(), Split { slots: 30, pages: 192 });
+        let half = split(5000, 1000, 4096, 6000 + path / 2).unwrap();
+        assert!(half.slots >= 2 && half.pages >= 46, "{half:?}");
+        // A long context turns the same bytes into pages, a short one into slots.
+        assert!(split(5000, 1000, 1 << 20, 1 << 30).unwrap().slots < split(5000, 1000, 64, 1 << 30).unwrap().slots);
+        // Only one kind: all of it.
+        assert_eq!(split(0, 1000, 4096, 11_000).unwrap(), Split { slots: 0, pages: 10 });
+        assert_eq!(split(1000, 0, 4096, 11_000).unwrap(), Split { slots: 10, pages: 0 });
+        assert_eq!(split(1000, 1000, 4096, 4000).unwrap(), Split { slots: 1, pages: 1 });
+        assert!(matches!(split(1000, 1000, 4096, 3999), Err(Error::OutOfMemory { .. })));
+    }
+
+    #[test]
+    fn overrides_win() {
+        let shape = StateShape { slot_bytes: 100, page_bytes: 10, context: 640 };
+        let limits = Limits::default();
+        let new = |slots, pages| Split::new(&shape, &limits, 1110, slots, pages);
+        assert_eq!(new(Some(4), None).unwrap(), Split { slots: 4, pages: 60 });
+        assert_eq!(new(None, Some(50)).unwrap(), Split { slots: 5, pages: 50 });
+        assert_eq!(new(Some(99), Some(99)).unwrap(), Split { slots: 99, pages: 99 });
+        assert!(new(Some(0), None).is_err());
+        let pure = StateShape { slot_bytes: 0, ..shape };
+        assert_eq!(Split::new(&pure, &limits, 1010, Some(7), None).unwrap(), Split { slots: 0, pages: 100 });
+        assert_eq!(Split { slots: 3, pages: 20 }.sequences(&shape, 300), 3);
+        assert_eq!(Split { slots: 9, pages: 20 }.sequences(&shape, 300), 4);
+    }
+}

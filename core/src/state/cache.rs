@@ -1,0 +1,464 @@
+//! The pools and the tree together: match, enter, capture, evict.
+//!
+//! Two pools, two orders. Short of slots, the least recently used state that only the tree holds is dropped and its
+//! node stays. Short of pages, the least recently used leaf goes, with its slot. What a running sequence needs is held
+//! or guarded and therefore in neither order.
+
+use std::collections::HashMap;
+
+use super::{
+    CacheEvent, Limits, Pool, PrefixHash, Reason, StateShape,
+    prefix::{NONE, NodeId, Stateless, Tree},
+    recent::Recent,
+};
+
+/// How many removed nodes are remembered for the reason `evicted`.
+const REMEMBERED: usize = 1 << 14;
+
+/// What the tree knows of a prompt.
+#[derive(Debug)]
+pub struct Match {
+    /// The matched nodes, from the first page on.
+    pub nodes: Vec<NodeId>,
+    /// How many of them lie before or at the deepest one that a request can continue from.
+    pub hit: usize,
+    /// Why `hit` is not more.
+    pub reason: Reason,
+    /// Whether a matched page or state is computed by the step that is being planned: one step later it can be used.
+    pub pending: bool,
+}
+
+/// A state that a prefill wants to leave in the tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Position in tokens, a multiple of 64.
+    pub position: usize,
+    /// Where the prompt leaves a known path.
+    pub branch: bool,
+    /// False: the policy or the cap decided against it.
+    pub take: bool,
+}
+
+/// What the cache lost for lack of room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Evictions {
+    /// States dropped, those of removed leaves included.
+    pub slots: u64,
+    /// Nodes removed.
+    pub nodes: u64,
+}
+
+/// Slots, pages and the prefix tree of one model.
+#[derive(Debug)]
+pub struct Cache {
+    has_slots: bool,
+    has_pages: bool,
+    path_cap: usize,
+    max_nodes: usize,
+    fingerprint: Vec<u8>,
+    slots: Pool,
+    pages: Pool,
+    tree: Tree,
+    /// The node that keeps each slot, or [`NONE`].
+    node_of_slot: Vec<NodeId>,
+    recent: Recent,
+    events: Option<Vec<CacheEvent>>,
+    evictions: Evictions,
+}
+
+impl Cache {
+    /// Empty pools and an empty tree. `fingerprint` names the model and everything else its states depend on.
+    pub fn new(shape: &StateShape, limits: &Limits, fingerprint: &[u8]) -> Self {
+        let slots = if shape.has_slots() { limits.slots } else { 0 };
+        let pages = if shape.has_pages() { limits.pages } else { 0 };
+        Self {
+            has_slots: shape.has_slots(),
+            has_pages: shape.has_pages(),
+            path_cap: limits.path_cap,
+            max_nodes: if shape.has_pages() { usize::MAX } else { limits.max_nodes },
+            fingerprint: fingerprint.into(),
+            slots: Pool::new(slots),
+            pages: Pool::new(pages),
+            tree: Tree::default(),
+            node_of_slot: vec![NONE; slots + 1],
+            recent: Recent::new(REMEMBERED),
+            events: None,
+            evictions: Evictions::default(),
+        }
+    }
+
+    /// The slots.
+    pub fn slots(&self) -> &Pool {
+        &self.slots
+    }
+
+    /// The pages.
+    pub fn pages(&self) -> &Pool {
+        &self.pages
+    }
+
+    /// The tree.
+    pub fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    /// What was evicted so far.
+    pub fn evictions(&self) -> Evictions {
+        self.evictions
+    }
+
+    /// Name of the empty prefix of `namespace`.
+    pub fn root_hash(&self, namespace: &str) -> PrefixHash {
+        PrefixHash::root(&self.fingerprint, namespace)
+    }
+
+    /// Starts to collect events, or stops.
+    pub fn subscribe(&mut self, on: bool) {
+        self.events = on.then(Vec::new);
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.events.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Walks `pages` (name and tokens of each) from the root of `namespace`. `step` is the step being planned.
+    pub fn find<'a>(&self, namespace: &str, pages: impl Iterator<Item = (PrefixHash, &'a [u32])>, step: u64) -> Match {
+        let mut found = Match { nodes: Vec::new(), hit: 0, reason: Reason::Full, pending: false };
+        let mut at = self.tree.find_root(namespace);
+        let mut next = None;
+        for (hash, tokens) in pages {
+            next = Some(hash);
+            let Some(child) = at.and_then(|parent| self.tree.child(parent, hash, tokens)) else { break };
+            next = None;
+            at = Some(child);
+            found.nodes.push(child);
+            let node = &self.tree[child];
+            found.pending |= node.step == step;
+            if !self.has_slots || node.slot != 0 {
+                found.hit = found.nodes.len();
+            }
+        }
+        let deepest = found.nodes.last().map(|&id| &self.tree[id]);
+        let stateless = match deepest {
+            Some(node) if found.hit < found.nodes.len() => Some(node.stateless),
+            _ => None,
+        };
+        found.reason = match stateless {
+            _ if stateless == Some(Stateless::Evicted) || next.is_some_and(|h| self.recent.contains(h)) => {
+                Reason::Evicted
+            }
+            Some(Stateless::Policy) => Reason::Policy,
+            Some(_) => Reason::NoState,
+            None if next.is_none() => Reason::Full,
+            None => Reason::FirstSight,
+        };
+        found
+    }
+
+    /// Pages that can be had at once: free ones, and those of nodes that are neither guarded nor on the matched path
+    /// down to the hit.
+    pub fn obtainable_pages(&self, found: &Match) -> usize {
+        let wanted = found.nodes[..found.hit].iter().filter(|&&id| self.tree[id].guards == 0).count();
+        self.pages.free() + self.tree.unguarded() - wanted
+    }
+
+    /// A page with one holder, the caller: a free one, or that of the least recently used leaf.
+    pub fn take_page(&mut self) -> Option<u32> {
+        loop {
+            if let Some(page) = self.pages.take() {
+                return Some(page);
+            }
+            if !self.evict_leaf() {
+                return None;
+            }
+        }
+    }
+
+    /// A slot with one holder, the caller: a free one, or that of the least recently used idle state.
+    pub fn take_slot(&mut self) -> Option<u32> {
+        if let Some(slot) = self.slots.take() {
+            return Some(slot);
+        }
+        let node = self.tree.oldest_state()?;
+        self.drop_state(node, Stateless::Evicted);
+        self.slots.take()
+    }
+
+    /// One more holder of `slot`.
+    pub fn hold_slot(&mut self, slot: u32) {
+        self.slots.hold(slot);
+        self.refresh_slot(slot);
+    }
+
+    /// One holder of `slot` fewer.
+    pub fn release_slot(&mut self, slot: u32) {
+        self.slots.release(slot);
+        self.refresh_slot(slot);
+    }
+
+    /// One more holder of `page`. The caller guards the page's node, if it has one.
+    pub fn hold_page(&mut self, page: u32) {
+        self.pages.hold(page);
+    }
+
+    /// One holder of `page` fewer. The caller still guards the page's node, if it has one.
+    pub fn release_page(&mut self, page: u32) {
+        self.pages.release(page);
+    }
+
+    /// The root of `namespace`, to be guarded at once.
+    pub fn root(&mut self, namespace: &str) -> NodeId {
+        let hash = self.root_hash(namespace);
+        self.tree.root(namespace, hash)
+    }
+
+    /// A running sequence needs `id` and all above it.
+    pub fn guard(&mut self, id: NodeId) {
+        self.tree.guard(id);
+    }
+
+    /// A sequence that guards the parent of `id` guards `id` instead.
+    pub fn guard_child(&mut self, id: NodeId) {
+        self.tree.guard_child(id);
+    }
+
+    /// A running sequence needs `id` no longer.
+    pub fn unguard(&mut self, id: NodeId) {
+        self.tree.touch(id);
+        self.tree.unguard(id);
+        self.tree.refresh(id, &self.slots, &self.pages);
+        self.prune(id, false);
+    }
+
+    /// A request continues from the hit: its state and the matched pages are used now.
+    pub fn touch_match(&mut self, found: &Match) {
+        for &id in &found.nodes {
+            if self.tree.is_alive(id) {
+                self.tree.touch(id);
+            }
+        }
+        if found.hit > 0 {
+            let id = found.nodes[found.hit - 1];
+            self.tree.touch_state(id);
+            self.tree[id].hit = true;
+        }
+    }
+
+    /// Enters a page of committed tokens under `parent`; the tree becomes one more holder of `page`. `None` if a model
+    /// without pages has all the nodes it may have and none of them can go.
+    pub fn enter(&mut self, parent: NodeId, hash: PrefixHash, tokens: &[u32], page: u32, step: u64) -> Option<NodeId> {
+        if self.tree.len() >= self.max_nodes && !self.evict_leaf() {
+            return None;
+        }
+        let id = self.tree.insert(parent, hash, tokens, page)?;
+        self.tree[id].step = step;
+        self.pages.hold(page);
+        self.recent.remove(hash);
+        self.report_stored(id);
+        Some(id)
+    }
+
+    /// Gives the tree the caller's hold of `slot`, the state at the end of `id`, which has none yet.
+    pub fn attach(&mut self, id: NodeId, slot: u32, step: u64) {
+        assert!(self.tree[id].slot == 0 && self.node_of_slot[slot as usize] == NONE);
+        self.tree.set_slot(id, slot, Stateless::Never);
+        self.tree[id].step = step;
+        self.node_of_slot[slot as usize] = id;
+        self.tree.refresh(id, &self.slots, &self.pages);
+        self.report_stored(id);
+    }
+
+    /// Takes the state from a node; the node stays, unless nothing else gives it a meaning.
+    pub fn drop_state(&mut self, id: NodeId, why: Stateless) {
+        let slot = self.tree[id].slot;
+        self.tree.set_slot(id, 0, why);
+        self.node_of_slot[slot as usize] = NONE;
+        self.slots.release(slot);
+        self.evictions.slots += u64::from(why == Stateless::Evicted);
+        self.tree.refresh(id, &self.slots, &self.pages);
+        self.report_stored(id);
+        self.prune(id, why == Stateless::Evicted);
+    }
+
+    /// Notes that a node has no state because the policy did not take one.
+    pub fn mark_not_taken(&mut self, id: NodeId) {
+        let node = &mut self.tree[id];
+        if node.slot == 0 && node.stateless == Stateless::Never {
+            node.stateless = Stateless::Policy;
+        }
+    }
+
+    /// Applies the cap per path to the states from the root to `tip` and the `wanted` ones below it: the shallowest one
+    /// goes whose node has at most one child, but never the first of the path, a branch, the newest, or one in use.
+    /// Where none may go the path keeps more than the cap: the newest state is the one that the next turn of a chat
+    /// needs, and eviction bounds the pool anyway. `leaving` is a state that goes by itself.
+    pub fn cap_path(&mut self, tip: NodeId, wanted: &mut [Wanted], leaving: Option<NodeId>) {
+        let mut held = Vec::new();
+        let mut at = tip;
+        while at != NONE {
+            if self.tree[at].slot != 0 && Some(at) != leaving {
+                held.push(at);
+            }
+            at = self.tree[at].parent;
+        }
+        held.reverse();
+        let newest = wanted.iter().rposition(|w| w.take);
+        loop {
+            let taken = wanted.iter().filter(|w| w.take).count();
+            if held.len() + taken <= self.path_cap {
+                break;
+            }
+            let may_go = |&id: &NodeId| self.tree[id].children <= 1 && self.slots.holders(self.tree[id].slot) == 1;
+            if let Some(i) = (1..held.len()).find(|&i| may_go(&held[i])) {
+                self.drop_state(held.remove(i), Stateless::Policy);
+                continue;
+            }
+            let first = if held.is_empty() { wanted.iter().position(|w| w.take) } else { None };
+            let may_skip = |i: usize, w: &Wanted| w.take && !w.branch && Some(i) != newest && Some(i) != first;
+            let Some(i) = (0..wanted.len()).find(|&i| may_skip(i, &wanted[i])) else { break };
+            wanted[i].take = false;
+        }
+    }
+
+    /// Removes all nodes. Running sequences keep what they hold, but guard nothing from here on.
+    pub fn clear(&mut self) {
+        let held: Vec<_> = self.tree.iter().map(|(_, node)| (node.slot, node.page)).collect();
+        self.tree = Tree::default();
+        for (slot, page) in held {
+            self.node_of_slot[slot as usize] = NONE;
+            self.slots.release(slot);
+            self.pages.release(page);
+        }
+        self.recent.clear();
+        if let Some(events) = &mut self.events {
+            events.push(CacheEvent::Cleared);
+        }
+    }
+
+    /// Compares every count with a recount, for tests. `slots`, `pages` and `guards` are what the sequences hold.
+    pub fn audit(&self, slots: &[u32], pages: &[u32], guards: &[NodeId]) -> Result<(), String> {
+        let recount = |held: &[u32], of_tree: &dyn Fn(NodeId) -> u32| {
+            let mut counts: HashMap<u32, u32> = HashMap::new();
+            let tree = self.tree.iter().map(|(id, _)| of_tree(id));
+            for id in held.iter().copied().chain(tree).filter(|&id| id != 0) {
+                *counts.entry(id).or_default() += 1;
+            }
+            counts
+        };
+        for (name, pool, counts) in [
+            ("slot", &self.slots, recount(slots, &|id| self.tree[id].slot)),
+            ("page", &self.pages, recount(pages, &|id| self.tree[id].page)),
+        ] {
+            for id in 1..=pool.capacity() as u32 {
+                let (said, found) = (pool.holders(id), counts.get(&id).copied().unwrap_or(0));
+                if said != found {
+                    return Err(format!("{name} {id} counts {said} holders and has {found}"));
+                }
+            }
+            if (1..=pool.capacity() as u32).filter(|&id| pool.holders(id) == 0).count() != pool.free() {
+                return Err(format!("the free {name}s are miscounted"));
+            }
+        }
+        let mut guarded: HashMap<NodeId, u32> = HashMap::new();
+        for &guard in guards {
+            let mut at = guard;
+            while at != NONE {
+                *guarded.entry(at).or_default() += 1;
+                at = self.tree[at].parent;
+            }
+        }
+        let (mut states, mut leaves, mut with_state, mut unguarded) = (0, 0, 0, 0);
+        for (id, node) in self.tree.iter() {
+            let children = self.tree.iter().filter(|(_, n)| n.parent == id).count();
+            if node.children as usize != children || node.guards != guarded.get(&id).copied().unwrap_or(0) {
+                return Err(format!("node {id} miscounts its children or guards"));
+            }
+            if node.slot != 0 && self.node_of_slot[node.slot as usize] != id {
+                return Err(format!("slot {} does not know its node {id}", node.slot));
+            }
+            let alone = |pool: &Pool, held| held == 0 || pool.holders(held) == 1;
+            let (slot_idle, page_idle) = (alone(&self.slots, node.slot), alone(&self.pages, node.page));
+            let is_root = node.parent == NONE;
+            let unused = children == 0 && node.guards == 0;
+            if unused && (is_root || (!self.has_pages && self.has_slots && node.slot == 0)) {
+                return Err(format!("node {id} should have been pruned"));
+            }
+            states += usize::from(node.slot != 0 && slot_idle);
+            leaves += usize::from(!is_root && unused && slot_idle && page_idle);
+            with_state += usize::from(node.slot != 0);
+            unguarded += usize::from(!is_root && node.guards == 0);
+        }
+        let tree = &self.tree;
+        let said = (tree.idle_states(), tree.idle_leaves(), tree.with_state(), tree.unguarded());
+        if said != (states, leaves, with_state, unguarded) {
+            return Err(format!(
+                "idle states, leaves, states, unguarded: {said:?} is {states} {leaves} {with_state} {unguarded}"
+            ));
+        }
+        Ok(())
+    }
+
+    fn evict_leaf(&mut self) -> bool {
+        let Some(leaf) = self.tree.oldest_leaf() else { return false };
+        let parent = self.remove(leaf, true);
+        self.prune(parent, true);
+        true
+    }
+
+    /// Removes nodes upwards from `id` that mean nothing any more: roots without a page, and, in a recurrent model
+    /// without pages, leaves without a slot.
+    fn prune(&mut self, id: NodeId, evicted: bool) {
+        let mut at = id;
+        while at != NONE && self.tree.is_alive(at) {
+            let node = &self.tree[at];
+            let empty = node.parent == NONE || (!self.has_pages && self.has_slots && node.slot == 0);
+            if node.children > 0 || node.guards > 0 || !empty {
+                break;
+            }
+            at = self.remove(at, evicted);
+        }
+    }
+
+    /// Removes a leaf with its page and slot, and returns its parent.
+    fn remove(&mut self, id: NodeId, evicted: bool) -> NodeId {
+        let (slot, page, hash) = (self.tree[id].slot, self.tree[id].page, self.tree[id].hash);
+        let parent = self.tree.remove(id);
+        if slot != 0 {
+            self.node_of_slot[slot as usize] = NONE;
+        }
+        self.slots.release(slot);
+        self.pages.release(page);
+        if parent != NONE {
+            if evicted {
+                self.evictions.nodes += 1;
+                self.evictions.slots += u64::from(slot != 0);
+                self.recent.add(hash);
+            }
+            if let Some(events) = &mut self.events {
+                events.push(CacheEvent::Removed { hash });
+            }
+            self.tree.refresh(parent, &self.slots, &self.pages);
+        }
+        parent
+    }
+
+    fn refresh_slot(&mut self, slot: u32) {
+        let node = self.node_of_slot[slot as usize];
+        if node != NONE {
+            self.tree.refresh(node, &self.slots, &self.pages);
+        }
+    }
+
+    fn report_stored(&mut self, id: NodeId) {
+        if let Some(events) = &mut self.events {
+            let node = &self.tree[id];
+            events.push(CacheEvent::Stored {
+                hash: node.hash,
+                parent: self.tree[node.parent].hash,
+                tokens: node.tokens.clone(),
+                has_state: !self.has_slots || node.slot != 0,
+            });
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! What a sequence has behind it: recurrent slots, KV pages and the prefix tree over both.
+//!
+//! No tensor appears here. A slot or a page is a number; the pools behind the numbers belong to the backend. Slot 0 and
+//! page 0 read as zero and swallow writes: they are never handed out and never counted.
+//!
+//! * [`pool`]: reference-counted ids, one pool for slots and one for pages.
+//! * [`hash`]: the chained name of a 64-token page under its parent, the same in every process.
+//! * [`prefix`]: the tree of pages and the two orders in which it gives things back.
+//! * [`cache`]: the pools and the tree together: match, enter, capture, evict.
+//! * [`recent`]: hashes of nodes removed lately, to tell an eviction from a first sight.
+//! * [`report`]: what a request is told about its match, and the events a subscriber gets.
+//! * [`budget`]: how a number of bytes is split between slots and pages.
+
+pub mod budget;
+pub mod cache;
+pub mod hash;
+pub mod pool;
+pub mod prefix;
+pub mod recent;
+pub mod report;
+
+pub use cache::Cache;
+pub use hash::PrefixHash;
+pub use pool::Pool;
+pub use report::{CacheEvent, Reason, Report};
+
+/// Tokens of a page, of a tree node and of the longest chunk: the grid of everything.
+pub const GRID: usize = crate::step::PAGE;
+
+/// What one sequence of a model keeps, as far as scheduling needs to know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateShape {
+    /// Bytes of one slot: conv and recurrent state of all layers at one position. 0: the model has neither, no slots.
+    pub slot_bytes: u64,
+    /// Bytes of one page: keys and values of all attention layers for [`GRID`] tokens. 0: no attention, no pages.
+    pub page_bytes: u64,
+    /// Longest sequence in tokens, prompt and completion together.
+    pub context: usize,
+}
+
+impl StateShape {
+    /// Whether the model has recurrent or conv state.
+    pub fn has_slots(&self) -> bool {
+        self.slot_bytes > 0
+    }
+
+    /// Whether the model has attention.
+    pub fn has_pages(&self) -> bool {
+        self.page_bytes > 0
+    }
+}
+
+/// Which states a prefill leaves in the tree. Models without recurrent layers ignore it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CapturePolicy {
+    /// Branch point, last grid point and message ends in prefill, the newest grid point in decode.
+    #[default]
+    Default,
+    /// One capture a prefill: the branch point if hit < branch < last grid point, else the last grid point. No decode
+    /// captures, and pages enter the tree only up to that capture.
+    OnePerPrefill,
+}
+
+/// Sizes and options fixed at load.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Sequences that run at a time, and the number of lanes.
+    pub max_batch: usize,
+    /// Most tokens of one step, at least 1. Multiples of 64 waste nothing.
+    pub step_tokens: usize,
+    /// Usable slots, slot 0 not counted. Ignored by a model without recurrent state.
+    pub slots: usize,
+    /// Usable pages, page 0 not counted. Ignored by a model without attention.
+    pub pages: usize,
+    /// Whether prefixes are kept and reused at all.
+    pub prefix_cache: bool,
+    /// What prefill and decode capture.
+    pub policy: CapturePolicy,
+    /// Most states on one path from the root; more only where none of them may go.
+    pub path_cap: usize,
+    /// Most tree nodes of a model without pages, whose nodes nothing else limits.
+    pub max_nodes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_batch: 64,
+            step_tokens: 2048,
+            slots: 0,
+            pages: 0,
+            prefix_cache: true,
+            policy: CapturePolicy::Default,
+            path_cap: 8,
+            max_nodes: 1 << 17,
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! What a request is told about its match, and what a subscriber is told about the tree.
+
+use super::PrefixHash;
+
+/// Why a request reused as much as it did: the first that applies, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// The prefix cache is off.
+    Off,
+    /// The deepest matched node lost its state for lack of room, or the next page was removed lately.
+    Evicted,
+    /// The state of the deepest matched node was dropped by the cap per path, replaced by a newer decode snapshot, or
+    /// not taken under the capture policy.
+    Policy,
+    /// More tokens matched than have a state.
+    NoState,
+    /// Everything that may be reused was: all whole pages before the last token.
+    Full,
+    /// The tree had not seen what follows.
+    FirstSight,
+}
+
+impl Reason {
+    /// All reasons, in the order in which they are tried.
+    pub const ALL: [Self; 6] = [Self::Off, Self::Evicted, Self::Policy, Self::NoState, Self::Full, Self::FirstSight];
+
+    /// The name used in outputs: `off`, `evicted`, `policy`, `no_state`, `full` or `first_sight`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Evicted => "evicted",
+            Self::Policy => "policy",
+            Self::NoState => "no_state",
+            Self::Full => "full",
+            Self::FirstSight => "first_sight",
+        }
+    }
+}
+
+/// The match of one request, made when it was first admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Tokens of the prompt that the tree knew, a multiple of 64 and less than the prompt.
+    pub matched: usize,
+    /// Prompt tokens that were not computed. A multiple of 64, unless the request was pre-empted during its prefill and
+    /// found, on its return, that somebody else had got further than itself.
+    pub reused: usize,
+    /// Why not more.
+    pub reason: Reason,
+}
+
+/// A change of the tree. A later `Stored` of the same hash replaces the earlier one (a node gained or lost its state).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CacheEvent {
+    /// A page is in the tree.
+    Stored {
+        /// Its name.
+        hash: PrefixHash,
+        /// Its parent's name; the namespace's root for a first page.
+        parent: PrefixHash,
+        /// Its 64 tokens.
+        tokens: Box<[u32]>,
+        /// Whether a request can be continued from its end. Always true for a model without recurrent state.
+        has_state: bool,
+    },
+    /// A page left the tree.
+    Removed {
+        /// Its name.
+        hash: PrefixHash,
+    },
+    /// All pages left the tree.
+    Cleared,
+}
