@@ -4,6 +4,7 @@
 //! ARCHITECTURE.md at the repository root is the map.
 
 pub mod backend;
+pub mod blocks;
 pub mod checkpoint;
 pub mod config;
 pub mod cpu;
@@ -18,5 +19,6 @@ pub mod state;
 pub mod step;
 pub mod stop;
 pub mod tensor;
+pub mod weights;
 
 pub use error::{Error, Result};

@@ -21,6 +21,17 @@ impl DType {
             Self::Bf16 | Self::F16 => 2,
         }
     }
+
+    /// Little-endian elements of this dtype, at any alignment, as f32 (integers by value).
+    pub fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
+        let (words, halves) = (bytes.as_chunks::<4>().0, bytes.as_chunks::<2>().0);
+        match self {
+            Self::F32 => words.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            Self::U32 => words.iter().map(|b| u32::from_le_bytes(*b) as f32).collect(),
+            Self::Bf16 => halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
+            Self::F16 => halves.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
+        }
+    }
 }
 
 /// A view of a buffer: `dims` outermost first, rows `row_stride` elements apart, everything within a row contiguous.

@@ -1,10 +1,93 @@
 //! Model families: a configuration, the layers as data, tensor names and the forward pass.
+//!
+//! A family is a function from the configuration to an [`Architecture`]: layers of mixers with their sizes and tensor names.
+//! One decoder loads and runs any of them, so that a new family of known mixers is one file and one line in [`FAMILIES`].
+
+mod architecture;
+mod decoder;
+mod granitemoehybrid;
+mod llama;
+mod mamba2;
+mod nemotron_h;
+mod qwen3;
+mod qwen3_next;
+
+pub use architecture::{Architecture, Norm, NormKind, SubLayer};
 
 use crate::backend::{Backend, Ops};
-use crate::error::Result;
+use crate::config::Config;
+use crate::error::{Error, Result};
 use crate::ops::KvPool;
 use crate::step::Step;
 use crate::tensor::Tensor;
+use crate::weights::Loader;
+
+/// A kind of model that can be loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Family {
+    /// `model_type` in the configuration.
+    pub model_type: &'static str,
+    /// Reads the rest of the configuration.
+    pub read: fn(&Config) -> Result<Architecture>,
+}
+
+/// Every family.
+pub const FAMILIES: &[Family] = &[
+    Family { model_type: "nemotron_h", read: nemotron_h::read },
+    Family { model_type: "mamba2", read: mamba2::read },
+    Family { model_type: "granitemoehybrid", read: granitemoehybrid::read },
+    Family { model_type: "qwen3_next", read: qwen3_next::read },
+    Family { model_type: "llama", read: llama::read },
+    Family { model_type: "qwen3", read: qwen3::read },
+];
+
+/// The architecture that a configuration describes.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an unknown `model_type`, with the known ones; [`Error::BadModel`] naming the key.
+pub fn read(config: &Config) -> Result<Architecture> {
+    // The files of the original state-spaces releases have no model_type.
+    let model_type = if !config.has("model_type") && config.has("ssm_cfg") { "mamba2" } else { config.model_type()? };
+    match FAMILIES.iter().find(|f| f.model_type == model_type) {
+        Some(family) => (family.read)(config),
+        None => Err(Error::Unsupported {
+            what: format!("{}: model_type {model_type:?}", config.file()),
+            why: format!(
+                "the supported types are {}",
+                FAMILIES.iter().map(|f| f.model_type).collect::<Vec<_>>().join(", ")
+            ),
+        }),
+    }
+}
+
+/// Facts about the model of a configuration; needs no weights.
+///
+/// # Errors
+/// As [`read`].
+pub fn spec(config: &Config) -> Result<ModelSpec> {
+    Ok(read(config)?.spec())
+}
+
+/// Sizes of a model's activation buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Most packed tokens of a step, padding not counted.
+    pub max_tokens: usize,
+    /// Most positions of a step whose logits are computed.
+    pub max_outputs: usize,
+}
+
+/// Loads the weights of an architecture and allocates its activations.
+///
+/// # Errors
+/// Those of the checkpoint, naming the tensor, and of the backend.
+pub async fn build<B: Backend>(
+    architecture: &Architecture,
+    loader: &mut Loader<'_, B>,
+    limits: Limits,
+) -> Result<Box<dyn Model<B>>> {
+    Ok(Box::new(decoder::Decoder::load(architecture, loader, limits).await?))
+}
 
 /// What one layer keeps per sequence, in any combination. Nothing else knows that a model is hybrid.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,6 +127,8 @@ pub struct ModelSpec {
     pub layers: Vec<LayerState>,
     /// End-of-sequence ids from the config.
     pub eos: Vec<u32>,
+    /// Number of weights.
+    pub parameters: u64,
 }
 
 /// The device memory of one layer's states, split so that every piece can be bound: see `crate::engine::pools`.

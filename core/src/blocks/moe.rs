@@ -1,0 +1,205 @@
+//! A mixture of experts: router, the chosen experts' MLPs, and their weighted sum; optionally in a narrower latent space.
+//! Shared experts are feed-forward mixers beside it.
+
+use super::{Pass, Scratch, Widths};
+use crate::{
+    Result,
+    backend::{Backend, Handle},
+    models::{LayerPools, LayerState},
+    ops::{Act, Activation, ExpertMatmul, ExpertRange, Route, Router},
+    tensor::Tensor,
+    weights::{ExpertParts, Linear, Loader, Part},
+};
+
+/// How the experts' input matrices are stored; all names stand below the layer's prefix, `{}` is the expert's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// One tensor `[E, N, K]` for all.
+    pub stacked: &'static str,
+    /// Tensors of one expert in the order of their output columns; empty if only the stacked form exists.
+    pub each: &'static [&'static str],
+}
+
+/// Experts in a latent space: `fc2(Σ w expert(fc1(u)))`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Latent {
+    /// Width of the latent space.
+    pub width: usize,
+    /// `[width, D]`.
+    pub input: &'static str,
+    /// `[D, width]`.
+    pub output: &'static str,
+}
+
+/// A mixture of experts, as data.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Model width D.
+    pub width: usize,
+    /// Experts E.
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Inner width of an expert.
+    pub inner: usize,
+    /// Name of the router's matrix `[E, D]`.
+    pub router: &'static str,
+    /// Name of the `[E]` that is added for the choice only.
+    pub router_bias: Option<&'static str>,
+    /// The rule of choice.
+    pub rule: Router,
+    /// Input matrices: `[gate | up]` rows if gated.
+    pub input: Experts,
+    /// Output matrices.
+    pub output: Experts,
+    /// The activated half multiplies the other.
+    pub gated: bool,
+    /// Activation of an expert.
+    pub act: Act,
+    /// Latent space, if the experts work in one.
+    pub latent: Option<Latent>,
+}
+
+impl Plan {
+    /// Width of what the experts read and write.
+    fn expert_width(&self) -> usize {
+        self.latent.map_or(self.width, |l| l.width)
+    }
+
+    fn proj_width(&self) -> usize {
+        self.inner * (1 + usize::from(self.gated))
+    }
+
+    pub(super) fn state(&self) -> LayerState {
+        LayerState::default()
+    }
+
+    pub(super) fn parameters(&self) -> u64 {
+        let expert = self.expert_width() as u64 * (self.proj_width() + self.inner) as u64;
+        let router = self.experts * (self.width + usize::from(self.router_bias.is_some()));
+        let latent = self.latent.map_or(0, |l| 2 * l.width * self.width);
+        self.experts as u64 * expert + (router + latent) as u64
+    }
+
+    pub(super) fn want(&self, w: &mut Widths) {
+        w.want(Scratch::Router, self.experts);
+        w.want(Scratch::Experts, self.top_k);
+        w.want(Scratch::Weights, self.top_k);
+        w.want(Scratch::Proj, self.top_k * self.proj_width());
+        w.want(Scratch::Mid, self.top_k * self.inner);
+        if let Some(latent) = self.latent {
+            w.want(Scratch::Out, latent.width);
+            w.want(Scratch::Gated, latent.width);
+        }
+    }
+
+    pub(super) async fn load<B: Backend>(
+        &self,
+        l: &mut Loader<'_, B>,
+        prefix: &str,
+        scale: f32,
+    ) -> Result<Moe<B::Buf>> {
+        let name = |leaf: &str| format!("{prefix}{leaf}.weight");
+        let (e, width) = (self.experts, self.expert_width());
+        let parts = |from: &Experts, rows: usize| ExpertParts {
+            // Stacked tensors are parameters of their own rather than of a linear layer, so some files have no suffix.
+            stacked: vec![name(from.stacked), format!("{prefix}{}", from.stacked)],
+            each: from.each.iter().map(|leaf| (name(leaf), rows / from.each.len())).collect(),
+        };
+        let router = l.linear(self.width, &[Part::whole(name(self.router), e, 0)], false, 1.0).await?;
+        let router_bias = match self.router_bias {
+            Some(leaf) => Some(l.vector(&format!("{prefix}{leaf}"), e, |b| b).await?),
+            None => None,
+        };
+        let input = l.experts(e, self.proj_width(), width, &parts(&self.input, self.proj_width())).await?;
+        let output = l.experts(e, width, self.inner, &parts(&self.output, width)).await?;
+        let latent = match self.latent {
+            Some(lat) => {
+                let first = [Part::whole(name(lat.input), lat.width, 0)];
+                let second = [Part::whole(name(lat.output), self.width, 0)];
+                Some((
+                    l.linear(self.width, &first, false, 1.0).await?,
+                    l.linear(lat.width, &second, false, scale).await?,
+                ))
+            }
+            None => None,
+        };
+        Ok(Moe { plan: self.clone(), router, router_bias, input, output, latent, scale })
+    }
+}
+
+/// A mixture of experts on a device.
+#[derive(Clone, Debug)]
+pub struct Moe<Buf> {
+    plan: Plan,
+    router: Linear<Buf>,
+    router_bias: Option<Tensor<Buf>>,
+    input: Vec<ExpertRange<Buf>>,
+    output: Vec<ExpertRange<Buf>>,
+    latent: Option<(Linear<Buf>, Linear<Buf>)>,
+    scale: f32,
+}
+
+impl<Buf: Handle> Moe<Buf> {
+    pub(super) fn forward(
+        &self,
+        pass: &mut Pass<'_, Buf>,
+        _: &LayerPools<Buf>,
+        u: &Tensor<Buf>,
+        x: &Tensor<Buf>,
+    ) -> Result<()> {
+        let (p, t) = (&self.plan, pass.tokens());
+        let logits = pass.scratch(Scratch::Router, p.experts);
+        let ids = pass.scratch(Scratch::Experts, p.top_k);
+        let weights = pass.scratch(Scratch::Weights, p.top_k);
+        let proj = pass.work.view(Scratch::Proj, t * p.top_k, p.proj_width());
+        let mid = pass.work.view(Scratch::Mid, t * p.top_k, p.inner);
+        pass.linear(&self.router, u, &logits, false)?;
+        pass.op(Route {
+            step: pass.step.clone(),
+            logits,
+            bias: self.router_bias.clone(),
+            ids: ids.clone(),
+            weights: weights.clone(),
+            router: p.rule,
+        })?;
+        let (from, to) = match &self.latent {
+            Some((first, _)) => {
+                let narrow = pass.scratch(Scratch::Out, p.expert_width());
+                pass.linear(first, u, &narrow, false)?;
+                (narrow, pass.scratch(Scratch::Gated, p.expert_width()))
+            }
+            None => (u.clone(), x.clone()),
+        };
+        pass.op(ExpertMatmul {
+            x: from,
+            experts: self.input.clone(),
+            ids: ids.clone(),
+            combine: None,
+            out: proj.clone(),
+            scale: 1.0,
+            accumulate: false,
+        })?;
+        pass.op(Activation {
+            gate: proj.cols(0, p.inner),
+            up: p.gated.then(|| proj.cols(p.inner, p.inner)),
+            row_gate: None,
+            out: mid.clone(),
+            act: p.act,
+        })?;
+        let direct = self.latent.is_none();
+        pass.op(ExpertMatmul {
+            x: mid,
+            experts: self.output.clone(),
+            ids,
+            combine: Some(weights),
+            out: to.clone(),
+            scale: if direct { self.scale } else { 1.0 },
+            accumulate: direct,
+        })?;
+        match &self.latent {
+            Some((_, second)) => pass.linear(second, &to, x, true),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Nemotron-H: a residual step per layer, each a Mamba-2 mixer, attention without positions, an MLP or a mixture of experts.
+
+use super::{
+    Architecture, Norm, NormKind, SubLayer,
+    architecture::{act, conv_taps, dt_limit, heads, mamba_groups, top_k},
+};
+use crate::{
+    Result,
+    blocks::{Plan, attention, mamba2, mlp, moe},
+    config::{Config, LayerType},
+    ops::{Act, Router},
+};
+
+pub(super) fn read(c: &Config) -> Result<Architecture> {
+    let eps = c.eps_or("layer_norm_epsilon|norm_eps|rms_norm_eps", 1e-5)?;
+    let norm = |name: String| Norm { name, eps, kind: NormKind::Plain };
+    let mut a = Architecture::start(c, "nemotron_h", 4096, false, norm("norm_f.weight".into()))?;
+    a.prefixes = &["backbone.", "model."];
+    a.embedding = &["embeddings.weight", "embed_tokens.weight"];
+    let sizes = Sizes { c, width: a.width, eps };
+    for (i, layer) in layer_types(c)?.into_iter().enumerate() {
+        let prefix = format!("layers.{i}.mixer.");
+        let mixers = match layer {
+            LayerType::Recurrent => vec![(prefix, sizes.mamba()?.into())],
+            LayerType::Attention => vec![(prefix, sizes.attention()?.into())],
+            LayerType::Mlp => vec![(prefix, sizes.mlp("intermediate_size")?.into())],
+            LayerType::Moe => sizes.moe(prefix)?,
+            other => return Err(c.bad("layers_block_type", format_args!("{other:?} is no layer of this family"))),
+        };
+        let norm = norm(format!("layers.{i}.norm.weight"));
+        a.layers.push(vec![SubLayer { norm, mixers, residual: 1.0 }]);
+    }
+    Ok(a)
+}
+
+/// The list wins over the pattern; either has an entry per layer, so `num_hidden_layers` is not needed.
+fn layer_types(c: &Config) -> Result<Vec<LayerType>> {
+    const PATTERN: &str = "hybrid_override_pattern";
+    let types = match c.layer_types("layers_block_type|layer_types")? {
+        Some(types) => types,
+        None => {
+            let parse =
+                |l| LayerType::from_pattern(l).ok_or_else(|| c.bad(PATTERN, format_args!("unknown layer {l:?}")));
+            c.str(PATTERN)?.chars().map(parse).collect::<Result<_>>()?
+        }
+    };
+    if types.is_empty() {
+        return Err(c.bad(PATTERN, "there are no layers"));
+    }
+    Ok(types)
+}
+
+struct Sizes<'a> {
+    c: &'a Config,
+    width: usize,
+    eps: f32,
+}
+
+impl Sizes<'_> {
+    fn mamba(&self) -> Result<mamba2::Plan> {
+        let c = self.c;
+        let plan = mamba2::Plan {
+            width: self.width,
+            heads: c.usize_or("mamba_num_heads", 128)?,
+            head_dim: c.usize_or("mamba_head_dim", 64)?,
+            state: c.usize_or("ssm_state_size", 128)?,
+            groups: c.usize_or("n_groups|mamba_n_groups", 8)?,
+            kernel: conv_taps(c, "conv_kernel|mamba_d_conv")?,
+            conv_bias: c.bool_or("use_conv_bias|mamba_conv_bias", true)?,
+            bias: c.bool_or("use_bias|mamba_proj_bias", false)?,
+            eps: self.eps,
+            dt_limit: dt_limit(c)?,
+        };
+        mamba_groups(c, &plan, "mamba_num_heads", "n_groups")?;
+        Ok(plan)
+    }
+
+    fn attention(&self) -> Result<attention::Plan> {
+        let heads = heads(self.c)?;
+        Ok(attention::Plan {
+            width: self.width,
+            heads,
+            output: "o_proj",
+            gated: false,
+            bias: self.c.bool_or("attention_bias", false)?,
+            qk_norm: None,
+            rope: None,
+            scale: (heads.head_dim as f32).sqrt().recip(),
+            window: None,
+        })
+    }
+
+    fn act(&self) -> Result<Act> {
+        act(self.c, "mlp_hidden_act", "relu2")
+    }
+
+    fn mlp(&self, inner: &str) -> Result<mlp::Plan> {
+        Ok(mlp::Plan {
+            width: self.width,
+            inner: self.c.usize(inner)?,
+            input: mlp::Input::Ungated("up_proj"),
+            output: "down_proj",
+            act: self.act()?,
+            bias: self.c.bool_or("mlp_bias", false)?,
+            row_gate: None,
+        })
+    }
+
+    /// The experts, and the shared ones beside them.
+    fn moe(&self, prefix: String) -> Result<Vec<(String, Plan)>> {
+        let c = self.c;
+        let experts = c.usize("n_routed_experts")?;
+        let (groups, topk_group) = (c.usize_or("n_group", 1)?, c.usize_or("topk_group", 1)?);
+        c.divides(("n_routed_experts", experts), ("n_group", groups))?;
+        if topk_group > groups {
+            return Err(c.bad("topk_group", format_args!("{topk_group} of {groups} groups")));
+        }
+        let latent = c.opt_usize("moe_latent_size")?;
+        let plan = moe::Plan {
+            width: self.width,
+            experts,
+            top_k: top_k(c, "num_experts_per_tok", 2, topk_group * (experts / groups))?,
+            inner: c.usize("moe_intermediate_size")?,
+            router: "gate",
+            router_bias: Some("gate.e_score_correction_bias"),
+            rule: Router::Sigmoid {
+                groups,
+                topk_group,
+                renorm: c.bool_or("norm_topk_prob", true)?,
+                sum_eps: 1e-20,
+                scale: c.f32_or("routed_scaling_factor", 1.0)?,
+            },
+            input: moe::Experts { stacked: "experts.up_proj", each: &["experts.{}.up_proj"] },
+            output: moe::Experts { stacked: "experts.down_proj", each: &["experts.{}.down_proj"] },
+            gated: false,
+            act: self.act()?,
+            latent: latent.map(|width| moe::Latent { width, input: "fc1_latent_proj", output: "fc2_latent_proj" }),
+        };
+        let shared = format!("{prefix}shared_experts.");
+        let mut mixers: Vec<(String, Plan)> = vec![(prefix, plan.into())];
+        if c.count_or("n_shared_experts", 1)? > 0 {
+            mixers.push((shared, self.mlp("moe_shared_expert_intermediate_size")?.into()));
+        }
+        Ok(mixers)
+    }
+}

@@ -1,0 +1,387 @@
+//! Loading of weights onto a device: matrices as row blocks, experts as ranges, small parameters as f32.
+//!
+//! A matrix is described by [`Part`]s: which rows of which stored tensor are which output columns. Fusing q, k and v or
+//! undoing an interleaved layout is a list of parts. A backend that computes in host memory adopts the stored bytes and
+//! gets views of them; for the others the rows are gathered, in the order of their columns and in the stored dtype, into
+//! as few buffers as one binding's limit allows.
+
+use std::{collections::HashMap, ops::Range};
+
+use crate::{
+    Error, Result,
+    backend::Backend,
+    checkpoint::{Checkpoint, RawTensor},
+    ops::{ExpertRange, RowBlock, Weight},
+    source::Bytes,
+    tensor::{DType, Tensor},
+};
+
+/// Bytes of one write to a device: small enough to report progress and to bound staging memory.
+const PIECE: usize = 16 << 20;
+
+/// Rows of a stored matrix that become output columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Name of the tensor, without the model's prefix.
+    pub name: String,
+    /// Rows of the whole tensor.
+    pub of: usize,
+    /// Rows taken.
+    pub rows: Range<usize>,
+    /// Output column of the first of them.
+    pub col: usize,
+}
+
+impl Part {
+    /// All `rows` rows of a tensor, from output column `col` on.
+    pub fn whole(name: impl Into<String>, rows: usize, col: usize) -> Self {
+        Self { name: name.into(), of: rows, rows: 0..rows, col }
+    }
+}
+
+/// Where the matrices `[N, K]` of all experts of a layer are stored: in one tensor, or in some per expert.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertParts {
+    /// Names of one tensor `[E, N, K]`, any of which may exist.
+    pub stacked: Vec<String>,
+    /// Tensors of one expert, with `{}` for its number, and their rows; together N. Empty if only the stacked form exists.
+    pub each: Vec<(String, usize)>,
+}
+
+/// A linear layer on the device: `scale * x Wᵀ + bias`.
+#[derive(Clone, Debug)]
+pub struct Linear<Buf> {
+    /// `[N, K]`.
+    pub w: Weight<Buf>,
+    /// `[N] f32`, with the scale folded in.
+    pub bias: Option<Tensor<Buf>>,
+    /// Factor on the product.
+    pub scale: f32,
+}
+
+/// How far a load has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes placed on the device.
+    pub done: u64,
+    /// Bytes of the checkpoint, some of which may never be needed.
+    pub total: u64,
+}
+
+/// Reads tensors of one checkpoint onto one backend.
+pub struct Loader<'a, B: Backend> {
+    backend: &'a B,
+    checkpoint: &'a Checkpoint,
+    /// In front of every relative name.
+    prefix: String,
+    progress: Progress,
+    report: &'a mut dyn FnMut(Progress),
+}
+
+impl<'a, B: Backend> Loader<'a, B> {
+    /// A loader that tells `report` after every piece how far it is.
+    pub fn new(backend: &'a B, checkpoint: &'a Checkpoint, report: &'a mut dyn FnMut(Progress)) -> Self {
+        let progress = Progress { done: 0, total: checkpoint.bytes() };
+        Self { backend, checkpoint, prefix: String::new(), progress, report }
+    }
+
+    /// The device.
+    pub fn backend(&self) -> &'a B {
+        self.backend
+    }
+
+    /// The stored tensors.
+    pub fn checkpoint(&self) -> &'a Checkpoint {
+        self.checkpoint
+    }
+
+    /// Takes the first of `prefixes` under which one of `names` is stored; the first of all if none is, so that the error
+    /// about the missing tensor names it.
+    pub fn set_prefix(&mut self, prefixes: &[&str], names: &[&str]) {
+        let stored = |p: &&&str| names.iter().any(|n| self.checkpoint.contains(&format!("{p}{n}")));
+        self.prefix = prefixes.iter().find(stored).or(prefixes.first()).map_or(String::new(), |p| (*p).into());
+    }
+
+    /// The first of several relative names that is stored (the first of all if none is).
+    pub fn choose<'n>(&self, names: &[&'n str]) -> &'n str {
+        names.iter().find(|n| self.checkpoint.contains(&self.full(n))).unwrap_or(&names[0])
+    }
+
+    /// Bytes placed on the device so far; a tensor that is used twice counts once.
+    pub fn loaded(&self) -> u64 {
+        self.progress.done
+    }
+
+    fn full(&self, name: &str) -> String {
+        // The output matrix stands outside of the prefix.
+        if name.starts_with('/') { name[1..].into() } else { format!("{}{name}", self.prefix) }
+    }
+
+    async fn raw(&self, name: &str, shape: &[usize]) -> Result<RawTensor> {
+        self.checkpoint.get(&self.full(name), shape).await
+    }
+
+    fn advance(&mut self, bytes: usize) {
+        self.progress.done += bytes as u64;
+        self.progress.total = self.progress.total.max(self.progress.done);
+        (self.report)(self.progress);
+    }
+
+    fn write(&mut self, dst: &B::Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        for (i, piece) in bytes.chunks(PIECE).enumerate() {
+            self.backend.write(dst, at + (i * PIECE) as u64, piece)?;
+            self.advance(piece.len());
+        }
+        Ok(())
+    }
+
+    /// A matrix with inner dimension `k` out of `parts`, which cover the output columns once.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::get`], naming the tensor, and of the backend's allocations and writes.
+    pub async fn matrix(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
+        let mut parts = parts.to_vec();
+        parts.sort_by_key(|p| p.col);
+        parts.dedup_by(|b, a| {
+            let joined = a.name == b.name && a.rows.end == b.rows.start && a.col + a.rows.len() == b.col;
+            if joined {
+                a.rows.end = b.rows.end;
+            }
+            joined
+        });
+        let n = parts.last().map_or(0, |p| p.col + p.rows.len());
+        let mut tensors: HashMap<&str, RawTensor> = HashMap::new();
+        for p in &parts {
+            if !tensors.contains_key(p.name.as_str()) {
+                tensors.insert(&p.name, self.raw(&p.name, &[p.of, k]).await?);
+            }
+        }
+        let mut adopted: HashMap<&str, Tensor<B::Buf>> = HashMap::new();
+        for (name, raw) in &tensors {
+            let Some(buf) = self.backend.adopt(&raw.bytes) else { break };
+            adopted.insert(name, Tensor::new(buf, raw.dtype, &raw.shape));
+        }
+        if adopted.len() == tensors.len() {
+            tensors.values().for_each(|raw| self.advance(raw.bytes.len()));
+            let view = |p: &Part| adopted[p.name.as_str()].slice_rows(p.rows.start, p.rows.len());
+            let blocks = parts.iter().map(|p| RowBlock { w: view(p), col: p.col }).collect();
+            return Ok(Weight { blocks, n, k });
+        }
+        self.gather(n, k, &parts, &tensors)
+    }
+
+    /// Copies the rows of `parts`, sorted by column, into buffers of one dtype within the binding limit.
+    fn gather(&mut self, n: usize, k: usize, parts: &[Part], raw: &HashMap<&str, RawTensor>) -> Result<Weight<B::Buf>> {
+        let mut blocks = Vec::new();
+        // What is left of the current part.
+        let (mut next, mut taken) = (0, 0);
+        while next < parts.len() {
+            let dtype = raw[parts[next].name.as_str()].dtype;
+            let col = parts[next].col + taken;
+            let row = k * dtype.bytes();
+            let most = self.rows_per_binding(row, &parts[next].name)?;
+            let mut copies: Vec<(Bytes, usize)> = Vec::new();
+            let mut rows = 0;
+            while next < parts.len() && rows < most && raw[parts[next].name.as_str()].dtype == dtype {
+                let p = &parts[next];
+                let count = (p.rows.len() - taken).min(most - rows);
+                let from = p.rows.start + taken;
+                copies.push((raw[p.name.as_str()].bytes.slice(from * row..(from + count) * row), rows * row));
+                (rows, taken) = (rows + count, taken + count);
+                if taken == p.rows.len() {
+                    (next, taken) = (next + 1, 0);
+                }
+            }
+            let buf = self.backend.alloc(&self.full(&parts[0].name), (rows * row) as u64)?;
+            for (bytes, at) in copies {
+                self.write(&buf, at as u64, &bytes)?;
+            }
+            blocks.push(RowBlock { w: Tensor::new(buf, dtype, &[rows, k]), col });
+        }
+        Ok(Weight { blocks, n, k })
+    }
+
+    fn rows_per_binding(&self, row_bytes: usize, name: &str) -> Result<usize> {
+        let limit = self.backend.caps().max_binding;
+        match limit / row_bytes as u64 {
+            0 => Err(Error::Unsupported {
+                what: format!("tensor `{}` on this device", self.full(name)),
+                why: format!("one row has {row_bytes} bytes, but a binding holds {limit}"),
+            }),
+            rows => Ok(usize::try_from(rows).unwrap_or(usize::MAX)),
+        }
+    }
+
+    /// [`Loader::matrix`] with a factor on the product and, if asked for, the biases that belong to the parts: `x.bias` to
+    /// `x.weight`.
+    ///
+    /// # Errors
+    /// As [`Loader::matrix`].
+    pub async fn linear(&mut self, k: usize, parts: &[Part], bias: bool, scale: f32) -> Result<Linear<B::Buf>> {
+        let w = self.matrix(k, parts).await?;
+        let bias = match bias {
+            true => Some(self.biases(w.n, parts, scale).await?),
+            false => None,
+        };
+        Ok(Linear { w, bias, scale })
+    }
+
+    async fn biases(&mut self, n: usize, parts: &[Part], scale: f32) -> Result<Tensor<B::Buf>> {
+        let mut all = vec![0.0; n];
+        for p in parts {
+            let name = format!("{}.bias", p.name.strip_suffix(".weight").unwrap_or(&p.name));
+            let values = self.values(&name, &[p.of]).await?;
+            for (out, b) in all[p.col..].iter_mut().zip(&values[p.rows.clone()]) {
+                *out = b * scale;
+            }
+        }
+        self.upload(&parts[0].name, &all, &[n])
+    }
+
+    /// The matrices `[n, k]` of `experts` experts.
+    ///
+    /// # Errors
+    /// As [`Loader::matrix`], and [`Error::Unsupported`] if the experts have several dtypes on a device that gathers them.
+    pub async fn experts(
+        &mut self,
+        experts: usize,
+        n: usize,
+        k: usize,
+        parts: &ExpertParts,
+    ) -> Result<Vec<ExpertRange<B::Buf>>> {
+        let stored = |name: &&String| self.checkpoint.info(&self.full(name)).is_some();
+        let stacked = parts.stacked.iter().find(stored);
+        match stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {
+            Some(name) => {
+                let raw = self.raw(name, &[experts, n, k]).await?;
+                if let Some(buf) = self.backend.adopt(&raw.bytes) {
+                    self.advance(raw.bytes.len());
+                    let w = Tensor::new(buf, raw.dtype, &[experts, n, k]);
+                    return Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock { w, col: 0 }] }]);
+                }
+                let each = raw.bytes.len() / experts;
+                let mut gather = ExpertGather::new(self, name, raw.dtype, experts, n, k)?;
+                for e in 0..experts {
+                    gather.put(self, e, 0, &raw.bytes[e * each..(e + 1) * each])?;
+                }
+                Ok(gather.ranges)
+            }
+            None => self.separate_experts(experts, n, k, &parts.each).await,
+        }
+    }
+
+    async fn separate_experts(
+        &mut self,
+        experts: usize,
+        n: usize,
+        k: usize,
+        each: &[(String, usize)],
+    ) -> Result<Vec<ExpertRange<B::Buf>>> {
+        let mut adopted = Vec::new();
+        let mut gather: Option<ExpertGather<B>> = None;
+        for e in 0..experts {
+            let (mut col, mut blocks) = (0, Vec::new());
+            for (pattern, rows) in each {
+                let name = pattern.replace("{}", &e.to_string());
+                let raw = self.raw(&name, &[*rows, k]).await?;
+                if gather.is_none()
+                    && let Some(buf) = self.backend.adopt(&raw.bytes)
+                {
+                    self.advance(raw.bytes.len());
+                    blocks.push(RowBlock { w: Tensor::new(buf, raw.dtype, &[1, *rows, k]), col });
+                } else {
+                    if gather.is_none() {
+                        gather = Some(ExpertGather::new(self, &name, raw.dtype, experts, n, k)?);
+                    }
+                    let gather = gather.as_mut().expect("it was just made");
+                    if raw.dtype != gather.dtype {
+                        return Err(Error::Unsupported {
+                            what: format!("tensor `{}` of dtype {:?}", self.full(&name), raw.dtype),
+                            why: format!("the experts before it are {:?}", gather.dtype),
+                        });
+                    }
+                    gather.put(self, e, col, &raw.bytes)?;
+                }
+                col += rows;
+            }
+            if gather.is_none() {
+                adopted.push(ExpertRange { first: e, experts: 1, blocks });
+            }
+        }
+        Ok(gather.map_or(adopted, |g| g.ranges))
+    }
+
+    /// The elements of a small tensor.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::get`].
+    pub async fn values(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        let raw = self.raw(name, shape).await?;
+        Ok(raw.dtype.to_f32(&raw.bytes))
+    }
+
+    /// A vector of `len` elements as `f` of the stored ones, f32.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::get`] and of the backend.
+    pub async fn vector(&mut self, name: &str, len: usize, f: impl Fn(f32) -> f32) -> Result<Tensor<B::Buf>> {
+        let values: Vec<f32> = self.values(name, &[len]).await?.into_iter().map(f).collect();
+        self.upload(name, &values, &[len])
+    }
+
+    /// Computed f32 values as a tensor; `label` names it in errors.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn upload(&mut self, label: &str, values: &[f32], dims: &[usize]) -> Result<Tensor<B::Buf>> {
+        assert_eq!(values.len(), dims.iter().product::<usize>(), "{label}");
+        let buf = self.backend.alloc(&self.full(label), 4 * values.len() as u64)?;
+        self.write(&buf, 0, bytemuck::cast_slice(values))?;
+        Ok(Tensor::new(buf, DType::F32, dims))
+    }
+}
+
+/// Device buffers of all experts, filled expert by expert.
+struct ExpertGather<B: Backend> {
+    ranges: Vec<ExpertRange<B::Buf>>,
+    dtype: DType,
+    per_range: usize,
+    row_bytes: usize,
+}
+
+impl<B: Backend> ExpertGather<B> {
+    fn new(l: &Loader<'_, B>, name: &str, dtype: DType, experts: usize, n: usize, k: usize) -> Result<Self> {
+        let row_bytes = k * dtype.bytes();
+        let most = l.rows_per_binding(row_bytes, name)?;
+        let per_range = (most / n).clamp(1, experts);
+        let rows = most.min(n);
+        let mut ranges = Vec::new();
+        for first in (0..experts).step_by(per_range) {
+            let count = per_range.min(experts - first);
+            let mut blocks = Vec::new();
+            for col in (0..n).step_by(rows) {
+                let dims = [count, rows.min(n - col), k];
+                let bytes = dims.iter().product::<usize>() * dtype.bytes();
+                let buf = l.backend.alloc(&l.full(name), bytes as u64)?;
+                blocks.push(RowBlock { w: Tensor::new(buf, dtype, &dims), col });
+            }
+            ranges.push(ExpertRange { first, experts: count, blocks });
+        }
+        Ok(Self { ranges, dtype, per_range, row_bytes })
+    }
+
+    /// Writes rows of expert `e` that become output columns from `col` on.
+    fn put(&mut self, l: &mut Loader<'_, B>, e: usize, col: usize, bytes: &[u8]) -> Result<()> {
+        let range = &self.ranges[e / self.per_range];
+        let end = col + bytes.len() / self.row_bytes;
+        for b in &range.blocks {
+            let n = b.w.dims()[1];
+            let (from, to) = (col.max(b.col), end.min(b.col + n));
+            if from < to {
+                let at = ((e - range.first) * n + from - b.col) * self.row_bytes;
+                l.write(&b.w.buf, at as u64, &bytes[(from - col) * self.row_bytes..(to - col) * self.row_bytes])?;
+            }
+        }
+        Ok(())
+    }
+}
