@@ -5,6 +5,7 @@
 
 pub mod backend;
 pub mod blocks;
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
 pub mod cpu;
@@ -19,6 +20,7 @@ pub mod state;
 pub mod step;
 pub mod stop;
 pub mod tensor;
+pub mod tokenizer;
 pub mod weights;
 
 pub use error::{Error, Result};

@@ -1,0 +1,250 @@
+//! Text to token ids and back.
+//!
+//! # Text that must not act
+//! A message may contain the text of a special token (`<|end|>`). Encoded as it stands it would become that token, and a user
+//! could end a turn and begin another in somebody else's name. Such text is *guarded* before the chat template sees it: a
+//! character that occurs nowhere else is put behind its first character, so it is no special token any more. After rendering,
+//! the template's own special tokens are found in the text that contains the guards, and the guards are removed by a
+//! normaliser, that is after special tokens were split off and before anything else looks at the text. So the rest is encoded
+//! exactly as if special tokens did not exist.
+
+use std::cell::OnceCell;
+
+use serde_json::{Map, Value};
+use tokenizers::{
+    AddedToken, NormalizerWrapper,
+    normalizers::{Replace, Sequence},
+};
+
+use crate::{Error, Result, config::parse_object};
+
+/// A tokenizer as `tokenizer.json` describes it, with what `tokenizer_config.json` adds.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// Texts of special tokens of two characters or more.
+    specials: Vec<String>,
+    /// `bos_token` and the like, by their names in `tokenizer_config.json`.
+    named: Vec<(String, String)>,
+    /// `inner` with a normaliser that removes the guard; made on first need, since it is a copy of the vocabulary.
+    guarded: OnceCell<tokenizers::Tokenizer>,
+    file: String,
+}
+
+/// Ids of a text, and for each the byte of the text at which it ends.
+pub(crate) struct Encoded {
+    pub ids: Vec<u32>,
+    pub ends: Vec<usize>,
+}
+
+/// The guard that the normaliser removes. A noncharacter, never used in text; a text that contains it nevertheless loses it.
+const GUARD: char = '\u{fdd0}';
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`, called `file` in messages, and the parsed `tokenizer_config.json`, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] if `tokenizer.json` is damaged.
+    pub fn new(file: &str, bytes: &[u8], config: Option<&Map<String, Value>>) -> Result<Self> {
+        let bad = |e: &dyn std::fmt::Display| {
+            Error::model(
+                file,
+                format!("not a valid tokenizer: {e}; download it again, or give token ids instead of text"),
+            )
+        };
+        // Parsed here first: the library's own message for text that is no JSON does not say where it breaks.
+        parse_object(file, bytes)?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| bad(&e))?;
+        // Saved by some training runs; a prompt must be encoded whole.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|e| bad(&e))?;
+        let named = config.map(named_tokens).unwrap_or_default();
+        // A few files leave the flag of an end-of-turn token unset.
+        let unflagged: Vec<AddedToken> = inner
+            .get_added_tokens_decoder()
+            .into_values()
+            .filter(|t| !t.special && named.iter().any(|(_, text)| *text == t.content))
+            .map(|t| AddedToken { special: true, ..t })
+            .collect();
+        inner.add_special_tokens(unflagged).map_err(|e| bad(&e))?;
+        let added = inner.get_added_tokens_decoder().into_values();
+        let mut specials: Vec<String> =
+            added.filter(|t| t.special && t.content.chars().nth(1).is_some()).map(|t| t.content).collect();
+        specials.sort();
+        Ok(Self { inner, specials, named, guarded: OnceCell::new(), file: file.into() })
+    }
+
+    /// Entries of the vocabulary, added tokens included. Ids may have gaps and the model may have more rows.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The id of a token given as text.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Text of `bos_token`, `eos_token`, `pad_token` or `unk_token`.
+    pub fn named_token(&self, name: &str) -> Option<&str> {
+        self.named.iter().find(|(n, _)| n == name).map(|(_, text)| text.as_str())
+    }
+
+    /// All of them, for the chat template.
+    pub(crate) fn named_tokens(&self) -> &[(String, String)] {
+        &self.named
+    }
+
+    /// The ids of a raw prompt: special tokens in the text are recognised, and those that the tokenizer puts around every
+    /// text are added.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] if the tokenizer's own rules fail on the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.inner.encode_fast(text, true).map_err(|e| self.fault(&e))?.get_ids().to_vec())
+    }
+
+    /// The ids of a text in which nothing is special; nothing is added.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::encode`].
+    pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.encode_guarded(&self.guard(text))?.ids)
+    }
+
+    /// The ids of a rendered prompt whose foreign parts went through [`Tokenizer::guard`]; nothing is added.
+    pub(crate) fn encode_guarded(&self, text: &str) -> Result<Encoded> {
+        let tokenizer = if text.contains(GUARD) { self.guarded()? } else { &self.inner };
+        let encoding = tokenizer.encode(text, false).map_err(|e| self.fault(&e))?;
+        let ends = encoding.get_offsets().iter().map(|(_, end)| *end).collect();
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), ends })
+    }
+
+    /// Puts the guard behind the first character of every special token in `text`, complete or cut off by the end of the
+    /// text (what follows could complete it).
+    pub(crate) fn guard(&self, text: &str) -> String {
+        let text = text.replace(GUARD, "");
+        let mut out = String::with_capacity(text.len());
+        for (at, c) in text.char_indices() {
+            out.push(c);
+            let rest = &text[at..];
+            if self.specials.iter().any(|s| rest.starts_with(s.as_str()) || s.starts_with(rest)) {
+                out.push(GUARD);
+            }
+        }
+        out
+    }
+
+    fn guarded(&self) -> Result<&tokenizers::Tokenizer> {
+        if let Some(tokenizer) = self.guarded.get() {
+            return Ok(tokenizer);
+        }
+        let mut tokenizer = self.inner.clone();
+        let remove = NormalizerWrapper::from(Replace::new(GUARD.to_string(), "").map_err(|e| self.fault(&e))?);
+        let first = [remove].into_iter().chain(self.inner.get_normalizer().cloned());
+        tokenizer.with_normalizer(Some(Sequence::new(first.collect()))).map_err(|e| self.fault(&e))?;
+        // Tokens that are looked for in normalised text would be found again once the guards are gone.
+        let added = self.inner.get_added_tokens_decoder().into_values();
+        let normalized = added.filter(|t| t.special && t.normalized).map(|t| AddedToken { normalized: false, ..t });
+        tokenizer.add_special_tokens(normalized).map_err(|e| self.fault(&e))?;
+        Ok(self.guarded.get_or_init(|| tokenizer))
+    }
+
+    /// The text of `ids`, without special tokens. Bytes that are no UTF-8 come out as U+FFFD, unknown ids as nothing.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] if the tokenizer's own rules fail.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, true).map_err(|e| self.fault(&e))
+    }
+
+    fn fault(&self, e: &dyn std::fmt::Display) -> Error {
+        Error::model(&self.file, e.to_string())
+    }
+}
+
+/// `bos_token` and the like: a string, or an object with the string as `content`.
+fn named_tokens(config: &Map<String, Value>) -> Vec<(String, String)> {
+    let text = |v: &Value| v.as_str().or_else(|| v.get("content")?.as_str()).map(str::to_owned);
+    let token = |name: &str| Some((name.to_owned(), text(config.get(name)?)?));
+    ["bos_token", "eos_token", "pad_token", "unk_token"].into_iter().filter_map(token).collect()
+}
+
+/// Checks ids that did not come from the model's own tokenizer.
+///
+/// # Errors
+/// [`Error::BadRequest`] if there are none, or one is not below `vocab`, naming it and its place.
+pub fn check_ids(ids: &[u32], vocab: usize) -> Result<()> {
+    if ids.is_empty() {
+        return Err(Error::BadRequest("the prompt is empty; give some text or at least one token id".into()));
+    }
+    match ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab) {
+        Some((at, id)) => {
+            let why = format!(
+                "token id {id} at place {at} of the prompt is out of range; the model has ids 0 to {}",
+                vocab - 1
+            );
+            Err(Error::BadRequest(why))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Text of a growing list of tokens, in pieces that end between characters.
+///
+/// A token may be part of a character, and a tokenizer may drop the space in front of the first word of what it decodes, so
+/// each piece is decoded together with the tokens before it.
+#[derive(Clone, Debug)]
+pub struct TextStream {
+    /// Tokens of the last piece, for context, then those not shown yet.
+    window: Vec<u32>,
+    shown: usize,
+}
+
+/// Tokens that are held back at most; a character has four bytes, so by then it is clear that they are no characters.
+const MAX_HELD: usize = 16;
+
+impl TextStream {
+    /// `context` are the last ids of the text that is continued, a few of them; none for a text that stands alone.
+    pub fn new(context: &[u32]) -> Self {
+        let window = context[context.len().saturating_sub(MAX_HELD)..].to_vec();
+        Self { shown: window.len(), window }
+    }
+
+    /// The text that `id` completes, perhaps none.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::decode`].
+    pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
+        self.window.push(id);
+        self.flush(tokenizer, self.window.len() - self.shown >= MAX_HELD)
+    }
+
+    /// What is left at the end: bytes of a character that never came, as U+FFFD.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::decode`].
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        self.flush(tokenizer, true)
+    }
+
+    fn flush(&mut self, tokenizer: &Tokenizer, all: bool) -> Result<String> {
+        let before = tokenizer.decode(&self.window[..self.shown])?;
+        let now = tokenizer.decode(&self.window)?;
+        let new = now.get(before.len()..).unwrap_or_default();
+        if new.is_empty() || (new.ends_with('\u{fffd}') && !all) {
+            // Special tokens have no text; without this a run of them would be decoded again and again.
+            if new.is_empty() && self.window.len() - self.shown >= MAX_HELD {
+                self.window.drain(..self.shown);
+                self.shown = self.window.len();
+            }
+            return Ok(String::new());
+        }
+        let new = new.to_owned();
+        self.window.drain(..self.shown);
+        self.shown = self.window.len();
+        Ok(new)
+    }
+}
+
+#[cfg(test)]
+#[path = "tokenizer_tests.rs"]
+mod tests;
