@@ -78,6 +78,10 @@ pub trait Backend: Sized + 'static {
 
     /// Facts about the device.
     fn caps(&self) -> &Caps;
+    /// Bytes of device memory free now, where that can be asked.
+    fn free_memory(&self) -> Option<u64> {
+        self.caps().free
+    }
     /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
     fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;
     /// Uses host bytes where they lie, read-only and at any alignment; `None` if the device cannot, and the caller

@@ -1,8 +1,10 @@
-//! Running models: the memory of their states, and the loops that feed them steps.
+//! Running models: the loop that plans a step, runs it, reads the sampled ids and tells the callers.
 //!
-//! [`schedule`] decides, in numbers only, what each step computes; [`plan`] is what it hands over.
+//! [`schedule`] decides, in numbers only, what each step computes; [`plan`] is what it hands over; [`runner`] gives it to the
+//! device; [`Engine`] holds the three together. It lives on one thread: a server talks to it through channels.
 
 mod admit;
+mod options;
 pub mod plan;
 pub mod pools;
 mod row;
@@ -11,7 +13,397 @@ pub mod schedule;
 pub mod sequence;
 pub mod stats;
 
+use std::collections::HashMap;
+
+pub use options::{EngineOptions, Sizes};
 pub use plan::{Plan, PlanChunk, PlanRow, SeqId, Src, TokenRef};
+pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};
 pub use sequence::Request;
 pub use stats::Stats;
+
+use crate::backend::{Backend, Caps};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::models::{self, Architecture, ModelSpec};
+use crate::state::{CacheEvent, Report};
+use crate::step::{CARRY, Chunk, FROM_DEVICE, Row};
+use crate::weights::{Loader, Progress};
+
+use self::runner::RunnerLimits;
+
+/// Why a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// It sampled a stop id.
+    Stop,
+    /// It has `max_tokens` tokens.
+    Length,
+    /// The caller cancelled it.
+    Cancelled,
+}
+
+/// Milliseconds that a request spent; 0 where the platform has no clock.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timing {
+    /// From submission to the step that gave it its first token.
+    pub queue_ms: f64,
+    /// From there to its first sampled token.
+    pub prefill_ms: f64,
+    /// From there to its end.
+    pub decode_ms: f64,
+}
+
+/// What became of a request.
+#[derive(Clone, Debug)]
+pub struct Finished {
+    /// Which request.
+    pub id: SeqId,
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens sampled, a stop id included.
+    pub completion_tokens: usize,
+    /// What the cache gave; `None` if it was cancelled before it ran.
+    pub cache: Option<Report>,
+    /// Where its time went.
+    pub timing: Timing,
+}
+
+/// News for the callers, in the order in which it happened.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// A request has one more token.
+    Token {
+        /// Which request.
+        id: SeqId,
+        /// The sampled id; a stop id too.
+        token: u32,
+        /// `[V]`, with [`EngineOptions::logits`].
+        logits: Option<Box<[f32]>>,
+    },
+    /// A request has ended.
+    Finished(Finished),
+}
+
+/// A request that has not ended.
+struct Live {
+    request: Request,
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    submitted: f64,
+    admitted: Option<f64>,
+    first_token: Option<f64>,
+}
+
+/// A step on its way: whose tokens it samples, and the reads that will bring them.
+struct Flight<B: Backend> {
+    outputs: Vec<SeqId>,
+    ids: Option<B::Read>,
+    logits: Option<B::Read>,
+}
+
+/// A model on a device with its states, its prefix tree and its requests.
+///
+/// ```
+/// # use std::rc::Rc;
+/// use selkie_core::{checkpoint::Checkpoint, config::Config, cpu::CpuBackend, engine::*, models, source::Dir};
+///
+/// # fn main() -> selkie_core::Result<()> { pollster::block_on(async {
+/// let dir = Rc::new(Dir::open("../tests/golden/nemotron_h")?);
+/// let config = Config::read(dir.as_ref()).await?;
+/// let checkpoint = Checkpoint::open(dir).await?;
+/// let architecture = models::read(&config)?;
+/// let options = EngineOptions::default();
+/// let mut engine =
+///     Engine::load(CpuBackend::new(), &architecture, &checkpoint, b"nemotron_h", &options, &mut |_| {}).await?;
+///
+/// engine.submit(Request { prompt: vec![5, 6, 7], max_tokens: 4, ..Request::default() })?;
+/// let mut tokens = Vec::new();
+/// while !engine.is_idle() {
+///     for event in engine.step().await? {
+///         match event {
+///             Event::Token { token, .. } => tokens.push(token),
+///             Event::Finished(end) => assert_eq!(end.reason, FinishReason::Length),
+///         }
+///     }
+/// }
+/// assert_eq!(tokens.len(), 4);
+/// # Ok(()) }) }
+/// ```
+pub struct Engine<B: Backend> {
+    runner: Runner<B>,
+    scheduler: Scheduler,
+    sizes: Sizes,
+    live: HashMap<SeqId, Live>,
+    /// The last step, on a device that runs behind the host's back.
+    flight: Option<Flight<B>>,
+    /// Ends that no step reported yet: cancellations.
+    ended: Vec<Event>,
+    keep_logits: bool,
+    weight_bytes: u64,
+}
+
+impl<B: Backend> Engine<B> {
+    /// Loads the weights and allocates everything a step needs. `fingerprint` names the model's contents: equal
+    /// fingerprints must mean equal weights, since cached prefixes are named by it.
+    ///
+    /// # Errors
+    /// A bad or unsupported checkpoint, or memory that does not suffice, with what was asked and what is free.
+    pub async fn load(
+        backend: B,
+        architecture: &Architecture,
+        checkpoint: &Checkpoint,
+        fingerprint: &[u8],
+        options: &EngineOptions,
+        report: &mut dyn FnMut(Progress),
+    ) -> Result<Self> {
+        let spec = architecture.spec();
+        let caps = backend.caps();
+        let name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
+        let fingerprint = [fingerprint, name.as_bytes()].concat();
+        // Once before minutes of loading, so that options that can't work fail early, and once with what is left.
+        let sizes = options.sizes(&spec, caps, backend.free_memory())?;
+        Scheduler::new(sizes.shape, sizes.limits, &fingerprint)?;
+        let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: options.max_batch };
+        let mut loader = Loader::new(&backend, checkpoint, report);
+        let model = models::build(architecture, &mut loader, limits).await?;
+        let weight_bytes = loader.loaded();
+        let sizes = options.sizes(&spec, backend.caps(), backend.free_memory())?;
+        let pools = pools::alloc(&backend, &spec, sizes.split.slots, sizes.split.pages)?;
+        let mut pages = sizes.shape.context.div_ceil(crate::step::PAGE);
+        if sizes.shape.has_pages() {
+            pages = pages.min(sizes.split.pages);
+        }
+        let limits = RunnerLimits { lanes: options.max_batch, tokens: options.step_tokens, pages };
+        let scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
+        Ok(Self {
+            runner: Runner::new(backend, model, pools, limits)?,
+            scheduler,
+            sizes,
+            live: HashMap::new(),
+            flight: None,
+            ended: Vec::new(),
+            keep_logits: options.logits,
+            weight_bytes,
+        })
+    }
+
+    /// Puts a request into the queue.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] for an empty prompt, an id outside the vocabulary, impossible sampling values, and a request
+    /// that can never fit; both numbers are named.
+    pub fn submit(&mut self, request: Request) -> Result<SeqId> {
+        request.sampling.check()?;
+        let vocab = self.spec().vocab;
+        if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
+            return Err(Error::BadRequest(format!("token id {id} is outside the vocabulary of {vocab}")));
+        }
+        let (sampling, stop_ids) = (request.sampling, request.stop_ids.clone());
+        let prompt_tokens = request.prompt.len();
+        let id = self.scheduler.submit(request)?;
+        let request = Request { sampling, stop_ids, ..Request::default() };
+        let live =
+            Live { request, prompt_tokens, completion_tokens: 0, submitted: now(), admitted: None, first_token: None };
+        self.live.insert(id, live);
+        Ok(id)
+    }
+
+    /// Ends a request at any moment; its `Finished` event comes with the next step. Unknown ids are ignored.
+    pub fn cancel(&mut self, id: SeqId) {
+        if self.live.contains_key(&id) {
+            let event = self.finish(id, FinishReason::Cancelled);
+            self.ended.push(event);
+        }
+    }
+
+    /// Nothing to do until the next submission.
+    pub fn is_idle(&self) -> bool {
+        self.live.is_empty() && self.ended.is_empty() && self.flight.is_none()
+    }
+
+    /// Plans and runs one step and returns what happened. On a device that works behind the host's back the next step is
+    /// enqueued before the last one's ids are read, so a token is reported one step late.
+    ///
+    /// # Errors
+    /// A device error. The engine is of no use after that.
+    pub async fn step(&mut self) -> Result<Vec<Event>> {
+        let mut events = std::mem::take(&mut self.ended);
+        let plan = self.scheduler.plan();
+        let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
+        let done =
+            if self.runner.backend().caps().asynchronous { std::mem::replace(&mut self.flight, next) } else { next };
+        if let Some(flight) = done {
+            self.land(flight, &mut events).await?;
+        }
+        Ok(events)
+    }
+
+    fn enqueue(&mut self, plan: &Plan) -> Result<Flight<B>> {
+        let now = now();
+        for id in &plan.admitted {
+            let row = plan.rows.iter().find(|r| r.seq == *id).expect("an admitted request has a row");
+            let live = self.live.get_mut(id).expect("a planned request is live");
+            live.admitted.get_or_insert(now);
+            let known = self.scheduler.tokens(*id).expect("a planned request is known");
+            self.runner.open_lane(row.lane, &live.request.sampling, known)?;
+        }
+        let rows: Vec<Row> = plan.rows.iter().map(encode_row).collect();
+        let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.outputs.iter().map(|_| r.seq)).collect();
+        let ids = self.runner.step(&rows)?;
+        let logits = (self.keep_logits && !outputs.is_empty()).then(|| self.runner.read_logits(outputs.len()));
+        Ok(Flight { outputs, ids, logits })
+    }
+
+    /// Reads a step's ids and commits them.
+    async fn land(&mut self, flight: Flight<B>, events: &mut Vec<Event>) -> Result<()> {
+        let Some(ids) = flight.ids else { return Ok(()) };
+        let ids = ids.await?;
+        let logits: Option<Vec<f32>> = match flight.logits {
+            Some(read) => Some(bytemuck::pod_collect_to_vec(&read.await?)),
+            None => None,
+        };
+        let now = now();
+        for (i, (&id, bytes)) in flight.outputs.iter().zip(ids.chunks_exact(4)).enumerate() {
+            let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
+            // None: it ended while the step was on its way.
+            let Some(commit) = self.scheduler.commit(id, token) else { continue };
+            let live = self.live.get_mut(&id).expect("a committed request is live");
+            live.first_token.get_or_insert(now);
+            live.completion_tokens += 1;
+            let stop = live.request.stop_ids.contains(&token);
+            let logits = logits.as_ref().map(|all| {
+                let vocab = all.len() / flight.outputs.len();
+                all[i * vocab..][..vocab].into()
+            });
+            events.push(Event::Token { id, token, logits });
+            if stop {
+                events.push(self.finish(id, FinishReason::Stop));
+            } else if commit == Commit::Last {
+                events.push(self.finish(id, FinishReason::Length));
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, id: SeqId, reason: FinishReason) -> Event {
+        let live = self.live.remove(&id).expect("only a live request ends");
+        let cache = self.scheduler.end(id);
+        let now = now();
+        let (admitted, first) = (live.admitted.unwrap_or(now), live.first_token.unwrap_or(now));
+        Event::Finished(Finished {
+            id,
+            reason,
+            prompt_tokens: live.prompt_tokens,
+            completion_tokens: live.completion_tokens,
+            cache,
+            timing: Timing {
+                queue_ms: admitted - live.submitted,
+                prefill_ms: first - admitted,
+                decode_ms: now - first,
+            },
+        })
+    }
+
+    /// Facts about the model.
+    pub fn spec(&self) -> &ModelSpec {
+        self.runner.model().spec()
+    }
+
+    /// Facts about the device.
+    pub fn caps(&self) -> &Caps {
+        self.runner.backend().caps()
+    }
+
+    /// Budget, slots and pages.
+    pub fn sizes(&self) -> &Sizes {
+        &self.sizes
+    }
+
+    /// Bytes of the loaded weights.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+
+    /// Counters since load.
+    pub fn stats(&self) -> Stats {
+        self.scheduler.stats()
+    }
+
+    /// The scheduler, to look at: queue, pools, tree.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// The device side, to look at: pools, model.
+    pub fn runner(&self) -> &Runner<B> {
+        &self.runner
+    }
+
+    /// Forgets all cached prefixes.
+    pub fn clear_cache(&mut self) {
+        self.scheduler.clear_cache();
+    }
+
+    /// Starts or stops collecting the events of the prefix tree.
+    pub fn subscribe(&mut self, on: bool) {
+        self.scheduler.subscribe(on);
+    }
+
+    /// The tree's events since the last call, oldest first.
+    pub fn take_cache_events(&mut self) -> Vec<CacheEvent> {
+        self.scheduler.take_events()
+    }
+
+    /// Fills every slot and page that nobody holds with NaN: for tests that prove that nobody reads them.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn poison_free(&self) -> Result<()> {
+        let free = |pool: &crate::state::Pool, n: usize| {
+            (1..=n as u32).filter(|&i| pool.holders(i) == 0).map(|i| i as usize).collect::<Vec<_>>()
+        };
+        let slots = free(self.scheduler.slots(), self.sizes.split.slots);
+        let pages = free(self.scheduler.pages(), self.sizes.split.pages);
+        self.runner.poison(&slots, &pages)
+    }
+}
+
+fn encode_row(row: &PlanRow) -> Row {
+    let id = |t: &TokenRef| match *t {
+        TokenRef::Known(id) => id,
+        TokenRef::FromDevice => FROM_DEVICE | row.lane,
+    };
+    let chunk = |c: &PlanChunk| {
+        let src = match c.src {
+            Src::Slot(slot) => slot,
+            Src::Carry => CARRY,
+        };
+        Chunk { len: c.len, src, dst: c.dst }
+    };
+    Row {
+        lane: row.lane,
+        first_position: row.first_position,
+        ids: row.tokens.iter().map(id).collect(),
+        chunks: row.chunks.iter().map(chunk).collect(),
+        pages: row.pages.clone(),
+        outputs: row.outputs.clone(),
+    }
+}
+
+/// Milliseconds since some moment.
+#[cfg(not(target_arch = "wasm32"))]
+fn now() -> f64 {
+    use std::sync::LazyLock;
+    use std::time::Instant;
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    START.elapsed().as_secs_f64() * 1e3
+}
+
+/// The bare wasm target has no clock; the page measures from outside.
+#[cfg(target_arch = "wasm32")]
+fn now() -> f64 {
+    0.0
+}

@@ -101,10 +101,10 @@ impl<B: Backend> Runner<B> {
     }
 
     /// Gives `lane` to a sequence: its sampling parameters, and all tokens known so far for the penalties.
-    pub fn open_lane(&self, lane: u32, sampling: &Sampling, known: impl Iterator<Item = u32>) -> Result<()> {
+    pub fn open_lane(&self, lane: u32, sampling: &Sampling, known: &[u32]) -> Result<()> {
         let words = self.seen.row_len();
         let mut seen = vec![0u32; words];
-        for id in known {
+        for &id in known {
             seen[id as usize / 32] |= 1 << (id % 32);
         }
         self.backend.write(&self.seen.buf, 4 * (lane as usize * words) as u64, bytemuck::cast_slice(&seen))?;
@@ -131,6 +131,29 @@ impl<B: Backend> Runner<B> {
         }
         let outputs: usize = rows.iter().map(|r| r.outputs.len()).sum();
         Ok((outputs > 0).then(|| self.backend.read(&self.ids.head(outputs))))
+    }
+
+    /// Reads the logits `[outputs, V]` of the step just enqueued.
+    pub fn read_logits(&self, outputs: usize) -> B::Read {
+        self.backend.read(&self.model.logits().head(outputs))
+    }
+
+    /// Overwrites slots and pages with NaN.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn poison(&self, slots: &[usize], pages: &[usize]) -> Result<()> {
+        let fill = |pool: &Tensor<B::Buf>, entries: &[usize]| {
+            let bytes = pool.row_len() * pool.dtype.bytes();
+            // All ones is a NaN in f32, bf16 and f16.
+            let poison = vec![0xff; bytes];
+            entries.iter().try_for_each(|&e| self.backend.write(&pool.buf, (e * bytes) as u64, &poison))
+        };
+        for layer in &self.pools {
+            layer.conv.iter().chain(&layer.recurrent).try_for_each(|pool| fill(pool, slots))?;
+            layer.kv.iter().flat_map(|kv| [&kv.k, &kv.v]).try_for_each(|pool| fill(pool, pages))?;
+        }
+        Ok(())
     }
 
     /// The device.

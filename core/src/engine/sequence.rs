@@ -3,10 +3,13 @@
 use std::collections::VecDeque;
 
 use super::plan::SeqId;
-use crate::state::{
-    Cache, GRID, PrefixHash, Report,
-    cache::Wanted,
-    prefix::{NONE, NodeId, Stateless},
+use crate::{
+    sample::Sampling,
+    state::{
+        Cache, GRID, PrefixHash, Report,
+        cache::Wanted,
+        prefix::{NONE, NodeId, Stateless},
+    },
 };
 
 /// What a caller asks for.
@@ -21,6 +24,10 @@ pub struct Request {
     /// Positions in tokens where the system prompt and the chat messages end, in any order. They need not lie on the
     /// grid.
     pub boundaries: Vec<usize>,
+    /// How tokens are chosen. The scheduler does not look at it.
+    pub sampling: Sampling,
+    /// Ids that end the text; the id itself is the last token. The scheduler does not look at them.
+    pub stop_ids: Vec<u32>,
 }
 
 /// A state on its way into the tree: the node it belongs to may not exist yet.

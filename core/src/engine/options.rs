@@ -1,0 +1,97 @@
+//! What is fixed when an engine is loaded.
+
+use crate::backend::Caps;
+use crate::error::Result;
+use crate::models::ModelSpec;
+use crate::state::budget::Split;
+use crate::state::{CapturePolicy, Limits, StateShape};
+
+use super::pools;
+
+/// Memory for states and pages where free memory can't be asked, in bytes (wgpu).
+const BLIND_BUDGET: u64 = 1 << 30;
+
+/// Options of an engine. The defaults suit one machine with a few users.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Bytes for recurrent slots and KV pages together; `None` asks the device.
+    pub memory: Option<u64>,
+    /// Usable slots, instead of what the budget gives. Ignored by a model without recurrent state.
+    pub slots: Option<usize>,
+    /// Usable KV pages, instead of what the budget gives. Ignored by a model without attention.
+    pub kv_pages: Option<usize>,
+    /// Sequences that run at a time.
+    pub max_batch: usize,
+    /// Most tokens of one step.
+    pub step_tokens: usize,
+    /// Longest sequence, at most the model's own limit; `None` takes that.
+    pub context: Option<usize>,
+    /// Keep and reuse prefixes.
+    pub prefix_cache: bool,
+    /// Which states are kept.
+    pub policy: CapturePolicy,
+    /// Return the logits with every token: for comparisons, not for speed.
+    pub logits: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            memory: None,
+            slots: None,
+            kv_pages: None,
+            max_batch: 8,
+            step_tokens: 512,
+            context: None,
+            prefix_cache: true,
+            policy: CapturePolicy::Default,
+            logits: false,
+        }
+    }
+}
+
+/// How an engine's memory is divided, before any weight is loaded.
+#[derive(Clone, Debug)]
+pub struct Sizes {
+    /// What one sequence keeps.
+    pub shape: StateShape,
+    /// What the scheduler gets.
+    pub limits: Limits,
+    /// Slots and pages.
+    pub split: Split,
+    /// The budget that was split, in bytes.
+    pub budget: u64,
+}
+
+impl EngineOptions {
+    /// The budget and its split for a model on a device with `free` bytes left.
+    ///
+    /// Without `--memory`: 85 % of what is free on a CUDA device; on the CPU the smaller of 25 % of what is free and
+    /// what batch and context can use; 1 GiB where free memory can't be asked.
+    ///
+    /// # Errors
+    /// As [`Split::new`].
+    pub fn sizes(&self, spec: &ModelSpec, caps: &Caps, free: Option<u64>) -> Result<Sizes> {
+        let shape = StateShape {
+            slot_bytes: pools::slot_bytes(spec, caps),
+            page_bytes: pools::page_bytes(spec, caps),
+            context: self.context.map_or(spec.context, |c| c.min(spec.context)),
+        };
+        let mut limits = Limits {
+            max_batch: self.max_batch,
+            step_tokens: self.step_tokens,
+            prefix_cache: self.prefix_cache,
+            policy: self.policy,
+            ..Limits::default()
+        };
+        let useful = Split::useful_bytes(&shape, &limits);
+        let budget = self.memory.unwrap_or_else(|| match (caps.backend, free) {
+            ("cpu", Some(free)) => useful.min(free / 4),
+            (_, Some(free)) => free / 100 * 85,
+            (_, None) => BLIND_BUDGET.min(useful),
+        });
+        let split = Split::new(&shape, &limits, budget, self.slots, self.kv_pages)?;
+        (limits.slots, limits.pages) = (split.slots, split.pages);
+        Ok(Sizes { shape, limits, split, budget })
+    }
+}
