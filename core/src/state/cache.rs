@@ -368,10 +368,14 @@ impl Cache {
                 at = self.tree[at].parent;
             }
         }
+        let mut below: HashMap<NodeId, u32> = HashMap::new();
+        for (_, node) in self.tree.iter() {
+            *below.entry(node.parent).or_default() += 1;
+        }
         let (mut states, mut leaves, mut with_state, mut unguarded) = (0, 0, 0, 0);
         for (id, node) in self.tree.iter() {
-            let children = self.tree.iter().filter(|(_, n)| n.parent == id).count();
-            if node.children as usize != children || node.guards != guarded.get(&id).copied().unwrap_or(0) {
+            let children = below.get(&id).copied().unwrap_or(0);
+            if node.children != children || node.guards != guarded.get(&id).copied().unwrap_or(0) {
                 return Err(format!("node {id} miscounts its children or guards"));
             }
             if node.slot != 0 && self.node_of_slot[node.slot as usize] != id {
