@@ -5,12 +5,14 @@
 
 mod sim;
 
+use std::cell::RefCell;
+
 use proptest::{
     prelude::*,
     test_runner::{Config, RngSeed, TestRunner},
 };
 use selkie_core::{
-    engine::Request,
+    engine::{Request, Stats},
     state::{CapturePolicy, GRID, Limits, Reason, StateShape},
 };
 use sim::{Job, Sim, check_outcome, reference};
@@ -106,7 +108,8 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
     jobs
 }
 
-fn run_case(specs: &[Spec], setup: &Setup) {
+/// Runs a case and returns its counters.
+fn run_case(specs: &[Spec], setup: &Setup) -> Stats {
     let jobs = jobs(specs);
     let largest =
         jobs.iter().map(|j| (j.request.prompt.len() + j.request.max_tokens - 1).div_ceil(GRID)).max().unwrap();
@@ -143,6 +146,7 @@ fn run_case(specs: &[Spec], setup: &Setup) {
         assert_eq!(stats.reason(reason), count as u64);
     }
     sim.assert_empty();
+    stats
 }
 
 #[test]
@@ -162,10 +166,28 @@ fn every_request_ends_and_no_rule_is_broken() {
         ..Config::default()
     };
     let case = (prop::collection::vec(spec(), 1..12), setup());
+    let total = RefCell::new(Stats::default());
     TestRunner::new(config)
         .run(&case, |(specs, setup)| {
-            run_case(&specs, &setup);
+            let stats = run_case(&specs, &setup);
+            let mut total = total.borrow_mut();
+            for (sum, n) in total.reasons.iter_mut().zip(stats.reasons) {
+                *sum += n;
+            }
+            total.preemptions += stats.preemptions;
+            total.tokens_recomputed += stats.tokens_recomputed;
+            total.tokens_reused += stats.tokens_reused;
+            total.captures += stats.captures;
+            total.captures_skipped += stats.captures_skipped;
+            total.evictions.slots += stats.evictions.slots;
+            total.evictions.nodes += stats.evictions.nodes;
             Ok(())
         })
         .unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
+    // The cases are only worth something if they reach what they are about.
+    let total = total.into_inner();
+    println!("{total:?}");
+    let reached =
+        [total.preemptions, total.tokens_reused, total.captures_skipped, total.evictions.slots, total.evictions.nodes];
+    assert!(reached.iter().chain(&total.reasons).all(|&n| n > 50), "{total:?}");
 }

@@ -18,7 +18,7 @@ fn advance(state: u64, token: u32) -> u64 {
 
 /// The token that follows a state.
 fn next_token(state: u64) -> u32 {
-    (state >> 40) as u32 % 50
+    (state >> 40) as u32 % 50 + 1
 }
 
 fn state_of(tokens: &[u32]) -> u64 {
@@ -90,7 +90,6 @@ pub struct Sim {
     /// Steps planned ahead of the commits.
     depth: usize,
     pub preempted: bool,
-    pub largest_step: usize,
 }
 
 impl Sim {
@@ -104,7 +103,6 @@ impl Sim {
             pending: VecDeque::new(),
             depth,
             preempted: false,
-            largest_step: 0,
             scheduler,
             shape,
             limits,
@@ -155,11 +153,6 @@ impl Sim {
             }
         }
         outcomes.into_iter().map(|o| o.expect("every request ends")).collect()
-    }
-
-    /// One job after the other.
-    pub fn run_sequentially(&mut self, jobs: &[Job]) -> Vec<Outcome> {
-        jobs.iter().map(|job| self.run(std::slice::from_ref(job)).remove(0)).collect()
     }
 
     /// After everything ended: with an empty tree nothing is in use.
@@ -264,7 +257,6 @@ impl Sim {
 
     fn check_plan(&mut self, plan: &Plan) {
         let total: usize = plan.rows.iter().map(|r| r.tokens.len()).sum();
-        self.largest_step = self.largest_step.max(total);
         assert!(total <= self.limits.step_tokens, "{total} tokens in a step");
         assert!(plan.rows.len() <= self.limits.max_batch);
         let mut lanes = HashSet::new();

@@ -1,0 +1,248 @@
+//! How much of a prompt is reused, in the cases that people ask about, on the model-free device.
+
+mod sim;
+
+use selkie_core::{
+    engine::Request,
+    state::{CacheEvent, CapturePolicy, GRID, Limits, PrefixHash, Reason, StateShape},
+};
+use sim::{Job, Outcome, Sim, check_outcome, reference};
+
+const HYBRID: (bool, bool) = (true, true);
+const RECURRENT: (bool, bool) = (true, false);
+const ATTENTION: (bool, bool) = (false, true);
+
+fn limits() -> Limits {
+    Limits { max_batch: 8, step_tokens: 512, slots: 64, pages: 512, ..Limits::default() }
+}
+
+fn sim((slots, pages): (bool, bool), limits: Limits) -> Sim {
+    let shape = StateShape { slot_bytes: u64::from(slots), page_bytes: u64::from(pages), context: 1 << 16 };
+    Sim::new(shape, limits, 1)
+}
+
+fn job(prompt: Vec<u32>, max_tokens: usize) -> Job {
+    let request = Request { prompt, max_tokens, ..Request::default() };
+    Job { request, stop: 1_000_000, gap: 0, cancel_after: None }
+}
+
+/// `count` tokens that nothing else has.
+fn text(of: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|i| of * 10_000 + i).collect()
+}
+
+/// One job after the other.
+fn one_by_one(sim: &mut Sim, jobs: &[Job]) -> Vec<Outcome> {
+    jobs.iter().map(|job| sim.run(std::slice::from_ref(job)).remove(0)).collect()
+}
+
+fn reused(sim: &mut Sim, jobs: &[Job]) -> Vec<usize> {
+    let outcomes = one_by_one(sim, jobs);
+    for (job, outcome) in jobs.iter().zip(&outcomes) {
+        check_outcome(job, outcome, true, false);
+    }
+    outcomes.iter().map(|o| o.report.unwrap().reused).collect()
+}
+
+/// Each digit 256 tokens, five template tokens before and four after.
+fn scenario() -> Vec<Job> {
+    let digits: [&[u32]; 8] = [&[1, 2], &[1, 3], &[1, 4], &[1, 2, 5], &[1, 4, 5], &[1, 3, 5], &[1, 3], &[1, 3]];
+    let prompt = |digits: &[u32]| {
+        let body = digits.iter().flat_map(|&d| text(d, 256));
+        [90, 91, 92, 93, 94].into_iter().chain(body).chain([95, 96, 97, 98]).collect()
+    };
+    digits.iter().map(|d| job(prompt(d), 16)).collect()
+}
+
+#[test]
+fn reference_scenario() {
+    let default = vec![0, 0, 256, 512, 512, 512, 512, 512];
+    let one = vec![0, 0, 256, 512, 512, 256, 256, 512];
+    let attention = vec![0, 256, 256, 512, 512, 512, 512, 512];
+    for step_tokens in [1, 50, 64, 200, 512, 4096] {
+        for (policy, recurrent) in [(CapturePolicy::Default, &default), (CapturePolicy::OnePerPrefill, &one)] {
+            for (kind, expected, states) in
+                [(HYBRID, recurrent, 7), (RECURRENT, recurrent, 7), (ATTENTION, &attention, 0)]
+            {
+                let mut sim = sim(kind, Limits { policy, step_tokens, ..limits() });
+                assert_eq!(reused(&mut sim, &scenario()), *expected, "{kind:?} {policy:?} {step_tokens}");
+                assert_eq!(sim.scheduler.cached_states(), states);
+                sim.assert_empty();
+            }
+        }
+    }
+}
+
+#[test]
+fn reasons_of_the_scenario() {
+    use Reason::{FirstSight, Full, NoState};
+    let reasons = |policy| {
+        let mut sim = sim(HYBRID, Limits { policy, ..limits() });
+        let outcomes = one_by_one(&mut sim, &scenario());
+        outcomes.iter().map(|o| o.report.unwrap().reason).collect::<Vec<_>>()
+    };
+    let first = [FirstSight, NoState, FirstSight, FirstSight, FirstSight];
+    assert_eq!(reasons(CapturePolicy::Default), [&first[..], &[FirstSight, Full, Full]].concat());
+    assert_eq!(reasons(CapturePolicy::OnePerPrefill), [&first[..], &[FirstSight, NoState, Full]].concat());
+}
+
+#[test]
+fn a_shared_prefix_is_reused_up_to_the_grid() {
+    for shared in [200, 210] {
+        for kind in [HYBRID, RECURRENT] {
+            for step_tokens in [1, 7, 64, 100, 512] {
+                let mut sim = sim(kind, Limits { step_tokens, ..limits() });
+                let jobs: Vec<_> = (1..4).map(|i| job([text(9, shared), text(i, 40)].concat(), 4)).collect();
+                // 240 or 250 tokens: the last grid point strictly inside is 192, the same as the branch.
+                assert_eq!(reused(&mut sim, &jobs), [0, 192, 192], "{shared} {kind:?} {step_tokens}");
+            }
+        }
+    }
+}
+
+#[test]
+fn at_least_one_token_is_left_to_compute() {
+    for step_tokens in [10, 64, 150, 512] {
+        let mut sim = sim(HYBRID, Limits { step_tokens, ..limits() });
+        let jobs = vec![job(text(1, 512), 5); 4];
+        assert_eq!(reused(&mut sim, &jobs), [0, 448, 448, 448]);
+    }
+}
+
+#[test]
+fn equal_prompts_arriving_together_compute_the_common_part_once() {
+    for kind in [HYBRID, RECURRENT, ATTENTION] {
+        for step_tokens in [33, 64, 301, 512, 4096] {
+            let mut sim = sim(kind, Limits { step_tokens, ..limits() });
+            let outcomes = sim.run(&vec![job(text(1, 301), 20); 8]);
+            let reused: Vec<_> = outcomes.iter().map(|o| o.report.unwrap().reused).collect();
+            assert_eq!(reused, [0, 256, 256, 256, 256, 256, 256, 256], "{kind:?} {step_tokens}");
+            assert_eq!(sim.scheduler.stats().tokens_prefilled, 301 + 7 * 45);
+        }
+    }
+}
+
+/// A chat of `turns` turns under a system prompt, each prompt with its message ends.
+fn chat(sim: &mut Sim, system: &[u32], turns: u32, of: u32) -> Vec<usize> {
+    let (mut tokens, mut boundaries) = (system.to_vec(), vec![system.len()]);
+    let mut reused = Vec::new();
+    for turn in 0..turns {
+        tokens.extend(text(of + turn, 50));
+        boundaries.push(tokens.len());
+        let mut job = job(tokens.clone(), 70);
+        job.request.boundaries = boundaries.clone();
+        reused.extend(self::reused(sim, std::slice::from_ref(&job)));
+        tokens.extend(reference(&tokens, 70, job.stop));
+        boundaries.push(tokens.len());
+    }
+    reused
+}
+
+#[test]
+fn a_long_chat_keeps_the_system_prompt() {
+    for kind in [HYBRID, RECURRENT] {
+        let mut sim = sim(kind, limits());
+        let first = chat(&mut sim, &text(9, 200), 14, 20);
+        // Every turn goes on where the last one stopped: at the newest grid point of its decode.
+        let expected: Vec<_> = (0..14).map(|t| if t == 0 { 0 } else { (200 + 120 * t - 1) / GRID * GRID }).collect();
+        assert_eq!(first, expected);
+        assert!(sim.scheduler.cached_states() <= 8, "{} states", sim.scheduler.cached_states());
+        assert_eq!(chat(&mut sim, &text(9, 200), 1, 60), [192]);
+    }
+}
+
+#[test]
+fn namespaces_share_nothing() {
+    let mut sim = sim(HYBRID, limits());
+    let of = |namespace: &str| {
+        let mut job = job(text(1, 300), 3);
+        job.request.namespace = namespace.into();
+        job
+    };
+    assert_eq!(reused(&mut sim, &[of("a"), of("b"), of("a"), of(""), of("b")]), [0, 0, 256, 0, 256]);
+}
+
+#[test]
+fn one_usable_slot_serves_and_even_reuses() {
+    for step_tokens in [1, 64, 512] {
+        let mut sim = sim(HYBRID, Limits { slots: 1, step_tokens, ..limits() });
+        // 5 + 60 - 1 computed positions end on the grid, where the state lies in the only slot.
+        let prompt = text(1, 5);
+        let mut longer = [prompt.clone(), reference(&prompt, 60, 1_000_000)].concat();
+        longer.extend(text(2, 10));
+        assert_eq!(reused(&mut sim, &[job(prompt, 60), job(longer, 60)]), [0, 64]);
+        let outcomes = sim.run(&[job(text(3, 500), 90), job(text(3, 400), 90), job(text(4, 70), 1)]);
+        assert_eq!(outcomes.len(), 3);
+        assert_eq!(sim.scheduler.stats().peak_slots, 1);
+    }
+}
+
+#[test]
+fn an_eviction_is_named() {
+    let mut small = sim(HYBRID, Limits { slots: 3, ..limits() });
+    let jobs: Vec<_> = [1, 2, 3, 4, 1].map(|i| job(text(i, 300), 3)).into();
+    let outcomes = one_by_one(&mut small, &jobs);
+    let last = outcomes[4].report.unwrap();
+    assert_eq!((last.matched, last.reused, last.reason), (256, 0, Reason::Evicted));
+    // The same with the pages gone.
+    let mut small = sim(HYBRID, Limits { pages: 6, ..limits() });
+    let last = one_by_one(&mut small, &jobs)[4].report.unwrap();
+    assert_eq!((last.matched, last.reused, last.reason), (0, 0, Reason::Evicted));
+}
+
+#[test]
+fn what_can_never_fit_is_refused_with_both_numbers() {
+    let mut small = sim(HYBRID, Limits { pages: 4, ..limits() });
+    // The last sampled token is never computed: 257 tokens need 4 pages.
+    assert!(small.scheduler.submit(job(text(1, 200), 57).request).is_ok());
+    let error = small.scheduler.submit(job(text(1, 200), 58).request).unwrap_err().to_string();
+    assert!(error.contains("need 5 KV pages") && error.contains("there are 4"), "{error}");
+    let error = small.scheduler.submit(job(text(1, 1 << 16), 1).request).unwrap_err().to_string();
+    assert!(error.contains("65537") && error.contains("65536"), "{error}");
+    assert!(small.scheduler.submit(job(Vec::new(), 1).request).is_err());
+    assert!(small.scheduler.submit(job(text(1, 1), 0).request).is_err());
+}
+
+#[test]
+fn the_cap_drops_the_shallowest_but_never_the_first() {
+    let mut sim = sim(HYBRID, Limits { path_cap: 3, ..limits() });
+    let mut long = job(text(1, 1000), 1);
+    long.request.boundaries = vec![100, 200, 300, 400, 500, 600];
+    reused(&mut sim, &[long]);
+    // 64, 512 or 576, and 960 were planned; the rest went.
+    let upto = |n: usize| job([text(1, n), text(2, 30)].concat(), 1);
+    let outcome = one_by_one(&mut sim, &[upto(100)]).remove(0).report.unwrap();
+    assert_eq!((outcome.reused, outcome.reason), (64, Reason::FirstSight));
+    let outcome = one_by_one(&mut sim, &[upto(300)]).remove(0).report.unwrap();
+    assert_eq!((outcome.matched, outcome.reused, outcome.reason), (256, 64, Reason::Policy));
+    assert_eq!(reused(&mut sim, &[upto(980)]), [960]);
+}
+
+#[test]
+fn events_tell_the_tree() {
+    let mut sim = sim(HYBRID, limits());
+    sim.scheduler.subscribe(true);
+    reused(&mut sim, &[job(text(1, 150), 2)]);
+    let root = PrefixHash::root(b"sim", "");
+    let (first, second) = (root.child(&text(1, 64)), root.child(&text(1, 64)).child(&text(1, 128)[64..]));
+    let stored = |hash, parent, from: usize, has_state| CacheEvent::Stored {
+        hash,
+        parent,
+        tokens: text(1, 150)[from..from + 64].into(),
+        has_state,
+    };
+    let expected = [stored(first, root, 0, false), stored(second, first, 64, false), stored(second, first, 64, true)];
+    assert_eq!(sim.scheduler.take_events(), expected);
+    sim.scheduler.clear_cache();
+    assert_eq!(sim.scheduler.take_events(), [CacheEvent::Cleared]);
+}
+
+#[test]
+fn decode_keeps_the_newest_grid_point_only() {
+    let mut sim = sim(HYBRID, limits());
+    let outcomes = one_by_one(&mut sim, &[job(text(1, 70), 300)]);
+    // The prompt's state at 64 and the newest of decode, 320 of 369 computed positions.
+    assert_eq!(sim.scheduler.cached_states(), 2);
+    let longer = [text(1, 70), outcomes[0].completion.clone()].concat();
+    assert_eq!(reused(&mut sim, &[job(longer, 3)]), [320]);
+}
