@@ -102,6 +102,7 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
             max_tokens: spec.max_tokens,
             namespace: if spec.namespace { "other".into() } else { String::new() },
             boundaries: spec.boundaries.clone(),
+            ..Request::default()
         };
         jobs.push(Job { request, stop: spec.stop, gap: spec.gap, cancel_after: spec.cancel_after });
     }
