@@ -110,6 +110,12 @@ impl ChatTemplate {
     }
 }
 
+/// Seconds since 1970 by the system's clock; the browser has another one.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn system_clock() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs())
+}
+
 const TEMPLATE: &str = "chat_template";
 
 /// The environment that transformers gives to templates.

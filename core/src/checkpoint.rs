@@ -181,6 +181,16 @@ impl Checkpoint {
         }
     }
 
+    /// At most `bytes` stored bytes from the middle of `name`.
+    pub(crate) async fn read_middle(&self, name: &str, bytes: u64) -> Result<Bytes> {
+        let (Kind::Files { source, .. }, Some(info)) = (&self.kind, self.info(name)) else {
+            return self.read(name).await;
+        };
+        let size = (info.range.end - info.range.start).min(bytes);
+        let start = info.range.start + (info.range.end - info.range.start - size) / 2;
+        source.read(&info.file, start..start + size).await
+    }
+
     /// What a message about an absent tensor names: the only file, or the collection.
     fn place(&self, source: &dyn Source) -> String {
         match self.names().next().and_then(|name| self.info(name)) {

@@ -174,7 +174,15 @@ impl Config {
     /// # Errors
     /// As for [`Config::usize_or`].
     pub fn count_or(&self, key: &str, default: usize) -> Result<usize> {
-        Ok(self.integer(key, 0, MAX_SIZE)?.unwrap_or(default))
+        Ok(self.opt_count(key)?.unwrap_or(default))
+    }
+
+    /// A count that may be 0 or missing.
+    ///
+    /// # Errors
+    /// As for [`Config::usize_or`].
+    pub fn opt_count(&self, key: &str) -> Result<Option<usize>> {
+        self.integer(key, 0, MAX_SIZE)
     }
 
     /// A number of layers.

@@ -11,6 +11,8 @@ pub mod config;
 pub mod cpu;
 pub mod engine;
 pub mod error;
+pub mod generation;
+pub mod model_dir;
 pub mod models;
 pub mod ops;
 pub mod rope;
