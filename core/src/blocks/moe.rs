@@ -76,7 +76,8 @@ impl Plan {
 
     pub(super) fn parameters(&self) -> u64 {
         let expert = self.expert_width() as u64 * (self.proj_width() + self.inner) as u64;
-        let router = self.experts * (self.width + usize::from(self.router_bias.is_some()));
+        // The bias for the choice is no trained weight and does not count.
+        let router = self.experts * self.width;
         let latent = self.latent.map_or(0, |l| 2 * l.width * self.width);
         self.experts as u64 * expert + (router + latent) as u64
     }

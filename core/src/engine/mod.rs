@@ -4,6 +4,7 @@
 //! device; [`Engine`] holds the three together. It lives on one thread: a server talks to it through channels.
 
 mod admit;
+pub mod direct;
 mod options;
 pub mod plan;
 pub mod pools;

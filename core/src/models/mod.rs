@@ -161,3 +161,6 @@ pub trait Model<B: Backend> {
     /// `[max outputs, V] f32`.
     fn logits(&self) -> &Tensor<B::Buf>;
 }
+
+#[cfg(test)]
+mod tests;

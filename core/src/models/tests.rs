@@ -1,0 +1,148 @@
+use super::*;
+use crate::{backend::Caps, engine::pools, tensor::DType};
+
+fn root(path: &str) -> String {
+    format!("{}/../{path}", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn config(path: &str) -> Config {
+    Config::parse(path, &std::fs::read(root(path)).unwrap()).unwrap()
+}
+
+fn parse(text: &str) -> Result<Architecture> {
+    read(&Config::parse("config.json", text.as_bytes()).unwrap())
+}
+
+/// Dtypes of a GPU with bf16.
+fn caps() -> Caps {
+    Caps {
+        backend: "none",
+        device: String::new(),
+        memory: None,
+        free: None,
+        act: DType::Bf16,
+        kv: DType::Bf16,
+        conv: DType::Bf16,
+        state: DType::F32,
+        max_binding: u64::MAX,
+        asynchronous: false,
+    }
+}
+
+#[test]
+fn parameters_of_the_references_are_counted_exactly() {
+    for name in [
+        "nemotron_h",
+        "nemotron_h_moe",
+        "mamba2",
+        "granitemoehybrid",
+        "granitemoehybrid_dense",
+        "qwen3_next",
+        "llama",
+        "qwen3",
+    ] {
+        let spec = spec(&config(&format!("tests/golden/{name}/config.json"))).unwrap();
+        let reference = std::fs::read(root(&format!("tests/golden/{name}/reference.json"))).unwrap();
+        let reference: serde_json::Value = serde_json::from_slice(&reference).unwrap();
+        assert_eq!(spec.parameters, reference["params"].as_u64().unwrap(), "{name}");
+        assert_eq!((spec.vocab, spec.eos.as_slice()), (320, [2].as_slice()), "{name}");
+    }
+}
+
+#[test]
+fn published_models_have_their_published_sizes() {
+    // Layers by letter, bytes of a slot and of a token's keys and values, parameters in billions.
+    for (name, counts, slot, token, billions) in [
+        ("nemotron-h-8b", "M24 -24 *4", 102_137_856, 16_384, 8.1),
+        ("nemotron-nano-9b-v2", "M27 -25 *4", 143_548_416, 16_384, 8.9),
+        ("nemotron-3-nano-30b-a3b", "M23 E23 *6", 49_082_368, 6_144, 31.6),
+        ("qwen3-next-80b-a3b", "G36 *12 E48", 77_266_944, 24_576, 79.7),
+        ("granite-4.0-h-350m", "M28 *4 -32", 22_321_152, 4_096, 0.34),
+        ("granite-4.0-h-1b", "M36 *4 -40", 57_341_952, 8_192, 1.46),
+        ("mamba2-780m", "M48", 76_455_936, 0, 0.78),
+    ] {
+        let spec = spec(&config(&format!("models/configs/{name}.json"))).unwrap();
+        for count in counts.split(' ') {
+            let letter = count.chars().next().unwrap();
+            let found = spec.layer_map.chars().filter(|l| *l == letter).count();
+            assert_eq!(count[1..].parse(), Ok(found), "{name}: {letter} in {}", spec.layer_map);
+        }
+        assert_eq!(pools::slot_bytes(&spec, &caps()), slot, "{name}");
+        assert_eq!(pools::page_bytes(&spec, &caps()), 64 * token, "{name}");
+        let found = spec.parameters as f64 / 1e9;
+        assert!((found / billions - 1.0).abs() < 0.02, "{name}: {found} billion parameters");
+    }
+}
+
+#[test]
+fn layer_map_names_token_mixers_and_channel_mixers() {
+    let map = |name: &str| spec(&config(&format!("tests/golden/{name}/config.json"))).unwrap().layer_map;
+    assert_eq!(map("nemotron_h"), "M-M*-M-M*-");
+    assert_eq!(map("nemotron_h_moe"), "MEM*EME");
+    assert_eq!(map("granitemoehybrid"), "MEME*EME");
+    assert_eq!(map("granitemoehybrid_dense"), "M-*-M-M-");
+    assert_eq!(map("qwen3_next"), "GEGEGE*E");
+    assert_eq!(map("mamba2"), "MMM");
+}
+
+#[test]
+fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
+    let nemotron = r#""model_type": "nemotron_h", "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4"#;
+    let qwen = r#""model_type": "qwen3_next", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 4, "num_hidden_layers": 4"#;
+    for (text, expected) in [
+        (r#"{"model_type": "gpt5"}"#.into(), "the supported types are nemotron_h, mamba2, "),
+        (format!("{{{nemotron}}}"), "`hybrid_override_pattern` is missing"),
+        (format!(r#"{{{nemotron}, "hybrid_override_pattern": "MX"}}"#), "unknown layer 'X'"),
+        (format!(r#"{{{nemotron}, "hybrid_override_pattern": ""}}"#), "there are no layers"),
+        (format!(r#"{{{nemotron}, "layers_block_type": ["conv"]}}"#), "Conv is no layer of this family"),
+        (
+            format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "n_groups": 7}}"#),
+            "128 is not a multiple of `n_groups`",
+        ),
+        (format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "conv_kernel": 1}}"#), "2 to 8 are supported"),
+        (format!(r#"{{{nemotron}, "hybrid_override_pattern": "*", "head_dim": 7}}"#), "odd head dim"),
+        (
+            format!(
+                r#"{{{nemotron}, "hybrid_override_pattern": "E", "n_routed_experts": 8, "num_experts_per_tok": 9,
+                "moe_intermediate_size": 8}}"#
+            ),
+            "at most 8 are possible",
+        ),
+        (format!(r#"{{{qwen}, "layer_types": ["full_attention"]}}"#), "1 entries for 4 layers"),
+        (format!(r#"{{{qwen}, "linear_num_key_heads": 3}}"#), "`linear_num_value_heads`: 32 is not a multiple"),
+        (r#"{"ssm_cfg": {"layer": "Mamba1"}, "vocab_size": 8, "d_model": 8}"#.into(), "only Mamba2"),
+    ] {
+        let message = parse(&text).unwrap_err().to_string();
+        assert!(message.contains(expected), "{text}: {message}");
+    }
+}
+
+#[test]
+fn the_original_mamba2_configuration_is_read() {
+    let text = r#"{"d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"},
+        "attn_layer_idx": [], "rms_norm": true, "pad_vocab_size_multiple": 16, "tie_embeddings": true}"#;
+    let a = parse(text).unwrap();
+    assert_eq!((a.vocab, a.tied, a.layers.len()), (50_288, true, 64));
+    assert_eq!(a.spec().layers[0].recurrent, Some([80, 64, 128]));
+    assert_eq!(a.spec().layers[0].conv, Some([5120 + 256, 3]));
+}
+
+#[test]
+fn sliding_windows_need_the_switch() {
+    let read = |more: &str| {
+        let text = format!(
+            r#"{{"model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4,
+            "intermediate_size": 8, "num_hidden_layers": 3, "sliding_window": 16 {more}}}"#
+        );
+        let windows = |s: &SubLayer| match &s.mixers[0].1 {
+            crate::blocks::Plan::Attention(p) => p.window,
+            other => panic!("{other:?}"),
+        };
+        parse(&text).unwrap().layers.iter().map(|l| windows(&l[0])).collect::<Vec<_>>()
+    };
+    let types = r#", "layer_types": ["full_attention", "sliding_attention", "full_attention"]"#;
+    assert_eq!(read(types), [None; 3]);
+    assert_eq!(read(&format!(r#"{types}, "use_sliding_window": true"#)), [None, Some(16), None]);
+    assert_eq!(read(r#", "use_sliding_window": true, "max_window_layers": 1"#), [None, Some(16), Some(16)]);
+    assert_eq!(read(r#", "max_window_layers": 1"#), [None; 3]);
+}
