@@ -1,0 +1,202 @@
+//! Cases of `matmul`.
+
+use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
+use super::{Size, Spec, Table, dot};
+use crate::backend::Handle;
+use crate::ops::{Matmul, Op, RowBlock, Weight};
+use crate::tensor::DType;
+
+#[derive(Clone)]
+pub(super) struct Product {
+    m: usize,
+    n: usize,
+    k: usize,
+    dtype: DType,
+    /// Row blocks `(first column, columns)` in the order of the list; none = one block of all.
+    blocks: Vec<(usize, usize)>,
+    /// All blocks are parts of one buffer.
+    one_buffer: bool,
+    bias: bool,
+    scale: f32,
+    accumulate: bool,
+    /// f32 whatever the activation dtype.
+    out_f32: bool,
+    /// Gaps between the rows of x and out, and of the weight.
+    views: bool,
+}
+
+impl Product {
+    fn blocks(&self) -> Vec<(usize, usize)> {
+        if self.blocks.is_empty() { vec![(0, self.n)] } else { self.blocks.clone() }
+    }
+}
+
+impl Spec for Product {
+    fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
+        let mut h = Host::default();
+        h.float("x", d.act, &[self.m, self.k], rng.vec(self.m * self.k, 1.0));
+        let blocks = self.blocks();
+        let scale = 1.0 / (self.k as f32).sqrt();
+        let mut lead = 0;
+        for (i, &(_, n)) in blocks.iter().enumerate() {
+            let name = format!("w{i}");
+            h.weight(&name, self.dtype, &[n, self.k], rng.vec(n * self.k, scale));
+            if self.one_buffer {
+                h.share(&name, "w0", lead);
+                lead += n * self.k;
+            } else if self.views {
+                h.spread(&name, 0, 8);
+            }
+        }
+        if self.bias {
+            h.float("bias", DType::F32, &[self.n], rng.vec(self.n, 1.0));
+        }
+        let out = if self.out_f32 { DType::F32 } else { d.act };
+        if self.accumulate {
+            h.float("out", out, &[self.m, self.n], rng.vec(self.m * self.n, 1.0));
+        } else {
+            h.out("out", out, &[self.m, self.n]);
+        }
+        if self.views {
+            h.spread("x", 4, 8);
+            h.spread("out", 8, 12);
+        }
+        h
+    }
+
+    fn want(&self, h: &Host) -> Wants {
+        let (x, before) = (h.get("x"), h.get("out"));
+        let mut out = vec![Want::Keep; self.m * self.n];
+        for (i, (col, n)) in self.blocks().into_iter().enumerate() {
+            let w = h.get(&format!("w{i}"));
+            for r in 0..self.m {
+                for j in 0..n {
+                    let at = r * self.n + col + j;
+                    let mut y = f64::from(self.scale) * dot(&x[r * self.k..][..self.k], &w[j * self.k..][..self.k]);
+                    if self.bias {
+                        y += f64::from(h.get("bias")[col + j]);
+                    }
+                    if self.accumulate {
+                        y += f64::from(before[at]);
+                    }
+                    out[at] = Want::Near(y);
+                }
+            }
+        }
+        vec![("out", out)]
+    }
+
+    fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
+        let block = |(i, (col, _))| RowBlock { w: b.t(&format!("w{i}")), col };
+        let blocks = self.blocks().into_iter().enumerate().map(block).collect();
+        Matmul {
+            x: b.t("x"),
+            w: Weight { blocks, n: self.n, k: self.k },
+            bias: b.opt("bias"),
+            out: b.t("out"),
+            scale: self.scale,
+            accumulate: self.accumulate,
+        }
+        .into()
+    }
+}
+
+pub(super) fn cases(to: &mut Table) {
+    let base = Product {
+        m: 5,
+        n: 36,
+        k: 64,
+        dtype: DType::Bf16,
+        blocks: vec![],
+        one_buffer: false,
+        bias: false,
+        scale: 1.0,
+        accumulate: false,
+        out_f32: false,
+        views: false,
+    };
+    to.add("base", base.clone());
+    for (name, dtype) in [("f32", DType::F32), ("f16", DType::F16)] {
+        for m in [1, 5, 70] {
+            to.add(&format!("{name} weight, {m} rows"), Product { dtype, m, ..base.clone() });
+        }
+    }
+    for m in [1, 2, 3, 4, 8, 16, 33, 64, 130] {
+        to.add(&format!("{m} rows"), Product { m, ..base.clone() });
+    }
+    for k in [4, 12, 60, 68, 252, 516, 2052] {
+        for m in [1, 17] {
+            to.add(&format!("inner dim {k}, {m} rows"), Product { k, m, ..base.clone() });
+        }
+    }
+    for n in [1, 4, 7, 66, 260] {
+        for m in [1, 17] {
+            to.add(&format!("{n} columns, {m} rows"), Product { n, m, ..base.clone() });
+        }
+    }
+    let wide = Product { m: 67, n: 132, k: 196, ..base.clone() };
+    to.add("67 x 132 x 196", wide.clone());
+    for (name, base) in [("one row", Product { m: 1, ..base.clone() }), ("many rows", wide)] {
+        to.add(&format!("bias, {name}"), Product { bias: true, ..base.clone() });
+        to.add(&format!("scale, {name}"), Product { scale: 0.22, ..base.clone() });
+        to.add(&format!("residual, {name}"), Product { accumulate: true, ..base.clone() });
+        to.add(
+            &format!("scale, bias, residual, {name}"),
+            Product { scale: 0.22, bias: true, accumulate: true, ..base.clone() },
+        );
+        to.add(&format!("f32 out, {name}"), Product { out_f32: true, ..base.clone() });
+        to.add(&format!("columns of wider matrices, {name}"), Product { views: true, ..base.clone() });
+        to.add(
+            &format!("residual in a wider matrix, {name}"),
+            Product { views: true, accumulate: true, ..base.clone() },
+        );
+        let n = base.n;
+        let blocks = vec![(n - 8, 8), (0, 4), (20, n - 28), (4, 16)];
+        to.add(&format!("row blocks, {name}"), Product { blocks: blocks.clone(), ..base.clone() });
+        let one = Product { blocks, one_buffer: true, bias: true, accumulate: true, ..base.clone() };
+        to.add(&format!("row blocks of one buffer, {name}"), one);
+        let odd = vec![(0, 3), (3, 1), (4, n - 4)];
+        to.add(&format!("odd row blocks, {name}"), Product { blocks: odd, dtype: DType::F32, ..base });
+    }
+    to.sized(Size::Large, "1 x 1030 x 4096", Product { m: 1, n: 1030, k: 4096, ..base.clone() });
+    to.sized(Size::Large, "300 x 516 x 512", Product { m: 300, n: 516, k: 512, ..base.clone() });
+    for m in [1, 8] {
+        to.sized(Size::Bench, &format!("{m} x 18560 x 4096"), Product { m, n: 18560, k: 4096, ..base.clone() });
+        to.sized(
+            Size::Bench,
+            &format!("{m} x 4096 x 21504"),
+            Product { m, n: 4096, k: 21504, accumulate: true, ..base.clone() },
+        );
+    }
+    to.sized(Size::Bench, "256 x 4096 x 4096", Product { m: 256, n: 4096, k: 4096, ..base.clone() });
+    to.sized(Size::Bench, "1 x 131072 x 2048", Product { m: 1, n: 131_072, k: 2048, out_f32: true, ..base });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hand_computed_blocks() {
+        let spec = Product {
+            m: 1,
+            n: 2,
+            k: 2,
+            dtype: DType::F32,
+            blocks: vec![(1, 1), (0, 1)],
+            one_buffer: false,
+            bias: true,
+            scale: 2.0,
+            accumulate: true,
+            out_f32: true,
+            views: false,
+        };
+        let mut h = Host::default();
+        h.float("x", DType::F32, &[1, 2], vec![3.0, 5.0]);
+        h.float("w0", DType::F32, &[1, 2], vec![1.0, 10.0]);
+        h.float("w1", DType::F32, &[1, 2], vec![2.0, 20.0]);
+        h.float("bias", DType::F32, &[2], vec![0.25, 0.5]);
+        h.float("out", DType::F32, &[1, 2], vec![1000.0, 2000.0]);
+        assert_eq!(spec.want(&h)[0].1, [Want::Near(1212.25), Want::Near(2106.5)]);
+    }
+}

@@ -1,0 +1,312 @@
+//! The op cases: for every op a base case and rows that change one thing each, with an f64 reference written from the
+//! formulas. One table serves the tests of every backend, `bench ops` and a run in the browser.
+//!
+//! [`all`] is the table, [`run`] runs a case on a backend and compares everything that the contract fixes: outputs,
+//! final and captured states, and that nothing else changed.
+
+mod activation;
+mod attention;
+mod batch;
+mod conv1d;
+mod embed;
+mod expert_matmul;
+mod gated_delta;
+mod host;
+mod matmul;
+mod rms_norm;
+mod rope_kv;
+mod route;
+mod run;
+mod sample;
+mod selective_scan;
+
+pub use host::Dtypes;
+pub use run::{CaseReport, Check, Loaded, run};
+
+use crate::backend::Handle;
+use crate::ops::{Act, Op};
+use host::{Bound, Host, Rng, Wants};
+
+/// How much work a case is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Size {
+    /// For any device, software GPUs included.
+    Small,
+    /// Some seconds on a software GPU.
+    Large,
+    /// A shape of a published model, for benches and real GPUs.
+    Bench,
+}
+
+/// One op with arguments that depend on the case's name and the device's dtypes only.
+pub struct Case {
+    /// Stem of the op.
+    pub op: &'static str,
+    /// What is special about the case.
+    pub name: String,
+    /// How much work it is.
+    pub size: Size,
+    spec: AnySpec,
+}
+
+impl Case {
+    /// `op/name`, unique in the table.
+    pub fn id(&self) -> String {
+        format!("{}/{}", self.op, self.name)
+    }
+
+    /// Distinct buffers of the op, scratch not included. See [`Op::bindings`].
+    pub fn bindings(&self) -> usize {
+        self.plain_op().bindings()
+    }
+
+    /// The op over handles without bytes behind them.
+    fn plain_op(&self) -> Op<Plain> {
+        let d = crate::tensor::DType::F32;
+        let host = self.spec.host(&Dtypes { act: d, kv: d, conv: d, state: d }, &mut Rng::new(&self.id()));
+        let handle = |(id, image): (usize, Vec<u8>)| Some(Plain { id, bytes: image.len() as u64 });
+        let bufs = host.images().into_iter().enumerate().map(handle).collect();
+        self.spec.op(&Bound { host: &host, bufs })
+    }
+}
+
+/// A buffer of which only the size matters.
+#[derive(Clone)]
+struct Plain {
+    id: usize,
+    bytes: u64,
+}
+
+impl Handle for Plain {
+    fn id(&self) -> usize {
+        self.id
+    }
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// The whole table.
+pub fn all() -> Vec<Case> {
+    let mut t = Table { op: "", cases: vec![] };
+    let ops: [(&'static str, fn(&mut Table)); 14] = [
+        ("embed", embed::cases),
+        ("gather", embed::gather),
+        ("rms_norm", rms_norm::cases),
+        ("matmul", matmul::cases),
+        ("activation", activation::cases),
+        ("rope_kv", rope_kv::cases),
+        ("attention", attention::cases),
+        ("conv1d", conv1d::cases),
+        ("selective_scan", selective_scan::cases),
+        ("gated_delta", gated_delta::cases),
+        ("route", route::cases),
+        ("expert_matmul", expert_matmul::cases),
+        ("sample", sample::cases),
+        ("all_reduce", activation::all_reduce),
+    ];
+    for (op, cases) in ops {
+        t.op = op;
+        cases(&mut t);
+    }
+    t.cases
+}
+
+/// What a file of cases provides for its op.
+trait Spec {
+    /// The arguments.
+    fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host;
+    /// The result by the formulas, in f64.
+    fn want(&self, h: &Host) -> Wants;
+    /// The op over a device's buffers.
+    fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf>;
+}
+
+macro_rules! specs {
+    ($($name:ident $path:path),* $(,)?) => {
+        enum AnySpec {
+            $($name($path),)*
+        }
+
+        $(impl From<$path> for AnySpec {
+            fn from(s: $path) -> Self {
+                Self::$name(s)
+            }
+        })*
+
+        impl Spec for AnySpec {
+            fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
+                match self { $(Self::$name(s) => s.host(d, rng),)* }
+            }
+            fn want(&self, h: &Host) -> Wants {
+                match self { $(Self::$name(s) => s.want(h),)* }
+            }
+            fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
+                match self { $(Self::$name(s) => s.op(b),)* }
+            }
+        }
+    };
+}
+
+specs! {
+    Embed embed::Lookup,
+    Gather embed::Pick,
+    RmsNorm rms_norm::Norm,
+    Matmul matmul::Product,
+    Activation activation::Glu,
+    RopeKv rope_kv::Rope,
+    Attention attention::Attn,
+    Conv1d conv1d::Conv,
+    SelectiveScan selective_scan::Scan,
+    GatedDelta gated_delta::Delta,
+    Route route::Routing,
+    ExpertMatmul expert_matmul::Experts,
+    Sample sample::Draw,
+    AllReduce activation::Reduce,
+}
+
+/// The table while it is being filled.
+struct Table {
+    op: &'static str,
+    cases: Vec<Case>,
+}
+
+impl Table {
+    fn add(&mut self, name: &str, spec: impl Into<AnySpec>) {
+        self.sized(Size::Small, name, spec);
+    }
+
+    fn sized(&mut self, size: Size, name: &str, spec: impl Into<AnySpec>) {
+        self.cases.push(Case { op: self.op, name: name.into(), size, spec: spec.into() });
+    }
+}
+
+/// How fast a recurrence forgets.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Decay {
+    Usual,
+    /// A few tokens.
+    Strong,
+    /// Thousands of tokens.
+    Weak,
+    /// exp(dt A) is 0 in f32.
+    Underflow,
+    /// Some heads of each.
+    Any,
+}
+
+impl Decay {
+    const ALL: [(&'static str, Self); 4] = [
+        ("strong decay", Self::Strong),
+        ("weak decay", Self::Weak),
+        ("decay to zero at once", Self::Underflow),
+        ("every decay", Self::Any),
+    ];
+
+    /// Ranges of A and of dt's bias.
+    fn ranges(self) -> ((f32, f32), (f32, f32)) {
+        match self {
+            Self::Usual => ((-2.0, -0.2), (-3.0, 0.0)),
+            Self::Strong => ((-16.0, -4.0), (0.0, 2.0)),
+            Self::Weak => ((-0.02, -0.001), (-6.0, -4.0)),
+            Self::Underflow => ((-80.0, -40.0), (4.0, 25.0)),
+            Self::Any => ((-20.0, -0.001), (-6.0, 6.0)),
+        }
+    }
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+fn silu(x: f64) -> f64 {
+    x * sigmoid(x)
+}
+
+fn softplus(x: f64) -> f64 {
+    x.max(0.0) + (-x.abs()).exp().ln_1p()
+}
+
+/// The error function by its series of positive terms.
+fn erf(x: f64) -> f64 {
+    if x.abs() > 6.0 {
+        return x.signum();
+    }
+    let (mut term, mut sum, mut n) = (x, x, 1.0);
+    while term.abs() > sum.abs() * 1e-17 {
+        term *= 2.0 * x * x / (2.0 * n + 1.0);
+        sum += term;
+        n += 1.0;
+    }
+    2.0 / std::f64::consts::PI.sqrt() * (-x * x).exp() * sum
+}
+
+fn act(f: Act, x: f64) -> f64 {
+    match f {
+        Act::Identity => x,
+        Act::Silu => silu(x),
+        Act::Sigmoid => sigmoid(x),
+        Act::Relu2 => x.max(0.0).powi(2),
+        Act::Gelu => x * 0.5 * (1.0 + erf(x / 2f64.sqrt())),
+    }
+}
+
+/// Σ a b in f64; several sums, since one would wait for itself.
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    let mut sums = [0.0; 8];
+    let (mut ca, mut cb) = (a.chunks_exact(8), b.chunks_exact(8));
+    for (a, b) in (&mut ca).zip(&mut cb) {
+        for i in 0..8 {
+            sums[i] += f64::from(a[i]) * f64::from(b[i]);
+        }
+    }
+    let tail: f64 = ca.remainder().iter().zip(cb.remainder()).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+    sums.iter().sum::<f64>() + tail
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::host::Want;
+    use super::*;
+    use crate::tensor::DType;
+
+    pub(super) const F32: Dtypes = Dtypes { act: DType::F32, kv: DType::F32, conv: DType::F32, state: DType::F32 };
+
+    pub(super) fn near(w: &Want) -> f64 {
+        match w {
+            Want::Near(v) => *v,
+            _ => panic!("{w:?} is no number"),
+        }
+    }
+
+    #[track_caller]
+    pub(super) fn assert_close(a: f64, b: f64) {
+        assert!((a - b).abs() <= 1e-9 * (1.0 + a.abs()), "{a} is not {b}");
+    }
+
+    #[test]
+    fn functions_at_known_points() {
+        assert_close(erf(0.5), 0.520_499_877_813_046_5);
+        assert_close(erf(-2.5), -0.999_593_047_982_555);
+        assert_close(act(Act::Gelu, 1.0), 0.841_344_746_068_542_9);
+        assert_close(act(Act::Relu2, -3.0) + act(Act::Relu2, 3.0), 9.0);
+        assert_close(softplus(0.0), 2f64.ln());
+        assert_close(softplus(-40.0), 0.0);
+        assert_close(softplus(30.0), 30.0);
+        assert_close(silu(2.0), 2.0 / (1.0 + (-2f64).exp()));
+        assert_close(dot(&[1.0; 19], &[2.0; 19]), 38.0);
+    }
+
+    #[test]
+    fn every_op_of_the_table_passes_its_check() {
+        let mut ids = HashSet::new();
+        for case in all().into_iter().filter(|c| c.size != Size::Bench) {
+            let op = case.plain_op();
+            assert_eq!(op.name(), case.op);
+            op.check();
+            assert!(ids.insert(case.id()), "{} is there twice", case.id());
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! What the tests of several backends share: a missing device is reported as ignored, never as passed.
+//!
+//! `SELKIE_REQUIRE=cuda,wgpu` turns a missing device of these backends into a failure.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use libtest_mimic::{Failed, Trial};
+use selkie_core::backend::Backend;
+use selkie_core::{Error, Result};
+
+/// Whether `SELKIE_REQUIRE` names this backend.
+fn required(backend: &str) -> bool {
+    std::env::var("SELKIE_REQUIRE").is_ok_and(|list| list.split(',').any(|name| name.trim() == backend))
+}
+
+/// Stands for all tests of a backend that has no device here.
+pub fn absent(backend: &'static str, why: String) -> Trial {
+    let required = required(backend);
+    Trial::test(format!("{backend} ({why})"), move || Err(Failed::from(why))).with_ignored_flag(!required)
+}
+
+thread_local! {
+    // Backends are no `Send`: a thread that runs tests opens its own.
+    static OPEN: RefCell<HashMap<&'static str, Rc<dyn Any>>> = RefCell::default();
+}
+
+fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result<Rc<B>> {
+    if let Some(b) = OPEN.with_borrow(|all| all.get(name).cloned()) {
+        return Ok(b.downcast().expect("one type per name"));
+    }
+    let b = Rc::new(open()?);
+    OPEN.with_borrow_mut(|all| all.insert(name, b.clone()));
+    Ok(b)
+}
+
+/// The trials that `tests` lists for a backend, or one ignored trial with the reason if it has no device. Each trial is a
+/// name, whether it is left out unless asked for, and what to do with the backend.
+pub fn on<B: Backend, F>(
+    name: &'static str,
+    open: fn() -> Result<B>,
+    tests: impl IntoIterator<Item = (String, bool, F)>,
+) -> Vec<Trial>
+where
+    F: FnOnce(&B) -> Result<(), Failed> + Send + 'static,
+{
+    match opened(name, open) {
+        Ok(_) => {}
+        Err(Error::NoDevice { why, .. }) => return vec![absent(name, why)],
+        Err(e) => {
+            let message = e.to_string();
+            return vec![Trial::test(format!("{name} opens"), move || Err(message.into()))];
+        }
+    }
+    let trial = |(test, ignored, f): (String, bool, F)| {
+        let run = move || f(&*opened(name, open).map_err(|e| e.to_string())?);
+        Trial::test(format!("{name} {test}"), run).with_ignored_flag(ignored)
+    };
+    tests.into_iter().map(trial).collect()
+}

@@ -1,0 +1,44 @@
+//! Every op on every backend against the f64 references of `selkie_core::cases`.
+//!
+//! `cargo test --test ops` runs what fits the machine; `-- --include-ignored cpu` adds the shapes of published models, which
+//! take long on a CPU.
+
+mod common;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use selkie_core::Result;
+use selkie_core::backend::Backend;
+use selkie_core::cases::{self, Size};
+
+fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size) -> Vec<Trial> {
+    let test = |(i, case): (usize, cases::Case)| {
+        let run = move |backend: &B| {
+            let case = &cases::all()[i];
+            let report = pollster::block_on(cases::run(backend, case)).map_err(|e| Failed::from(e.to_string()))?;
+            if report.ok() { Ok(()) } else { Err(report.to_string().into()) }
+        };
+        (case.id(), case.size > largest, run)
+    };
+    common::on(name, open, cases::all().into_iter().enumerate().map(test))
+}
+
+fn bindings() -> Result<(), Failed> {
+    for case in cases::all().into_iter().filter(|c| c.size != Size::Bench) {
+        let n = case.bindings() + 1;
+        if n > 8 {
+            return Err(format!("{} binds {n} buffers, scratch included", case.id()).into());
+        }
+    }
+    Ok(())
+}
+
+fn main() {
+    let mut args = Arguments::from_args();
+    // A device is opened once per thread, and the CPU backend has threads of its own.
+    args.test_threads.get_or_insert(1);
+    let mut trials = vec![Trial::test("no op binds more than 8 buffers", bindings)];
+    trials.push(common::absent("cpu", "this version has no CPU backend".into()));
+    trials.push(common::absent("cuda", "this version has no CUDA backend".into()));
+    trials.push(common::absent("wgpu", "this version has no wgpu backend".into()));
+    libtest_mimic::run(&args, trials).exit();
+}
