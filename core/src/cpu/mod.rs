@@ -1,4 +1,17 @@
 //! The CPU backend and the maths under it.
 
+mod backend;
+mod buf;
 pub mod math;
 pub mod simd;
+pub(crate) mod state;
+pub(crate) mod tables;
+pub(crate) mod tasks;
+pub(crate) mod view;
+pub(crate) mod weight;
+
+pub use backend::{CpuBackend, Rec, Tape};
+pub use buf::Buf;
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,8 @@
 //! Sum over the devices that share a model by tensor parallelism; nothing to do on one device.
 
-use super::Access;
+use super::{Access, Cost, moved};
 use crate::backend::Handle;
+use crate::cpu;
 use crate::tensor::Tensor;
 
 /// `x ← Σ over ranks of x`, after a row-parallel product.
@@ -16,5 +17,14 @@ impl<Buf: Handle> AllReduce<Buf> {
         vec![(Access::InPlace, &self.x)]
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        Cost { bytes: moved(&self.tensors()), flops: self.x.len() as u64 }
+    }
+
     pub(super) fn check(&self) {}
+}
+
+impl AllReduce<cpu::Buf> {
+    /// One device holds the whole sum.
+    pub(super) fn reference(&self) {}
 }

@@ -1,8 +1,12 @@
 //! Causal grouped-query attention over KV pages: prefill, decode and verification in one op.
 
-use super::{Access, KvPool, ensure, expect};
+use super::{Access, Cost, KvPool, ensure, expect};
 use crate::backend::Handle;
-use crate::step::Step;
+use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
+use crate::cpu::tables::Tables;
+use crate::cpu::view::{Rows, RowsMut};
+use crate::cpu::{self, tasks, view};
+use crate::step::{NONE, PAGE, Step};
 use crate::tensor::Tensor;
 
 /// Query head `i` attends with KV head `i / (H / KH)` to all positions of its row up to its own, the last `window` of
@@ -32,6 +36,15 @@ impl<Buf: Handle> Attention<Buf> {
         vec![(Read, &self.step.ints), (Read, &self.q), (Read, &self.pool.k), (Read, &self.pool.v), (Write, &self.out)]
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let b = &self.step.bucket;
+        let kv_columns = self.pool.k.dims()[1] * self.head_dim;
+        let keys = b.pages * PAGE;
+        let kv = 2 * b.rows * keys * kv_columns * self.pool.k.dtype.bytes();
+        let bytes = 2 * self.q.len() * self.q.dtype.bytes() + kv;
+        Cost { bytes: bytes as u64, flops: 4 * (keys * self.q.len()) as u64 }
+    }
+
     pub(super) fn check(&self) {
         let (t, q, kv) = (self.step.bucket.tokens, self.q.row_len(), self.pool.k.dims()[1]);
         expect("attention", "q", &self.q, &[t, q]);
@@ -39,5 +52,155 @@ impl<Buf: Handle> Attention<Buf> {
         self.pool.check("attention", kv, self.head_dim);
         ensure!("attention", q % (self.head_dim * kv) == 0, "{q} query columns over {kv} heads of {}", self.head_dim);
         ensure!("attention", self.window != Some(0), "a window of 0");
+    }
+}
+
+/// Tokens of a task.
+const TILE: usize = 16;
+
+impl Attention<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let kv_heads = self.pool.k.dims()[1];
+        let columns = self.q.row_len() / kv_heads;
+        let tables = Tables::of(&self.step);
+        let q = view::read::<f32>(&self.q);
+        let (keys, values) = (view::read::<f32>(&self.pool.k), view::read::<f32>(&self.pool.v));
+        let mut out = view::write(&self.out);
+        let seen: usize = tables.positions().iter().map(|p| *p as usize + 1).sum();
+        let inputs = Inputs {
+            tables: &tables,
+            q: &q,
+            keys: &keys,
+            values: &values,
+            hd: self.head_dim,
+            scale: self.scale,
+            window: self.window,
+        };
+        tasks::for_each(out.rows().tiles(TILE, columns), 2 * seen * self.q.row_len(), |i, out| {
+            dispatch!(Isa::best(), |s| inputs.run(s, i % kv_heads, i / kv_heads * TILE, out));
+        });
+    }
+}
+
+/// What all tasks read.
+struct Inputs<'a> {
+    tables: &'a Tables<'a>,
+    q: &'a Rows<'a>,
+    keys: &'a Rows<'a>,
+    values: &'a Rows<'a>,
+    hd: usize,
+    scale: f32,
+    window: Option<u32>,
+}
+
+/// The running softmax of one query.
+#[derive(Clone, Copy)]
+struct Softmax {
+    max: f32,
+    sum: f32,
+}
+
+impl Inputs<'_> {
+    /// The query heads of one KV head for the tokens from `first` on: `out` holds their rows and columns.
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, kv_head: usize, first: usize, mut out: RowsMut<'_>) {
+        let hd = self.hd;
+        let heads = out.row_mut(0).len() / hd;
+        let token_row = self.tables.token_row();
+        let mut running: Vec<Softmax> = Vec::new();
+        let mut from = 0;
+        while from < out.rows() {
+            let row = token_row[first + from];
+            let same = (from..out.rows()).take_while(|i| token_row[first + i] == row).count();
+            let tokens = from..from + same;
+            from += same;
+            if row == NONE {
+                continue;
+            }
+            running.clear();
+            running.resize(same * heads, Softmax { max: f32::NEG_INFINITY, sum: 0.0 });
+            tokens.clone().for_each(|i| out.row_mut(i).fill(0.0));
+            let ranges = || tokens.clone().map(|i| self.range(first + i));
+            let begin = ranges().map(|(from, _)| from / PAGE).min().unwrap_or(0);
+            let end = ranges().map(|(_, to)| to.div_ceil(PAGE)).max().unwrap_or(0);
+            for block in begin..end {
+                let page = self.tables.pages(row as usize)[block] as usize;
+                let head = kv_head * PAGE * hd..(kv_head + 1) * PAGE * hd;
+                let (keys, values) = (&self.keys.row(page)[head.clone()], &self.values.row(page)[head]);
+                for (i, running) in tokens.clone().zip(running.chunks_mut(heads)) {
+                    let (from, to) = self.range(first + i);
+                    let in_block = from.max(block * PAGE)..to.min((block + 1) * PAGE);
+                    if in_block.is_empty() {
+                        continue;
+                    }
+                    let (from, to) = (in_block.start % PAGE, in_block.end - block * PAGE);
+                    let q = &self.q.row(first + i)[kv_head * heads * hd..][..heads * hd];
+                    let out = out.row_mut(i).chunks_mut(hd);
+                    for ((q, out), running) in q.chunks(hd).zip(out).zip(running) {
+                        let part = from * hd..to * hd;
+                        attend(s, q, &keys[part.clone()], &values[part], (from, self.scale), running, out);
+                    }
+                }
+            }
+            for (i, running) in tokens.zip(running.chunks(heads)) {
+                for (out, running) in out.row_mut(i).chunks_mut(hd).zip(running) {
+                    let factor = if running.sum > 0.0 { 1.0 / running.sum } else { 0.0 };
+                    out.iter_mut().for_each(|x| *x *= factor);
+                }
+            }
+        }
+    }
+
+    /// The positions that token `t` sees, the last one exclusive.
+    fn range(&self, t: usize) -> (usize, usize) {
+        let end = self.tables.positions()[t] as usize + 1;
+        (self.window.map_or(0, |w| end.saturating_sub(w as usize)), end)
+    }
+}
+
+/// Adds the keys of one page to a running softmax. `keys` and `values` are `[n, hd]`, the first of them number `from` of
+/// the page, so that a key has the same lane whatever the query sees of the page.
+#[inline(always)]
+fn attend<S: Simd>(
+    s: S,
+    q: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    (from, scale): (usize, f32),
+    running: &mut Softmax,
+    out: &mut [f32],
+) {
+    let hd = q.len();
+    let mut scores = [f32::NEG_INFINITY; PAGE];
+    let mut max = running.max;
+    for (k, score) in keys.chunks(hd).zip(&mut scores[from..]) {
+        let mut acc = s.zero();
+        for (q, k) in q.chunks(LANES).zip(k.chunks(LANES)) {
+            acc = s.fma(s.load_partial(q), s.load_partial(k), acc);
+        }
+        *score = s.reduce_sum(acc) * scale;
+        max = if *score > max { *score } else { max };
+    }
+    let mut sum = s.zero();
+    for p in scores.as_chunks_mut::<LANES>().0 {
+        let v = s.exp(s.sub(s.load(p), s.splat(max)));
+        s.store(v, p);
+        sum = s.add(sum, v);
+    }
+    if max > running.max {
+        let rescale = s.exp(s.splat(running.max - max));
+        running.sum *= s.to_array(rescale)[0];
+        for x in out.chunks_mut(LANES) {
+            s.store_partial(s.mul(s.load_partial(x), rescale), x);
+        }
+        running.max = max;
+    }
+    running.sum += s.reduce_sum(sum);
+    for (i, x) in out.chunks_mut(LANES).enumerate() {
+        let mut acc = s.load_partial(x);
+        for (v, p) in values.chunks(hd).zip(&scores[from..]) {
+            acc = s.fma(s.splat(*p), s.load_partial(&v[i * LANES..]), acc);
+        }
+        s.store_partial(acc, x);
     }
 }

@@ -4,8 +4,12 @@
 //! (`architectures`: cross-correlation, no flip). Taps reach back through the packed tokens of the same row, then into
 //! the state of the row's first chunk's `src`. A chunk's `dst` receives the K-1 raw inputs that end with its last token.
 
-use super::{Access, Act, ensure, expect};
+use super::{Access, Act, Cost, ensure, expect};
 use crate::backend::Handle;
+use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
+use crate::cpu::tables::Tables;
+use crate::cpu::view::{Rows, RowsMut};
+use crate::cpu::{self, tasks, view};
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
@@ -32,6 +36,12 @@ impl<Buf: Handle> Conv1d<Buf> {
         vec![(Read, &self.step.ints), (Read, &self.x), (Read, &self.weight), (InPlace, &self.pool), (Write, &self.out)]
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let state = self.pool.row_len() * self.pool.dtype.bytes() * self.step.bucket.rows;
+        let bytes = 2 * self.x.len() * self.x.dtype.bytes() + 4 * self.weight.len() + 2 * state;
+        Cost { bytes: bytes as u64, flops: 2 * (self.x.len() * self.weight.row_len()) as u64 }
+    }
+
     pub(super) fn check(&self) {
         let (t, c, k) = (self.step.bucket.tokens, self.x.row_len(), self.weight.row_len() - 1);
         expect("conv1d", "x", &self.x, &[t, c]);
@@ -42,4 +52,101 @@ impl<Buf: Handle> Conv1d<Buf> {
         ensure!("conv1d", self.weight.dtype == DType::F32, "weight is not f32");
         ensure!("conv1d", matches!(self.act, Act::Silu | Act::Identity), "activation {:?}", self.act);
     }
+}
+
+/// Channels of a task.
+const TILE: usize = 64;
+
+impl Conv1d<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let (taps, act) = (self.weight.row_len() - 1, self.act);
+        let tables = Tables::of(&self.step);
+        let (x, weight) = (view::read::<f32>(&self.x), view::read::<f32>(&self.weight));
+        let (mut pool, mut out) = (view::write(&self.pool), view::write(&self.out));
+        let pools = pool.rows().tiles(usize::MAX, TILE * (taps - 1));
+        let tiles = pools.into_iter().zip(out.rows().tiles(usize::MAX, TILE)).collect();
+        tasks::for_each(tiles, self.x.len() * (taps + 8), |i, (mut pool, mut out)| {
+            let band = Band { tables: &tables, x: &x, weight: &weight, first: i * TILE, act };
+            for from in (0..out.row(0).len()).step_by(LANES) {
+                let (pool, out) = (&mut pool, &mut out);
+                dispatch!(Isa::best(), |s| match taps {
+                    2 => band.run::<_, 2>(s, from, pool, out),
+                    3 => band.run::<_, 3>(s, from, pool, out),
+                    4 => band.run::<_, 4>(s, from, pool, out),
+                    5 => band.run::<_, 5>(s, from, pool, out),
+                    6 => band.run::<_, 6>(s, from, pool, out),
+                    7 => band.run::<_, 7>(s, from, pool, out),
+                    _ => band.run::<_, 8>(s, from, pool, out),
+                });
+            }
+        });
+    }
+}
+
+/// Consecutive channels of a convolution.
+struct Band<'a> {
+    tables: &'a Tables<'a>,
+    x: &'a Rows<'a>,
+    weight: &'a Rows<'a>,
+    /// First channel.
+    first: usize,
+    act: Act,
+}
+
+impl Band<'_> {
+    /// The 16 (at the end fewer) channels from `from` of the band on. `pool` and `out` hold the band's channels.
+    #[inline(always)]
+    fn run<S: Simd, const K: usize>(&self, s: S, from: usize, pool: &mut RowsMut<'_>, out: &mut RowsMut<'_>) {
+        let lanes = (out.row(0).len() - from).min(LANES);
+        let channel = self.first + from;
+        let taps: [S::V; K] = std::array::from_fn(
+            #[inline(always)]
+            |j| gather(s, lanes, |lane| self.weight.row(channel + lane)[j]),
+        );
+        let bias = gather(s, lanes, |lane| self.weight.row(channel + lane)[K]);
+        for row in self.tables.rows() {
+            // The last K inputs, oldest first; before a token is taken in, the oldest has no use.
+            let mut window = [s.zero(); K];
+            for (i, chunk) in self.tables.chunks(row).enumerate() {
+                if i == 0
+                    && let Some(src @ 1..) = chunk.src
+                {
+                    let state = &pool.row(src)[from * (K - 1)..];
+                    for (j, v) in window[1..].iter_mut().enumerate() {
+                        *v = gather(s, lanes, |lane| state[lane * (K - 1) + j]);
+                    }
+                }
+                for t in chunk.start..chunk.start + chunk.len {
+                    window.copy_within(1.., 0);
+                    window[K - 1] = s.load_partial(&self.x.row(t)[channel..channel + lanes]);
+                    let mut v = bias;
+                    for j in 0..K {
+                        v = s.fma(taps[j], window[j], v);
+                    }
+                    s.store_partial(self.act.apply(s, v), &mut out.row_mut(t)[from..from + lanes]);
+                }
+                if chunk.dst != 0 {
+                    let state = &mut pool.row_mut(chunk.dst)[from * (K - 1)..];
+                    for (j, v) in window[1..].iter().enumerate() {
+                        for (lane, v) in s.to_array(*v)[..lanes].iter().enumerate() {
+                            state[lane * (K - 1) + j] = *v;
+                        }
+                    }
+                }
+            }
+        }
+        for t in (0..out.rows()).filter(|t| self.tables.is_padding(*t)) {
+            out.row_mut(t)[from..from + lanes].fill(0.0);
+        }
+    }
+}
+
+/// A vector of the first `lanes` values of `at`, then zeros.
+#[inline(always)]
+fn gather<S: Simd>(s: S, lanes: usize, at: impl Fn(usize) -> f32) -> S::V {
+    let mut v = [0.0; LANES];
+    for (lane, v) in v.iter_mut().enumerate().take(lanes) {
+        *v = at(lane);
+    }
+    s.load(&v)
 }

@@ -1,7 +1,10 @@
 //! Grouped matrix products over the experts that the router chose.
 
-use super::{Access, RowBlock, ensure, expect};
+use super::{Access, Cost, RowBlock, ensure, expect, moved};
 use crate::backend::Handle;
+use crate::cpu::simd::{Isa, dispatch};
+use crate::cpu::{self, tasks, view, weight};
+use crate::step::NONE;
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive experts whose weights lie in the same row blocks.
@@ -48,6 +51,16 @@ impl<Buf: Handle> ExpertMatmul<Buf> {
         t
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let (t, k, n) = (self.ids.rows(), self.ids.row_len(), self.out.row_len());
+        let experts: usize = self.experts.iter().map(|r| r.experts).sum();
+        let weights: u64 =
+            self.experts.iter().flat_map(|r| &r.blocks).map(|b| (b.w.len() * b.w.dtype.bytes()) as u64).sum();
+        // A step touches at most one expert per choice.
+        let touched = weights * (t * k).min(experts) as u64 / experts.max(1) as u64;
+        Cost { bytes: moved(&self.tensors()) - weights + touched, flops: 2 * (t * k * n * self.x.row_len()) as u64 }
+    }
+
     pub(super) fn check(&self) {
         let (t, k, n) = (self.ids.rows(), self.ids.row_len(), self.out.row_len());
         let (x_rows, out_rows) = if self.combine.is_some() { (t * k, t) } else { (t, t * k) };
@@ -68,5 +81,58 @@ impl<Buf: Handle> ExpertMatmul<Buf> {
                 expect("expert_matmul", "block", &b.w, &[r.experts, b.w.dims()[1], self.x.row_len()]);
             }
         }
+    }
+}
+
+/// Output columns of a task.
+const TILE: usize = 64;
+
+impl ExpertMatmul<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let (scale, accumulate) = (self.scale, self.accumulate);
+        let (k, n) = (self.ids.row_len(), self.out.row_len());
+        let ids = view::read::<u32>(&self.ids);
+        let x = view::read::<f32>(&self.x);
+        let combine = self.combine.as_ref().map(view::read::<f32>);
+        let ranges: Vec<(usize, Vec<_>)> = self
+            .experts
+            .iter()
+            .map(|r| (r.first, r.blocks.iter().map(|b| (b.col, b.w.dims()[1], view::read_bytes(&b.w))).collect()))
+            .collect();
+        // The stored row of an expert that gives an output column.
+        let weight_row = |expert: usize, column: usize| {
+            let (first, blocks) = &ranges[ranges.partition_point(|(first, _)| *first <= expert) - 1];
+            let block = blocks.iter().find(|(col, rows, _)| (*col..col + rows).contains(&column));
+            let Some((col, rows, w)) = block else { panic!("expert_matmul: no block has column {column}") };
+            let all = w.row(expert - first);
+            let len = all.len() / rows;
+            (&all[(column - col) * len..][..len], w.dtype)
+        };
+        let product = |x: &[f32], expert: u32, column: usize| {
+            let (w, dtype) = weight_row(expert as usize, column);
+            dispatch!(Isa::best(), |s| weight::dot(s, x, w, dtype))
+        };
+        let mut out = view::write(&self.out);
+        let per_row = n.div_ceil(TILE);
+        tasks::for_each(out.rows().tiles(1, TILE), ids.rows() * k * n * self.x.row_len(), |i, mut tile| {
+            let (row, from) = (i / per_row, i % per_row * TILE);
+            let out = tile.row_mut(0).iter_mut().enumerate();
+            let Some(combine) = &combine else {
+                let id = ids.row(row / k)[row % k];
+                if id != NONE {
+                    out.for_each(|(c, out)| *out = product(x.row(row / k), id, from + c));
+                }
+                return;
+            };
+            let choices = || ids.row(row).iter().zip(combine.row(row)).enumerate().filter(|(_, (id, _))| **id != NONE);
+            for (c, out) in out {
+                let mut sum = 0.0;
+                for (j, (&id, &weight)) in choices() {
+                    sum += weight * product(x.row(row * k + j), id, from + c);
+                }
+                sum *= scale;
+                *out = if accumulate { *out + sum } else { sum };
+            }
+        });
     }
 }

@@ -3,8 +3,12 @@
 //! Per value head, with `q ← l2(q) dk^-1/2`, `k ← l2(k)` (`l2(v) = v rsqrt(Σv² + 1e-6)`), `β = beta_scale σ(b)` and
 //! `g = a_neg softplus(a + dt_bias)`: `S ← exp(g) S; δ = β (v - kᵀS); S ← S + k ⊗ δ; o = qᵀS`. State and arithmetic f32.
 
-use super::{Access, ensure, expect};
+use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
+use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
+use crate::cpu::tables::Tables;
+use crate::cpu::view::{Rows, RowsMut};
+use crate::cpu::{self, math, state, tasks, view};
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
@@ -46,6 +50,14 @@ impl<Buf: Handle> GatedDelta<Buf> {
         t
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let state = self.pool.row_len();
+        let inputs = [&self.q, &self.k, &self.v, &self.a, &self.b, &self.par, &self.out];
+        let bytes: usize = inputs.iter().map(|t| t.len() * t.dtype.bytes()).sum();
+        let states = 2 * self.step.bucket.rows * state * self.pool.dtype.bytes();
+        Cost { bytes: (bytes + states) as u64, flops: 7 * (self.step.bucket.tokens * state) as u64 }
+    }
+
     pub(super) fn check(&self) {
         let t = self.step.bucket.tokens;
         let &[slots, h, dk, dv] = self.pool.dims() else { panic!("gated_delta: pool is {:?}", self.pool.dims()) };
@@ -61,5 +73,113 @@ impl<Buf: Handle> GatedDelta<Buf> {
         ensure!("gated_delta", self.par.dtype == DType::F32, "par is not f32");
         let last_key = (self.first_head + h - 1) / self.heads_per_key;
         ensure!("gated_delta", (last_key + 1) * dk <= keys, "key head {last_key} of {keys} columns");
+    }
+}
+
+impl GatedDelta<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let (first_head, heads_per_key) = (self.first_head, self.heads_per_key);
+        let [dk, dv] = [self.pool.dims()[2], self.pool.dims()[3]];
+        let inputs = Inputs {
+            tables: Tables::of(&self.step),
+            q: view::read(&self.q),
+            k: view::read(&self.k),
+            v: view::read(&self.v),
+            a: view::read(&self.a),
+            b: view::read(&self.b),
+            par: view::read(&self.par),
+            beta_scale: self.beta_scale,
+            dk,
+            dv,
+        };
+        let (mut pool, mut out) = (view::write(&self.pool), view::write(&self.out));
+        let pools = pool.rows().tiles(usize::MAX, dk * dv);
+        let tiles = pools.into_iter().zip(out.rows().tiles(usize::MAX, dv)).collect();
+        tasks::for_each(tiles, 4 * self.v.len() * dk, |h, (mut pool, mut out)| {
+            let mut scratch = vec![0.0; dk * dv];
+            let key_head = (first_head + h) / heads_per_key;
+            dispatch!(Isa::best(), |s| inputs.scan(s, (h, key_head), &mut pool, &mut out, &mut scratch));
+        });
+    }
+}
+
+/// What all heads read.
+struct Inputs<'a> {
+    tables: Tables<'a>,
+    q: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    a: Rows<'a>,
+    b: Rows<'a>,
+    par: Rows<'a>,
+    beta_scale: f32,
+    dk: usize,
+    dv: usize,
+}
+
+impl Inputs<'_> {
+    /// Value head `h` with its key head for all tokens; `pool` is `[S, dk * dv]`, `out` is `[T, dv]`.
+    #[inline(always)]
+    fn scan<S: Simd>(
+        &self,
+        s: S,
+        (h, key_head): (usize, usize),
+        pool: &mut RowsMut<'_>,
+        out: &mut RowsMut<'_>,
+        scratch: &mut [f32],
+    ) {
+        let (dk, dv) = (self.dk, self.dv);
+        let key = key_head * dk..(key_head + 1) * dk;
+        let (a_neg, dt_bias) = (self.par.row(0)[h], self.par.row(1)[h]);
+        let (mut q, mut k) = (vec![0.0; dk], vec![0.0; dk]);
+        state::walk(
+            &self.tables,
+            pool,
+            scratch,
+            #[inline(always)]
+            |state, chunk| {
+                for t in chunk.start..chunk.start + chunk.len {
+                    normalise(s, &self.q.row(t)[key.clone()], 1.0 / (dk as f32).sqrt(), &mut q);
+                    normalise(s, &self.k.row(t)[key.clone()], 1.0, &mut k);
+                    let beta = s.mul(math::sigmoid(s, s.splat(self.b.row(t)[h])), s.splat(self.beta_scale));
+                    let step = math::softplus(s, s.splat(self.a.row(t)[h] + dt_bias));
+                    let decay = s.exp(s.mul(step, s.splat(a_neg)));
+                    let v = &self.v.row(t)[h * dv..(h + 1) * dv];
+                    for (i, out) in out.row_mut(t).chunks_mut(LANES).enumerate() {
+                        let columns = i * LANES..i * LANES + out.len();
+                        let mut predicted = s.zero();
+                        for (row, k) in state.chunks(dv).zip(&k) {
+                            let old = s.mul(decay, s.load_partial(&row[columns.clone()]));
+                            predicted = s.fma(s.splat(*k), old, predicted);
+                        }
+                        let delta = s.mul(beta, s.sub(s.load_partial(&v[columns.clone()]), predicted));
+                        let mut sum = s.zero();
+                        for ((row, k), q) in state.chunks_mut(dv).zip(&k).zip(&q) {
+                            let row = &mut row[columns.clone()];
+                            let new = s.fma(s.splat(*k), delta, s.mul(decay, s.load_partial(row)));
+                            s.store_partial(new, row);
+                            sum = s.fma(s.splat(*q), new, sum);
+                        }
+                        s.store_partial(sum, out);
+                    }
+                }
+            },
+        );
+        for t in (0..out.rows()).filter(|t| self.tables.is_padding(*t)) {
+            out.row_mut(t).fill(0.0);
+        }
+    }
+}
+
+/// `out = factor * x / sqrt(Σx² + 1e-6)`.
+#[inline(always)]
+fn normalise<S: Simd>(s: S, x: &[f32], factor: f32, out: &mut [f32]) {
+    let mut sum = s.zero();
+    for x in x.chunks(LANES) {
+        sum = s.fma(s.load_partial(x), s.load_partial(x), sum);
+    }
+    let scale = s.splat(factor / (s.reduce_sum(sum) + 1e-6).sqrt());
+    for (x, out) in x.chunks(LANES).zip(out.chunks_mut(LANES)) {
+        s.store_partial(s.mul(s.load_partial(x), scale), out);
     }
 }

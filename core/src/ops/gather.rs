@@ -1,8 +1,10 @@
 //! Picks the rows whose logits are wanted.
 
-use super::{Access, expect};
+use super::{Access, Cost, expect};
 use crate::backend::Handle;
-use crate::step::Step;
+use crate::cpu::tables::Tables;
+use crate::cpu::{self, view};
+use crate::step::{NONE, Step};
 use crate::tensor::Tensor;
 
 /// `out[o] = x[output_token[o]]`; rows of padding outputs receive 0.
@@ -21,9 +23,28 @@ impl<Buf: Handle> Gather<Buf> {
         vec![(Access::Read, &self.step.ints), (Access::Read, &self.x), (Access::Write, &self.out)]
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        Cost { bytes: 2 * (self.out.len() * self.out.dtype.bytes()) as u64, flops: 0 }
+    }
+
     pub(super) fn check(&self) {
         let d = self.x.row_len();
         expect("gather", "x", &self.x, &[self.step.bucket.tokens, d]);
         expect("gather", "out", &self.out, &[self.step.bucket.outputs, d]);
+    }
+}
+
+impl Gather<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let tables = Tables::of(&self.step);
+        let x = view::read::<f32>(&self.x);
+        let mut out = view::write(&self.out);
+        let mut out = out.rows();
+        for (o, &token) in tables.output_token().iter().enumerate() {
+            match token {
+                NONE => out.row_mut(o).fill(0.0),
+                token => out.row_mut(o).copy_from_slice(x.row(token as usize)),
+            }
+        }
     }
 }

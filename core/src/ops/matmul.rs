@@ -1,7 +1,9 @@
 //! `out = scale * x Wᵀ (+ bias) (+ out)`: every linear layer.
 
-use super::{Access, ensure, expect};
+use super::{Access, Cost, ensure, expect, moved};
 use crate::backend::Handle;
+use crate::cpu::simd::{Isa, dispatch};
+use crate::cpu::{self, tasks, view, weight};
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive output rows of a weight: a view of stored bytes, and the output column of its first row.
@@ -72,6 +74,11 @@ impl<Buf: Handle> Matmul<Buf> {
         t
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let flops = 2 * self.x.rows() * self.w.n * self.w.k;
+        Cost { bytes: moved(&self.tensors()), flops: flops as u64 }
+    }
+
     pub(super) fn check(&self) {
         self.w.check("matmul");
         expect("matmul", "x", &self.x, &[self.x.rows(), self.w.k]);
@@ -80,5 +87,38 @@ impl<Buf: Handle> Matmul<Buf> {
             expect("matmul", "bias", b, &[self.w.n]);
             ensure!("matmul", b.dtype == DType::F32, "bias is not f32");
         }
+    }
+}
+
+/// Output columns of a task.
+const TILE: usize = 32;
+
+impl Matmul<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let (scale, accumulate) = (self.scale, self.accumulate);
+        let x = view::read::<f32>(&self.x);
+        let bias = self.bias.as_ref().map(view::read::<f32>);
+        let mut blocks: Vec<&RowBlock<cpu::Buf>> = self.w.blocks.iter().collect();
+        blocks.sort_unstable_by_key(|b| b.col);
+        let mut out = view::write(&self.out);
+        let bands = out.rows().bands(blocks.iter().map(|b| b.w.rows()));
+        let weights: Vec<_> = blocks.iter().map(|b| (b.col, view::read_bytes(&b.w))).collect();
+        let tiles = weights.iter().zip(bands).flat_map(|((col, w), band)| {
+            let tiles = band.tiles(usize::MAX, TILE).into_iter().enumerate();
+            tiles.map(move |(i, tile)| (*col, w, i * TILE, tile))
+        });
+        let work = x.rows() * self.w.n * self.w.k;
+        tasks::for_each(tiles.collect(), work, |_, (col, w, from, mut tile)| {
+            for m in 0..tile.rows() {
+                for (n, out) in tile.row_mut(m).iter_mut().enumerate() {
+                    let mut v = dispatch!(Isa::best(), |s| weight::dot(s, x.row(m), w.row(from + n), w.dtype));
+                    v *= scale;
+                    if let Some(bias) = &bias {
+                        v += bias.flat()[col + from + n];
+                    }
+                    *out = if accumulate { *out + v } else { v };
+                }
+            }
+        });
     }
 }

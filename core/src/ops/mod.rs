@@ -36,6 +36,7 @@ pub use sample::{LANE_WORDS, Sample};
 pub use selective_scan::{ScanForm, SelectiveScan};
 
 use crate::backend::Handle;
+use crate::cpu;
 use crate::tensor::Tensor;
 
 /// How an op uses a tensor.
@@ -83,8 +84,20 @@ macro_rules! ops {
                 match self { $(Self::$name(op) => op.tensors(),)* }
             }
 
+            /// Work at full bucket size.
+            pub fn cost(&self) -> Cost {
+                match self { $(Self::$name(op) => op.cost(),)* }
+            }
+
             fn check_shapes(&self) {
                 match self { $(Self::$name(op) => op.check(),)* }
+            }
+        }
+
+        impl Op<cpu::Buf> {
+            /// Runs the op's reference on the calling thread and its helpers. The op has passed [`Op::check`].
+            pub(crate) fn reference(&self) {
+                match self { $(Self::$name(op) => op.reference(),)* }
             }
         }
     };
@@ -155,4 +168,10 @@ use ensure;
 /// Asserts the dims of a tensor.
 fn expect<Buf: Clone>(op: &str, name: &str, t: &Tensor<Buf>, dims: &[usize]) {
     assert!(t.dims() == dims, "{op}: {name} is {:?}, not {dims:?}", t.dims());
+}
+
+/// Bytes of every tensor, each counted once (twice if read and written).
+fn moved<Buf: Handle>(tensors: &[(Access, &Tensor<Buf>)]) -> u64 {
+    let bytes = |t: &Tensor<Buf>| (t.len() * t.dtype.bytes()) as u64;
+    tensors.iter().map(|(a, t)| if *a == Access::InPlace { 2 * bytes(t) } else { bytes(t) }).sum()
 }

@@ -1,8 +1,10 @@
 //! Sampling on the device: one token per output row.
 
-use super::{Access, ensure, expect};
+use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
-use crate::step::Step;
+use crate::cpu::tables::Tables;
+use crate::cpu::{self, view};
+use crate::step::{NONE, Step};
 use crate::tensor::{DType, Tensor};
 
 /// Words of a lane's sampling parameters: temperature, top_p, min_p, repetition penalty (f32 bits), top_k (0 = off),
@@ -39,6 +41,12 @@ impl<Buf: Handle> Sample<Buf> {
         t
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let logits = self.logits.len() * 4;
+        let seen = self.step.bucket.outputs * self.seen.row_len() * 4;
+        Cost { bytes: (logits + seen) as u64, flops: self.logits.len() as u64 }
+    }
+
     pub(super) fn check(&self) {
         let (o, v, lanes) = (self.step.bucket.outputs, self.logits.row_len(), self.lanes.rows());
         expect("sample", "logits", &self.logits, &[o, v]);
@@ -47,5 +55,24 @@ impl<Buf: Handle> Sample<Buf> {
         expect("sample", "last", &self.last, &[lanes]);
         expect("sample", "ids", &self.ids, &[o]);
         ensure!("sample", self.logits.dtype == DType::F32, "logits are not f32");
+    }
+}
+
+impl Sample<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let tables = Tables::of(&self.step);
+        let logits = view::read::<f32>(&self.logits);
+        let (mut seen, mut last, mut ids) =
+            (view::write::<u32>(&self.seen), view::write::<u32>(&self.last), view::write::<u32>(&self.ids));
+        let (mut seen, mut last, mut ids) = (seen.rows(), last.rows(), ids.rows());
+        let outputs = tables.output_token().iter().zip(tables.output_lane()).enumerate();
+        for (o, (_, lane)) in outputs.filter(|(_, (token, _))| **token != NONE) {
+            let lane = *lane as usize;
+            let logits = logits.row(o);
+            let id = logits.iter().enumerate().fold(0, |best, (i, x)| if *x > logits[best] { i } else { best });
+            seen.row_mut(lane)[id / 32] |= 1 << (id % 32);
+            last.row_mut(lane)[0] = id as u32;
+            ids.row_mut(o)[0] = id as u32;
+        }
     }
 }

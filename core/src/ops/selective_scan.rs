@@ -3,8 +3,12 @@
 //! With `dt = clamp(softplus(dt_raw + dt_bias))`, per head h of group g:
 //! `S ← exp(dt A) S + (dt x) ⊗ B;  y = S C + D x`. State and arithmetic are f32.
 
-use super::{Access, ensure, expect};
+use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
+use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
+use crate::cpu::tables::Tables;
+use crate::cpu::view::{Rows, RowsMut};
+use crate::cpu::{self, math, state, tasks, view};
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
@@ -55,6 +59,14 @@ impl<Buf: Handle> SelectiveScan<Buf> {
         t
     }
 
+    pub(super) fn cost(&self) -> Cost {
+        let state = self.pool.row_len();
+        let inputs = [&self.x, &self.b, &self.c, &self.dt, &self.par, &self.y];
+        let bytes: usize = inputs.iter().map(|t| t.len() * t.dtype.bytes()).sum();
+        let states = 2 * self.step.bucket.rows * state * self.pool.dtype.bytes();
+        Cost { bytes: (bytes + states) as u64, flops: 5 * (self.step.bucket.tokens * state) as u64 }
+    }
+
     pub(super) fn check(&self) {
         let t = self.step.bucket.tokens;
         let &[slots, h, p, n] = self.pool.dims() else { panic!("selective_scan: pool is {:?}", self.pool.dims()) };
@@ -76,4 +88,136 @@ impl<Buf: Handle> SelectiveScan<Buf> {
             }
         }
     }
+}
+
+/// Heads (channels) of a task in [`ScanForm::PerChannel`].
+const CHANNELS: usize = 32;
+
+impl SelectiveScan<cpu::Buf> {
+    pub(super) fn reference(&self) {
+        let (first_head, heads_per_group) = (self.first_head, self.heads_per_group);
+        let [p, n] = [self.pool.dims()[2], self.pool.dims()[3]];
+        let heads = if self.form == ScanForm::PerHead { 1 } else { CHANNELS };
+        let inputs = Inputs {
+            tables: Tables::of(&self.step),
+            x: view::read(&self.x),
+            b: view::read(&self.b),
+            c: view::read(&self.c),
+            dt: view::read(&self.dt),
+            par: view::read(&self.par),
+            form: self.form,
+            dt_limit: self.dt_limit,
+            p,
+            n,
+        };
+        let (mut pool, mut y) = (view::write(&self.pool), view::write(&self.y));
+        let pools = pool.rows().tiles(usize::MAX, heads * p * n);
+        let tiles = pools.into_iter().zip(y.rows().tiles(usize::MAX, heads * p)).collect();
+        tasks::for_each(tiles, 2 * self.x.len() * n, |i, (pool, y)| {
+            let mut scratch = vec![0.0; p * n];
+            let tiles = pool.tiles(usize::MAX, p * n).into_iter().zip(y.tiles(usize::MAX, p));
+            for (h, (mut pool, mut y)) in tiles.enumerate() {
+                let h = i * heads + h;
+                let group = (first_head + h) / heads_per_group;
+                dispatch!(Isa::best(), |s| inputs.scan(s, (h, group), &mut pool, &mut y, &mut scratch));
+            }
+        });
+    }
+}
+
+/// What all heads read.
+struct Inputs<'a> {
+    tables: Tables<'a>,
+    x: Rows<'a>,
+    b: Rows<'a>,
+    c: Rows<'a>,
+    dt: Rows<'a>,
+    par: Rows<'a>,
+    form: ScanForm,
+    dt_limit: (f32, f32),
+    p: usize,
+    n: usize,
+}
+
+impl Inputs<'_> {
+    /// Head `h` of a group for all tokens; `pool` is `[S, P * N]`, `y` is `[T, P]`.
+    #[inline(always)]
+    fn scan<S: Simd>(
+        &self,
+        s: S,
+        (h, group): (usize, usize),
+        pool: &mut RowsMut<'_>,
+        y: &mut RowsMut<'_>,
+        scratch: &mut [f32],
+    ) {
+        let (p, n) = (self.p, self.n);
+        let group = group * n..(group + 1) * n;
+        let par = |i: usize| self.par.row(i)[h];
+        let per_channel = self.form == ScanForm::PerChannel;
+        let (d, dt_bias) = if per_channel { (par(n), par(n + 1)) } else { (par(1), par(2)) };
+        let a: Vec<f32> = if per_channel { (0..n).map(par).collect() } else { vec![par(0)] };
+        let (low, high) = self.dt_limit;
+        state::walk(
+            &self.tables,
+            pool,
+            scratch,
+            #[inline(always)]
+            |state, chunk| {
+                let end = chunk.start + chunk.len;
+                for from in (chunk.start..end).step_by(LANES) {
+                    let tokens = from..end.min(from + LANES);
+                    let mut raw = [0.0; LANES];
+                    for (t, raw) in tokens.clone().zip(&mut raw) {
+                        *raw = self.dt.row(t)[h];
+                    }
+                    let dt = math::softplus(s, s.add(s.load(&raw), s.splat(dt_bias)));
+                    let dt = s.max(s.splat(low), s.min(s.splat(high), dt));
+                    let decays = s.to_array(s.exp(s.mul(dt, s.splat(a[0]))));
+                    for ((t, dt), decay) in tokens.zip(s.to_array(dt)).zip(decays) {
+                        let x = &self.x.row(t)[h * p..(h + 1) * p];
+                        let (b, c) = (&self.b.row(t)[group.clone()], &self.c.row(t)[group.clone()]);
+                        let y = y.row_mut(t);
+                        if per_channel {
+                            y[0] = channel_token(s, state, &a, (dt, x[0]), b, c) + d * x[0];
+                        } else {
+                            for ((state, x), y) in state.chunks_mut(n).zip(x).zip(y) {
+                                *y = head_token(s, state, decay, dt * x, b, c) + d * x;
+                            }
+                        }
+                    }
+                }
+            },
+        );
+        for t in (0..y.rows()).filter(|t| self.tables.is_padding(*t)) {
+            y.row_mut(t).fill(0.0);
+        }
+    }
+}
+
+/// `S ← decay S + dtx B` for one row `[N]` of a head's state; returns `S C`.
+#[inline(always)]
+fn head_token<S: Simd>(s: S, state: &mut [f32], decay: f32, dtx: f32, b: &[f32], c: &[f32]) -> f32 {
+    let (decay, dtx) = (s.splat(decay), s.splat(dtx));
+    let mut sum = s.zero();
+    for ((state, b), c) in state.chunks_mut(LANES).zip(b.chunks(LANES)).zip(c.chunks(LANES)) {
+        let new = s.fma(dtx, s.load_partial(b), s.mul(decay, s.load_partial(state)));
+        s.store_partial(new, state);
+        sum = s.fma(new, s.load_partial(c), sum);
+    }
+    s.reduce_sum(sum)
+}
+
+/// The same for a channel, whose decay differs along the state.
+#[inline(always)]
+fn channel_token<S: Simd>(s: S, state: &mut [f32], a: &[f32], (dt, x): (f32, f32), b: &[f32], c: &[f32]) -> f32 {
+    let (dtx, dt) = (s.splat(dt * x), s.splat(dt));
+    let mut sum = s.zero();
+    let inputs = a.chunks(LANES).zip(b.chunks(LANES)).zip(c.chunks(LANES));
+    for (state, ((a, b), c)) in state.chunks_mut(LANES).zip(inputs) {
+        let decay = s.exp(s.mul(dt, s.load_partial(a)));
+        let new = s.fma(dtx, s.load_partial(b), s.mul(decay, s.load_partial(state)));
+        s.store_partial(new, state);
+        sum = s.fma(new, s.load_partial(c), sum);
+    }
+    s.reduce_sum(sum)
 }

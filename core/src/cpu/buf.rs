@@ -1,0 +1,94 @@
+//! Host memory behind a counted handle, with a lease that keeps views of it from aliasing.
+
+use std::alloc::Layout;
+use std::cell::Cell;
+use std::rc::Rc;
+
+use crate::backend::Handle;
+use crate::source::Bytes;
+
+/// Alignment of allocations: a cache line, and the widest vector.
+const ALIGN: usize = 64;
+
+/// A counted handle to host bytes: an allocation of the backend, or bytes adopted where they lie (read-only).
+///
+/// Neither `Send` nor `Sync`: views are made on one thread, and only views go to others.
+#[derive(Clone)]
+pub struct Buf(Rc<Inner>);
+
+struct Inner {
+    ptr: *mut u8,
+    len: usize,
+    owner: Owner,
+    /// Views that are alive: -1 a writer, else the number of readers.
+    lease: Cell<isize>,
+}
+
+enum Owner {
+    /// Freed with its layout; the total of its backend is reduced by the length.
+    Heap(Layout, Rc<Cell<u64>>),
+    /// Keeps the bytes alive.
+    Adopted { _bytes: Bytes },
+}
+
+impl Buf {
+    /// `len` zeroed bytes, committed by the system when they are first touched; `None` if there are not that many.
+    /// `total` counts the bytes that are alive.
+    pub(super) fn zeroed(len: usize, total: &Rc<Cell<u64>>) -> Option<Self> {
+        let layout = Layout::from_size_align(len.max(1), ALIGN).ok()?;
+        // SAFETY: the size is not 0.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+        if ptr.is_null() {
+            return None;
+        }
+        total.set(total.get() + len as u64);
+        Some(Self(Rc::new(Inner { ptr, len, owner: Owner::Heap(layout, total.clone()), lease: Cell::new(0) })))
+    }
+
+    /// The bytes where they lie.
+    pub(super) fn adopted(bytes: &Bytes) -> Self {
+        let (ptr, len) = (bytes.as_ptr().cast_mut(), bytes.len());
+        Self(Rc::new(Inner { ptr, len, owner: Owner::Adopted { _bytes: bytes.clone() }, lease: Cell::new(0) }))
+    }
+
+    /// First byte; writable unless the bytes are adopted.
+    pub(super) fn ptr(&self) -> *mut u8 {
+        self.0.ptr
+    }
+
+    /// Bytes that views may only read.
+    pub(super) fn is_adopted(&self) -> bool {
+        matches!(self.0.owner, Owner::Adopted { .. })
+    }
+
+    /// The count of views alive, see [`super::view`].
+    pub(super) fn lease(&self) -> &Cell<isize> {
+        &self.0.lease
+    }
+}
+
+impl Handle for Buf {
+    fn id(&self) -> usize {
+        Rc::as_ptr(&self.0) as usize
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.len as u64
+    }
+}
+
+impl std::fmt::Debug for Buf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buf({:p}, {} bytes)", self.0.ptr, self.0.len)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Owner::Heap(layout, total) = &self.owner {
+            total.set(total.get() - self.len as u64);
+            // SAFETY: allocated in `zeroed` with this layout, and no handle is left.
+            unsafe { std::alloc::dealloc(self.ptr, *layout) };
+        }
+    }
+}

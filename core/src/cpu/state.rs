@@ -1,0 +1,33 @@
+//! The walk of a recurrent op over its chunks: which memory holds the state.
+
+use super::tables::{ChunkEntry, Tables};
+use super::view::RowsMut;
+
+/// Runs every chunk of every row in order. `pool` is `[S, state]`, one head's part of the slots; `scan(state, chunk)`
+/// advances the state over the chunk's tokens in place.
+///
+/// The state is advanced where it will be kept: in the chunk's `dst` slot, or in `scratch` if it is kept nowhere.
+pub(crate) fn walk(
+    tables: &Tables<'_>,
+    pool: &mut RowsMut<'_>,
+    scratch: &mut [f32],
+    mut scan: impl FnMut(&mut [f32], ChunkEntry),
+) {
+    for row in tables.rows() {
+        // Slot that holds the row's state; 0 while `scratch` does.
+        let mut at = 0;
+        for chunk in tables.chunks(row) {
+            if chunk.src == Some(0) {
+                scratch.fill(0.0);
+            }
+            match (chunk.src.unwrap_or(at), chunk.dst) {
+                (0, 0) => {}
+                (0, dst) => pool.row_mut(dst).copy_from_slice(scratch),
+                (from, 0) => scratch.copy_from_slice(pool.row(from)),
+                (from, dst) => pool.copy_row(from, dst),
+            }
+            scan(if chunk.dst == 0 { &mut *scratch } else { pool.row_mut(chunk.dst) }, chunk);
+            at = chunk.dst;
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! Products with stored weight rows of any dtype at any alignment.
+
+use super::simd::{LANES, Simd};
+use crate::tensor::DType;
+
+/// 16 (or the last few) elements from stored bytes, then zeros.
+#[inline(always)]
+pub(crate) fn load<S: Simd>(s: S, bytes: &[u8], dtype: DType) -> S::V {
+    let n = bytes.len() / dtype.bytes();
+    let (p, full) = (bytes.as_ptr(), n >= LANES);
+    // SAFETY: `bytes` holds 16 elements if `full`, else n.
+    unsafe {
+        match (dtype, full) {
+            (DType::F32, true) => s.load_ptr(p),
+            (DType::F32, false) => s.load_ptr_partial(p, n),
+            (DType::Bf16, true) => s.load_bf16(p),
+            (DType::F16, true) => s.load_f16(p),
+            (dtype, false) => s.load_half_partial(p, n, dtype == DType::Bf16),
+            (DType::U32, true) => panic!("a weight of integers"),
+        }
+    }
+}
+
+/// `Σ x[k] w[k]` in the one order of dot products.
+#[inline(always)]
+pub(crate) fn dot<S: Simd>(s: S, x: &[f32], w: &[u8], dtype: DType) -> f32 {
+    let step = LANES * dtype.bytes();
+    let mut acc = s.zero();
+    for (i, w) in w.chunks(step).enumerate() {
+        acc = s.fma(s.load_partial(&x[i * LANES..]), load(s, w, dtype), acc);
+    }
+    s.reduce_sum(acc)
+}
