@@ -7,8 +7,11 @@ use std::rc::Rc;
 use crate::backend::Handle;
 use crate::source::Bytes;
 
-/// Alignment of allocations: a cache line, and the widest vector.
+/// Alignment of buffers: a cache line, and the widest vector.
 const ALIGN: usize = 64;
+/// Alignment asked of the allocator. Up to this one its zeroed memory comes untouched from the system; for larger ones
+/// Rust's allocator fills it itself, which would commit every page of a pool at load.
+const LAZY_ALIGN: usize = 16;
 
 /// A counted handle to host bytes: an allocation of the backend, or bytes adopted where they lie (read-only).
 ///
@@ -25,8 +28,8 @@ struct Inner {
 }
 
 enum Owner {
-    /// Freed with its layout; the total of its backend is reduced by the length.
-    Heap(Layout, Rc<Cell<u64>>),
+    /// Freed with its start and layout; the total of its backend is reduced by the length.
+    Heap(*mut u8, Layout, Rc<Cell<u64>>),
     /// Keeps the bytes alive.
     Adopted { _bytes: Bytes },
 }
@@ -35,14 +38,17 @@ impl Buf {
     /// `len` zeroed bytes, committed by the system when they are first touched; `None` if there are not that many.
     /// `total` counts the bytes that are alive.
     pub(super) fn zeroed(len: usize, total: &Rc<Cell<u64>>) -> Option<Self> {
-        let layout = Layout::from_size_align(len.max(1), ALIGN).ok()?;
+        let layout = Layout::from_size_align(len.checked_add(ALIGN)?, LAZY_ALIGN).ok()?;
         // SAFETY: the size is not 0.
-        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
-        if ptr.is_null() {
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        if start.is_null() {
             return None;
         }
+        // SAFETY: the size has room for this.
+        let ptr = unsafe { start.add(start.align_offset(ALIGN)) };
         total.set(total.get() + len as u64);
-        Some(Self(Rc::new(Inner { ptr, len, owner: Owner::Heap(layout, total.clone()), lease: Cell::new(0) })))
+        let owner = Owner::Heap(start, layout, total.clone());
+        Some(Self(Rc::new(Inner { ptr, len, owner, lease: Cell::new(0) })))
     }
 
     /// The bytes where they lie.
@@ -85,10 +91,10 @@ impl std::fmt::Debug for Buf {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Owner::Heap(layout, total) = &self.owner {
+        if let Owner::Heap(start, layout, total) = &self.owner {
             total.set(total.get() - self.len as u64);
             // SAFETY: allocated in `zeroed` with this layout, and no handle is left.
-            unsafe { std::alloc::dealloc(self.ptr, *layout) };
+            unsafe { std::alloc::dealloc(*start, *layout) };
         }
     }
 }
