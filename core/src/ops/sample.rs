@@ -4,6 +4,7 @@ use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
 use crate::cpu::tables::Tables;
 use crate::cpu::{self, view};
+use crate::sample::{self, Sampling};
 use crate::step::{NONE, Step};
 use crate::tensor::{DType, Tensor};
 
@@ -62,17 +63,22 @@ impl Sample<cpu::Buf> {
     pub(super) fn reference(&self) {
         let tables = Tables::of(&self.step);
         let logits = view::read::<f32>(&self.logits);
+        let lanes = view::read::<u32>(&self.lanes);
+        let mut scratch = Vec::new();
         let (mut seen, mut last, mut ids) =
             (view::write::<u32>(&self.seen), view::write::<u32>(&self.last), view::write::<u32>(&self.ids));
         let (mut seen, mut last, mut ids) = (seen.rows(), last.rows(), ids.rows());
         let outputs = tables.output_token().iter().zip(tables.output_lane()).enumerate();
-        for (o, (_, lane)) in outputs.filter(|(_, (token, _))| **token != NONE) {
-            let lane = *lane as usize;
-            let logits = logits.row(o);
-            let id = logits.iter().enumerate().fold(0, |best, (i, x)| if *x > logits[best] { i } else { best });
-            seen.row_mut(lane)[id / 32] |= 1 << (id % 32);
-            last.row_mut(lane)[0] = id as u32;
-            ids.row_mut(o)[0] = id as u32;
+        for (o, (&token, &lane)) in outputs.filter(|(_, (token, _))| **token != NONE) {
+            let lane = lane as usize;
+            let params =
+                lanes.row(lane).try_into().map(Sampling::from_lane_words).expect("checked: LANE_WORDS columns");
+            let position = tables.positions()[token as usize] + 1;
+            let seen = seen.row_mut(lane);
+            let id = sample::sample(logits.row(o), seen, &params, position, &mut scratch);
+            seen[id as usize / 32] |= 1 << (id % 32);
+            last.row_mut(lane)[0] = id;
+            ids.row_mut(o)[0] = id;
         }
     }
 }
