@@ -2,11 +2,16 @@
 
 mod backend;
 mod buf;
+pub mod dot;
+pub mod gemm;
 pub mod math;
+pub mod par;
+pub mod probe;
 pub mod simd;
 pub(crate) mod state;
 pub(crate) mod tables;
 pub(crate) mod tasks;
+mod tile;
 pub(crate) mod view;
 pub(crate) mod weight;
 

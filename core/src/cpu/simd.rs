@@ -26,6 +26,8 @@
 //! Rules for kernels:
 //! - `#[inline(always)]` on every generic function and on every closure that touches a vector
 //!   (`f(#[inline(always)] |v| ..)`); an outlined one would compute without the CPU's vector registers.
+//! - No vector operation inside a closure that the standard library calls (`map`, `fold`, `from_fn`, `LocalKey::with`):
+//!   those may be outlined and then run hundreds of times slower. Write loops; borrow thread-locals outside [`dispatch!`].
 //! - Take the token once, outside the loops; [`dispatch!`] costs a call that cannot be inlined.
 //! - **Every operation gives the same bits on every instruction set**: all are IEEE operations rounded once, `fma` is
 //!   fused (but on wasm32, which has no fused multiply-add), [`Simd::reduce_sum`] adds in one fixed tree, and functions
@@ -181,7 +183,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// 64 bytes at `p` are writable.
     unsafe fn store_ptr(self, v: Self::V, p: *mut u8);
 
-    /// Hints that the cache line at `p` will be read soon. Any address is allowed.
+    /// Hints that the cache line at `p` will be read: brings it to the second-level cache. Any address is allowed.
     fn prefetch(self, p: *const u8);
 
     /// `a + b`.

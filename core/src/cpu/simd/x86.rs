@@ -76,7 +76,7 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
-        proven!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+        proven!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
     }
 
     #[inline(always)]
@@ -209,7 +209,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
-        proven!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+        proven!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
     }
 
     #[inline(always)]

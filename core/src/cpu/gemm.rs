@@ -1,0 +1,346 @@
+//! `out = scale * x Wᵀ (+ bias) (+ out)` on weights that stay where and as they are stored.
+//!
+//! Every output is a dot product in one order: 16 lanes over K and a fixed tree (see [`super::dot`]). Tiles, panels, threads
+//! and instruction sets only change which outputs are computed together, never an output's bits.
+//!
+//! Few rows of x: tiles read the weights in place, several weight rows at a time, each once from memory. Many rows: a
+//! panel of weights is converted to f32 once per block of x rows and used by all of them.
+
+#![allow(
+    clippy::needless_range_loop,
+    reason = "plain index loops unroll fully, so that accumulators stay in registers"
+)]
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+
+use super::par;
+use super::simd::{Isa, LANES, Simd, dispatch};
+use super::tile::{Acc, Bf16, Elem, F16, F32, Packed, Rows, tile};
+use crate::tensor::DType;
+
+/// Consecutive output rows of a weight, `[n, K]`, at any byte address.
+#[derive(Clone, Copy, Debug)]
+pub struct WeightRows {
+    /// First element.
+    pub ptr: *const u8,
+    /// F32, Bf16 or F16.
+    pub dtype: DType,
+    /// Rows.
+    pub n: usize,
+    /// Distance between rows in elements.
+    pub row_stride: usize,
+    /// Output column of the first row.
+    pub col: usize,
+}
+
+/// A matrix product on raw views. Activations are f32 and aligned as such.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a> {
+    /// `[M, K] f32`.
+    pub x: *const f32,
+    /// Distance between rows of `x` in elements.
+    pub x_stride: usize,
+    /// The weight as row blocks.
+    pub w: &'a [WeightRows],
+    /// `[M, N] f32`.
+    pub out: *mut f32,
+    /// Distance between rows of `out` in elements.
+    pub out_stride: usize,
+    /// Rows of `x` and `out`.
+    pub m: usize,
+    /// Inner dimension.
+    pub k: usize,
+    /// Factor on the product.
+    pub scale: f32,
+    /// `[N] f32`, added after scaling; null for none.
+    pub bias: *const f32,
+    /// Adds to what `out` holds.
+    pub accumulate: bool,
+}
+
+// SAFETY: `matmul`'s contract covers every access behind the pointers, from whichever thread.
+unsafe impl Sync for Product<'_> {}
+
+/// Rows of x up to which the weights are read in place.
+const FEW_ROWS: usize = 8;
+/// Rows of x that share a converted panel of weights.
+const ROW_BLOCK: usize = 128;
+/// Weight rows of a panel: a multiple of every tile width.
+const PANEL: usize = 24;
+/// Columns of a panel: a strip of it and the rows of x against it fit into the first-level cache.
+const DEPTH: usize = 640;
+/// Estimated nanoseconds below which a product stays on the calling thread: waking another costs 5 to 10 us.
+const FORK_NS: usize = 15_000;
+
+/// Computes `p` on the fastest instruction set with all threads.
+///
+/// # Safety
+/// All views of `p` lie in readable memory (`out`: writable); nobody writes `x`, the weights or the bias meanwhile, nor
+/// touches `out`; `out` overlaps none of them.
+pub unsafe fn matmul(p: &Product<'_>) {
+    // SAFETY: the caller's contract.
+    unsafe { matmul_on(Isa::best(), p, par::threads()) }
+}
+
+/// [`matmul`] on one instruction set; on the calling thread alone if `threads` is 1.
+///
+/// # Safety
+/// As for [`matmul`].
+pub unsafe fn matmul_on(isa: Isa, p: &Product<'_>, threads: usize) {
+    let n: usize = p.w.iter().map(|b| b.n).sum();
+    let bytes: usize = p.w.iter().map(|b| b.n * p.k * b.dtype.bytes()).sum();
+    // One thread reads about 20 bytes and computes about 40 products in a nanosecond.
+    let ns = bytes / 20 + p.m * n * p.k / 40;
+    let threads = if ns < FORK_NS { 1 } else { threads };
+    let row_blocks = if p.m <= FEW_ROWS { 1 } else { p.m.div_ceil(ROW_BLOCK) };
+    // Few rows: pieces of about an eighth of a thread's share, so that threads end together.
+    let cols = if p.m > FEW_ROWS { PANEL } else { (n / (threads * 8)).next_multiple_of(PANEL).max(PANEL) };
+    let pieces = p.w.iter().map(|b| b.n.div_ceil(cols)).sum::<usize>() * row_blocks;
+    let piece = |i: usize| {
+        let (row_block, mut i) = (i % row_blocks, i / row_blocks);
+        for b in p.w {
+            let here = b.n.div_ceil(cols);
+            if i < here {
+                let rows = (i * cols, b.n.min((i + 1) * cols));
+                // SAFETY: the caller's contract; pieces write disjoint outputs.
+                unsafe { run_piece(isa, p, b, rows, row_block) };
+                return;
+            }
+            i -= here;
+        }
+    };
+    if threads == 1 { (0..pieces).for_each(piece) } else { par::pieces(pieces, piece) }
+}
+
+unsafe fn run_piece(isa: Isa, p: &Product<'_>, b: &WeightRows, rows: (usize, usize), row_block: usize) {
+    // Outside the dispatch: a closure that passes through the standard library may not be inlined into it.
+    SCRATCH.with_borrow_mut(|scratch| {
+        // SAFETY: the caller's contract.
+        unsafe {
+            match b.dtype {
+                DType::F32 => dispatch!(isa, |s| piece::<_, F32>(s, p, b, rows, row_block, scratch)),
+                DType::Bf16 => dispatch!(isa, |s| piece::<_, Bf16>(s, p, b, rows, row_block, scratch)),
+                DType::F16 => dispatch!(isa, |s| piece::<_, F16>(s, p, b, rows, row_block, scratch)),
+                DType::U32 => panic!("matmul: a weight of integers"),
+            }
+        }
+    });
+}
+
+#[inline(always)]
+unsafe fn piece<S: Simd, E: Elem>(
+    s: S,
+    p: &Product<'_>,
+    b: &WeightRows,
+    (from, to): (usize, usize),
+    row_block: usize,
+    scratch: &mut Vec<Line>,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if p.m > FEW_ROWS {
+            let first = row_block * ROW_BLOCK;
+            let block = (first, p.m.min(first + ROW_BLOCK));
+            if S::WIDE_TILE {
+                many_rows::<S, E, 4, 6>(s, p, b, (from, to), block, scratch);
+            } else {
+                many_rows::<S, E, 2, 3>(s, p, b, (from, to), block, scratch);
+            }
+        } else if S::WIDE_TILE {
+            few_rows::<S, E, 4, 6>(s, p, b, (from, to));
+        } else {
+            few_rows::<S, E, 2, 3>(s, p, b, (from, to));
+        }
+    }
+}
+
+/// All rows of x against weight rows `from..to`, read in place.
+#[inline(always)]
+unsafe fn few_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
+    s: S,
+    p: &Product<'_>,
+    b: &WeightRows,
+    (from, to): (usize, usize),
+) {
+    let mut n = from;
+    while n < to {
+        // Rows behind the end repeat the last one; their results are dropped.
+        let mut rows = [b.ptr; NR];
+        for (j, row) in rows.iter_mut().enumerate() {
+            *row = b.ptr.wrapping_add((n + j).min(to - 1) * b.row_stride * E::BYTES);
+        }
+        let next = b.ptr.wrapping_add((n + NR) * b.row_stride * E::BYTES);
+        let cols = Rows { rows, next, elem: PhantomData::<E> };
+        let mut m = 0;
+        while m < p.m {
+            let mr = MR.min(p.m - m);
+            // SAFETY: rows m .. m + mr of x and the weight rows have k elements.
+            unsafe {
+                let x = p.x.add(m * p.x_stride);
+                macro_rules! rows_of_x {
+                    ($mr:literal) => {{
+                        let acc = [[s.zero(); NR]; $mr];
+                        let acc = tile::<S, _, $mr, NR>(s, x, p.x_stride, cols, p.k, acc);
+                        finish(s, p, acc, m, b.col + n, NR.min(to - n));
+                    }};
+                }
+                match mr {
+                    1 => rows_of_x!(1),
+                    2 => rows_of_x!(2),
+                    3 => rows_of_x!(3),
+                    _ => rows_of_x!(4),
+                }
+            }
+            m += mr;
+        }
+        n += NR;
+    }
+}
+
+/// 16 floats on a cache line of their own.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; LANES]);
+
+thread_local! {
+    /// A panel of weights as f32 and the accumulators of the outputs under way, kept from call to call.
+    static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Rows `first..end` of x against weight rows `from..to` (one panel), converted to f32 depth by depth.
+#[inline(always)]
+unsafe fn many_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
+    s: S,
+    p: &Product<'_>,
+    b: &WeightRows,
+    (from, to): (usize, usize),
+    (first, end): (usize, usize),
+    scratch: &mut Vec<Line>,
+) {
+    let panel_lines = PANEL * DEPTH / LANES;
+    scratch.resize(panel_lines + ROW_BLOCK * PANEL, Line([0.0; LANES]));
+    let (panel, accs) = scratch.split_at_mut(panel_lines);
+    let panel: *mut f32 = panel.as_mut_ptr().cast();
+    let accs: *mut f32 = accs.as_mut_ptr().cast();
+    // Depths of equal length: a short last one would pay a full visit to the accumulators.
+    let depth = p.k.div_ceil(p.k.div_ceil(DEPTH).max(1)).next_multiple_of(LANES).max(LANES);
+    let mut k0 = 0;
+    loop {
+        let k = depth.min(p.k - k0);
+        let last = k0 + k == p.k;
+        let strip_len = k.next_multiple_of(LANES) * NR;
+        // SAFETY: a panel has at most PANEL rows of at most DEPTH columns and a block at most ROW_BLOCK rows, so
+        // strips and accumulators lie in the scratch; x and weights by the caller's contract.
+        unsafe {
+            let mut n = from;
+            while n < to {
+                let strip = panel.add((n - from) / NR * strip_len);
+                pack::<S, E, NR>(s, b, (n, to), (k0, k), strip);
+                let mut m = first;
+                while m < end {
+                    let mr = MR.min(end - m);
+                    let saved = accs.add(((m - first) * PANEL + (n - from) * mr) * LANES);
+                    let x = p.x.add(m * p.x_stride + k0);
+                    macro_rules! rows_of_x {
+                        ($mr:literal) => {{
+                            let mut acc = [[s.zero(); NR]; $mr];
+                            if k0 > 0 {
+                                for i in 0..$mr {
+                                    for j in 0..NR {
+                                        acc[i][j] = s.load_ptr(saved.add((i * NR + j) * LANES).cast());
+                                    }
+                                }
+                            }
+                            let acc: Acc<S, $mr, NR> = tile::<S, _, $mr, NR>(s, x, p.x_stride, Packed(strip), k, acc);
+                            if last {
+                                finish(s, p, acc, m, b.col + n, NR.min(to - n));
+                            } else {
+                                for i in 0..$mr {
+                                    for j in 0..NR {
+                                        s.store_ptr(acc[i][j], saved.add((i * NR + j) * LANES).cast());
+                                    }
+                                }
+                            }
+                        }};
+                    }
+                    match mr {
+                        1 => rows_of_x!(1),
+                        2 => rows_of_x!(2),
+                        3 => rows_of_x!(3),
+                        _ => rows_of_x!(4),
+                    }
+                    m += mr;
+                }
+                n += NR;
+            }
+        }
+        if last {
+            break;
+        }
+        k0 += k;
+    }
+}
+
+/// Converts columns `k0 .. k0 + k` of weight rows `n .. n + NR` to a strip of [`Packed`]; rows from `to` on are zero.
+#[inline(always)]
+unsafe fn pack<S: Simd, E: Elem, const NR: usize>(
+    s: S,
+    b: &WeightRows,
+    (n, to): (usize, usize),
+    (k0, k): (usize, usize),
+    strip: *mut f32,
+) {
+    for j in 0..NR {
+        // SAFETY: the strip has NR * k floats, k rounded up to a multiple of 16; the weight row has k0 + k elements.
+        unsafe {
+            let out = strip.add(j * LANES);
+            let row = b.ptr.wrapping_add(((n + j) * b.row_stride + k0) * E::BYTES);
+            let mut at = 0;
+            while at < k {
+                let v = if n + j >= to {
+                    s.zero()
+                } else if at + LANES <= k {
+                    E::load(s, row.add(at * E::BYTES))
+                } else {
+                    E::load_partial(s, row.add(at * E::BYTES), k - at)
+                };
+                s.store_ptr(v, out.add(at * NR).cast());
+                at += LANES;
+            }
+        }
+    }
+}
+
+/// Adds up the lanes and writes rows `m ..` and the first `cols` columns from `col` on, with the epilogue.
+#[inline(always)]
+unsafe fn finish<S: Simd, const MR: usize, const NR: usize>(
+    s: S,
+    p: &Product<'_>,
+    acc: Acc<S, MR, NR>,
+    m: usize,
+    col: usize,
+    cols: usize,
+) {
+    for i in 0..MR {
+        for j in 0..NR {
+            if j < cols {
+                // SAFETY: row m + i and column col + j exist in out, and the column in the bias.
+                unsafe {
+                    let out = p.out.add((m + i) * p.out_stride + col + j);
+                    let mut y = p.scale * s.reduce_sum(acc[i][j]);
+                    if !p.bias.is_null() {
+                        y += *p.bias.add(col + j);
+                    }
+                    if p.accumulate {
+                        y += *out;
+                    }
+                    *out = y;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,80 @@
+//! What this machine's memory and arithmetic can do, measured: the yardstick for decode and prefill.
+
+use std::time::Instant;
+
+use super::gemm::{Product, WeightRows, matmul};
+use super::simd::{Isa, LANES, Simd, dispatch};
+use crate::tensor::DType;
+
+/// Bytes read by [`read_bandwidth`] in one pass: far more than any cache.
+const READ_BYTES: usize = 512 << 20;
+
+/// Sums `x` in eight independent vectors, so that only memory limits the speed.
+#[inline(always)]
+fn sum<S: Simd>(s: S, x: &[f32]) -> f32 {
+    let mut acc = [s.zero(); 8];
+    for block in x.as_chunks::<{ 8 * LANES }>().0 {
+        for (acc, x) in acc.iter_mut().zip(block.as_chunks::<LANES>().0) {
+            *acc = s.add(*acc, s.load(x));
+        }
+    }
+    let mut total = s.zero();
+    for acc in acc {
+        total = s.add(total, acc);
+    }
+    s.reduce_sum(total)
+}
+
+/// Bytes per second that `threads` threads read from memory together: the best of several passes over 512 MiB.
+pub fn read_bandwidth(threads: usize) -> f64 {
+    let data = vec![1f32; READ_BYTES / 4];
+    let isa = Isa::best();
+    let share = data.len().div_ceil(threads.max(1));
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        let start = Instant::now();
+        #[cfg(not(target_arch = "wasm32"))]
+        std::thread::scope(|scope| {
+            for part in data.chunks(share) {
+                scope.spawn(move || std::hint::black_box(dispatch!(isa, |s| sum(s, part))));
+            }
+        });
+        #[cfg(target_arch = "wasm32")]
+        for part in data.chunks(share) {
+            std::hint::black_box(dispatch!(isa, |s| sum(s, part)));
+        }
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    READ_BYTES as f64 / best
+}
+
+/// Floating-point operations per second of selkie's own matrix product, f32 `[512, 2048] x [2048, 2048]` on all threads:
+/// the best of several runs.
+pub fn matmul_rate() -> f64 {
+    const M: usize = 512;
+    const D: usize = 2048;
+    let x = vec![0.5f32; M * D];
+    let w = vec![0.25f32; D * D];
+    let mut out = vec![0f32; M * D];
+    let block = WeightRows { ptr: w.as_ptr().cast(), dtype: DType::F32, n: D, row_stride: D, col: 0 };
+    let p = Product {
+        x: x.as_ptr(),
+        x_stride: D,
+        w: &[block],
+        out: out.as_mut_ptr(),
+        out_stride: D,
+        m: M,
+        k: D,
+        scale: 1.0,
+        bias: std::ptr::null(),
+        accumulate: false,
+    };
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        let start = Instant::now();
+        // SAFETY: the vectors hold what the views describe and live until the call returns.
+        unsafe { matmul(&p) };
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    2.0 * (M * D * D) as f64 / best
+}
