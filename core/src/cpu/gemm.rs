@@ -70,8 +70,9 @@ const ROW_BLOCK: usize = 128;
 const PANEL: usize = 24;
 /// Columns of a panel: a strip of it and the rows of x against it fit into the first-level cache.
 const DEPTH: usize = 640;
-/// Estimated nanoseconds below which a product stays on the calling thread: waking another costs 5 to 10 us.
-const FORK_NS: usize = 15_000;
+/// Estimated nanoseconds below which a product stays on the calling thread: waking another costs 5 to 10 us on an idle
+/// machine and more on a busy one.
+const FORK_NS: usize = 20_000;
 
 /// Computes `p` on the fastest instruction set with all threads.
 ///
@@ -90,8 +91,8 @@ pub unsafe fn matmul(p: &Product<'_>) {
 pub unsafe fn matmul_on(isa: Isa, p: &Product<'_>, threads: usize) {
     let n: usize = p.w.iter().map(|b| b.n).sum();
     let bytes: usize = p.w.iter().map(|b| b.n * p.k * b.dtype.bytes()).sum();
-    // One thread reads about 20 bytes and computes about 40 products in a nanosecond.
-    let ns = bytes / 20 + p.m * n * p.k / 40;
+    // One thread reads about 40 bytes from the cache and computes about 40 products in a nanosecond.
+    let ns = bytes / 40 + p.m * n * p.k / 40;
     let threads = if ns < FORK_NS { 1 } else { threads };
     let row_blocks = if p.m <= FEW_ROWS { 1 } else { p.m.div_ceil(ROW_BLOCK) };
     // Few rows: pieces of about an eighth of a thread's share, so that threads end together.
