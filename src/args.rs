@@ -3,6 +3,7 @@
 use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use selkie_core::session::Overrides;
 
 /// Runs hybrid language models: attention beside recurrent layers.
 ///
@@ -155,9 +156,9 @@ pub struct PoolArgs {
     /// Longest sequence in tokens (default: the model's)
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
-    /// Most sequences that run at once
-    #[arg(long, value_name = "N", default_value = "16", value_parser = at_least_one)]
-    pub max_batch: usize,
+    /// Most sequences that run at once (default: 16, in a conversation 1)
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub max_batch: Option<usize>,
     /// Most tokens that one step computes
     #[arg(long, value_name = "N", default_value = "512", value_parser = at_least_one)]
     pub step_tokens: usize,
@@ -311,6 +312,20 @@ pub struct BenchModelArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+impl SamplingArgs {
+    /// The given values.
+    pub fn overrides(&self) -> Overrides {
+        Overrides {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
 }
 
 impl Cli {

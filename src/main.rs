@@ -6,8 +6,16 @@ use args::{Cli, Command};
 
 mod args;
 mod backend;
+mod batch;
+mod chat;
 mod devices;
+mod embedded;
 mod failure;
+mod generate;
+mod inspect;
+mod logits;
+mod model;
+mod output_file;
 mod terminal;
 
 fn main() -> ExitCode {
@@ -21,6 +29,11 @@ fn main() -> ExitCode {
     };
     log_to_stderr(cli.verbose);
     let outcome = match cli.command {
+        Command::Generate(args) => generate::run(&args),
+        Command::Chat(args) => chat::run(&args),
+        Command::Batch(args) => batch::run(&args),
+        Command::Logits(args) => logits::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
         Command::Devices(args) => devices::run(&args),
         _ => Err(failure::Failure::Other("this subcommand is not part of this version".into())),
     };

@@ -23,11 +23,6 @@ impl Output {
         Self { stdout, terminal }
     }
 
-    /// Whether a person sees it.
-    pub fn is_terminal(&self) -> bool {
-        self.terminal
-    }
-
     /// Writes text that may come from a model or a file, at once.
     pub fn text(&mut self, text: &str) -> Outcome {
         let text = if self.terminal { visible(text) } else { Cow::Borrowed(text) };

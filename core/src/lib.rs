@@ -18,6 +18,7 @@ pub mod models;
 pub mod ops;
 pub mod rope;
 pub mod sample;
+pub mod session;
 pub mod source;
 pub mod state;
 pub mod step;

@@ -1,0 +1,185 @@
+//! `selkie generate`: one prompt, one answer.
+
+use std::{io::Read, rc::Rc};
+
+use selkie_core::{
+    backend::Backend,
+    chat::Message,
+    engine::FinishReason,
+    model_dir::ModelFiles,
+    session::{Ask, Completion, Prompt, Session, Update},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    args::{GenerateArgs, SamplingArgs},
+    backend::{self, Job},
+    failure::{Failure, Outcome},
+    model,
+    terminal::{self, Output},
+};
+
+/// Answers the prompt.
+pub fn run(args: &GenerateArgs) -> Outcome {
+    let text = if args.prompt == "-" { stdin()? } else { args.prompt.clone() };
+    if text.is_empty() {
+        return Err(Failure::Other("the prompt is empty".into()));
+    }
+    let files = model::open(&args.model)?;
+    let ask = Ask { prompt: prompt(args, &files, text)?, ..ask(&args.sampling, &files)? };
+    backend::run(args.model.backend, Generate { args, files: &files, ask })
+}
+
+fn stdin() -> Outcome<String> {
+    let mut bytes = Vec::new();
+    std::io::stdin().read_to_end(&mut bytes).map_err(|e| Failure::Other(format!("standard input: {e}")))?;
+    let text = String::from_utf8(bytes).map_err(|e| {
+        Failure::Other(format!("standard input: not UTF-8 from byte {} on", e.utf8_error().valid_up_to()))
+    })?;
+    // The line feed that `echo` adds is not part of what was asked.
+    Ok(text.strip_suffix('\n').map(|t| t.strip_suffix('\r').unwrap_or(t)).unwrap_or(&text).to_owned())
+}
+
+fn prompt(args: &GenerateArgs, files: &ModelFiles, text: String) -> Outcome<Prompt> {
+    if args.raw {
+        return Ok(Prompt::Text(text));
+    }
+    if files.chat.is_none() && args.system.is_none() {
+        tracing::info!("the model has no chat template: it continues the prompt as it is");
+        return Ok(Prompt::Text(text));
+    }
+    let system = args.system.iter().map(|s| Message::new("system", s.as_str()));
+    Ok(Prompt::Messages(system.chain([Message::new("user", text)]).collect()))
+}
+
+/// A request with the command line's sampling over the model's own, its prompt still to be filled in.
+pub fn ask(args: &SamplingArgs, files: &ModelFiles) -> Outcome<Ask> {
+    let overrides = args.overrides();
+    let sampling = overrides.over(files.generation.sampling(random_seed()));
+    sampling.check().map_err(|e| Failure::Usage(e.to_string()))?;
+    if sampling.is_greedy() && (args.top_k.is_some() || args.top_p.is_some() || args.min_p.is_some()) {
+        terminal::note("note: at temperature 0 the likeliest token is always taken; --temperature 1 samples");
+    }
+    let stop = args.stop.clone();
+    Ok(Ask { sampling, max_tokens: args.max_tokens, stop, ..Ask::default() })
+}
+
+/// A number that nobody can foretell, for those who gave no seed.
+fn random_seed() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(std::time::SystemTime::now())
+}
+
+struct Generate<'a> {
+    args: &'a GenerateArgs,
+    files: &'a Rc<ModelFiles>,
+    ask: Ask,
+}
+
+impl Job for Generate<'_> {
+    type Out = ();
+
+    fn run<B: Backend>(self, backend: B) -> Outcome {
+        let options = model::engine_options(&self.args.pool, 1);
+        let mut session = model::load(backend, self.files, &options)?;
+        let mut out = Output::new();
+        session.submit(self.ask)?;
+        let done = if self.args.json {
+            let done = answer(&mut session, |_| Ok(true))?;
+            out.json(&completion_json(&done, &session))?;
+            done
+        } else {
+            let mut last = '\n';
+            let done = answer(&mut session, |text| {
+                last = text.chars().last().unwrap_or(last);
+                out.text(text).map(|()| true)
+            })?;
+            if last != '\n' {
+                out.text("\n")?;
+            }
+            done
+        };
+        terminal::dim_note(closing_line(&done, &session));
+        Ok(())
+    }
+}
+
+/// Runs the session's only request to its end. `show` receives the text as it comes; false stops the answer.
+pub fn answer<B: Backend>(
+    session: &mut Session<B>,
+    mut show: impl FnMut(&str) -> Outcome<bool>,
+) -> Outcome<Completion> {
+    loop {
+        for update in pollster::block_on(session.step())? {
+            match update {
+                Update::Text { id, text } => {
+                    if !show(&text)? {
+                        session.cancel(id);
+                    }
+                }
+                Update::Done { completion, .. } => return Ok(completion),
+            }
+        }
+    }
+}
+
+/// The finished request as programs read it; `batch` writes the same fields.
+pub fn completion_json<B: Backend>(done: &Completion, session: &Session<B>) -> Value {
+    let caps = session.engine().caps();
+    let mut value = completion_fields(done);
+    value["backend"] = caps.backend.into();
+    value["device"] = caps.device.clone().into();
+    value
+}
+
+/// Text, ids, reason, usage, cache and timing of a finished request.
+pub fn completion_fields(done: &Completion) -> Value {
+    let (end, t) = (&done.end, &done.end.timing);
+    json!({
+        "text": done.text,
+        "ids": done.ids,
+        "finish_reason": finish_name(done.finish),
+        "error": null,
+        "usage": {
+            "prompt_tokens": end.prompt_tokens,
+            "completion_tokens": done.ids.len(),
+            "cached_tokens": done.reused(),
+        },
+        "cache": {
+            "matched_tokens": end.cache.map_or(0, |c| c.matched),
+            "reused_tokens": done.reused(),
+            "reason": end.cache.map(|c| c.reason.name()),
+        },
+        "timing": { "queue_ms": t.queue_ms, "prefill_ms": t.prefill_ms, "decode_ms": t.decode_ms },
+    })
+}
+
+fn finish_name(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled => "cancelled",
+    }
+}
+
+/// What an answer cost, in one line.
+pub fn closing_line<B: Backend>(done: &Completion, session: &Session<B>) -> String {
+    let (t, caps) = (&done.end.timing, session.engine().caps());
+    let tokens = done.ids.len();
+    let mut parts = vec![format!("{tokens} token{}", if tokens == 1 { "" } else { "s" })];
+    parts.push(format!("first token after {:.3} s", (t.queue_ms + t.prefill_ms) / 1e3));
+    if tokens > 1 && t.decode_ms > 0.0 {
+        let rate = (tokens - 1) as f64 / t.decode_ms * 1e3;
+        parts.push(format!("{} tokens/s", terminal::thousands(rate)));
+    }
+    if done.reused() > 0 {
+        parts.push(format!("reused {} of {} tokens", done.reused(), done.end.prompt_tokens));
+    }
+    match done.finish {
+        FinishReason::Stop => {}
+        FinishReason::Length => parts.push("cut at the token limit".into()),
+        FinishReason::Cancelled => parts.push("stopped".into()),
+    }
+    parts.push(format!("{} ({})", caps.backend, caps.device));
+    parts.join(" · ")
+}

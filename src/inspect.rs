@@ -1,0 +1,162 @@
+//! `selkie inspect`: what a model consists of, and what its sequences cost.
+
+use selkie_core::{
+    backend::Backend,
+    engine::{EngineOptions, Sizes},
+    model_dir::ModelFiles,
+    models::{self, ModelSpec},
+    state::StateShape,
+    step::PAGE,
+};
+use serde_json::{Value, json};
+
+use crate::{
+    args::InspectArgs,
+    backend::{self, Job},
+    failure::Outcome,
+    model,
+    terminal::{Output, size, thousands},
+};
+
+/// Letters of the layer map.
+const LETTERS: [(char, &str); 5] =
+    [('M', "Mamba-2"), ('G', "Gated DeltaNet"), ('*', "attention"), ('-', "MLP"), ('E', "mixture of experts")];
+
+/// Prints the facts; the weights are not read.
+pub fn run(args: &InspectArgs) -> Outcome {
+    let files = model::open(&args.model)?;
+    let spec = models::spec(&files.config)?;
+    let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
+    let facts = backend::run(args.model.backend, Inspect { files: &files, spec, options })?;
+    let mut out = Output::new();
+    if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
+}
+
+struct Inspect<'a> {
+    files: &'a ModelFiles,
+    spec: ModelSpec,
+    options: EngineOptions,
+}
+
+struct Facts {
+    model: String,
+    spec: ModelSpec,
+    weight_bytes: u64,
+    sizes: Sizes,
+    backend: &'static str,
+    device: String,
+}
+
+impl Job for Inspect<'_> {
+    type Out = Facts;
+
+    fn run<B: Backend>(self, backend: B) -> Outcome<Facts> {
+        let caps = backend.caps();
+        Ok(Facts {
+            model: self.files.label().to_owned(),
+            weight_bytes: self.files.checkpoint.bytes(),
+            sizes: self.options.sizes(&self.spec, caps, backend.free_memory())?,
+            backend: caps.backend,
+            device: caps.device.clone(),
+            spec: self.spec,
+        })
+    }
+}
+
+impl Facts {
+    fn shape(&self) -> &StateShape {
+        &self.sizes.shape
+    }
+
+    /// Lengths for which costs are shown: four times the one before, and the context itself.
+    fn lengths(&self) -> Vec<usize> {
+        let context = self.shape().context;
+        let mut lengths: Vec<usize> =
+            std::iter::successors(Some(1024), |n: &usize| n.checked_mul(4)).take_while(|n| *n < context).collect();
+        lengths.push(context);
+        lengths
+    }
+
+    /// Bytes of the state of one sequence of `tokens` tokens.
+    fn sequence_bytes(&self, tokens: usize) -> u64 {
+        self.shape().slot_bytes + tokens.div_ceil(PAGE) as u64 * self.shape().page_bytes
+    }
+
+    /// Whole sequences of that length that the pools hold at a time.
+    fn sequences(&self, tokens: usize) -> usize {
+        self.sizes.split.sequences(self.shape(), tokens)
+    }
+
+    fn text(&self) -> String {
+        let (spec, shape, split) = (&self.spec, self.shape(), &self.sizes.split);
+        let legend = LETTERS.iter().filter(|(letter, _)| spec.layer_map.contains(*letter));
+        let legend: Vec<String> = legend.map(|(letter, name)| format!("{letter} {name}")).collect();
+        let mut lines = vec![
+            format!("model        {}", self.model),
+            format!("family       {}", spec.family),
+            format!("layers       {}   ({})", spec.layer_map, legend.join(", ")),
+            format!("width        {}", spec.width),
+            format!("vocabulary   {}", thousands(spec.vocab as f64)),
+            format!("context      {} tokens", thousands(shape.context as f64)),
+            format!("parameters   {}", thousands(spec.parameters as f64)),
+            format!("weights      {}", size(self.weight_bytes)),
+        ];
+        lines.push(match shape.slot_bytes {
+            0 => "state slot   none: no recurrent layer".into(),
+            bytes => format!("state slot   {} for a sequence of any length", size(bytes)),
+        });
+        lines.push(match shape.page_bytes {
+            0 => "KV page      none: no attention layer".into(),
+            bytes => format!("KV page      {} for every {PAGE} tokens", size(bytes)),
+        });
+        lines.push(format!(
+            "pools        {} on {} ({}): {} slots, {} KV pages",
+            size(split.bytes(shape)),
+            self.backend,
+            self.device,
+            thousands(split.slots as f64),
+            thousands(split.pages as f64)
+        ));
+        lines.push(String::new());
+        lines.push("tokens of a sequence       its state   fit into the pools".into());
+        for tokens in self.lengths() {
+            lines.push(format!(
+                "{:>20}  {:>14}  {:>19}",
+                thousands(tokens as f64),
+                size(self.sequence_bytes(tokens)),
+                thousands(self.sequences(tokens) as f64)
+            ));
+        }
+        lines.join("\n") + "\n"
+    }
+
+    fn json(&self) -> Value {
+        let (spec, shape, split) = (&self.spec, self.shape(), &self.sizes.split);
+        let lengths = self.lengths().into_iter().map(|tokens| {
+            json!({ "tokens": tokens, "state_bytes": self.sequence_bytes(tokens), "fit": self.sequences(tokens) })
+        });
+        json!({
+            "model": self.model,
+            "family": spec.family,
+            "layer_map": spec.layer_map,
+            "layers": spec.layers.len(),
+            "width": spec.width,
+            "vocab": spec.vocab,
+            "context": shape.context,
+            "parameters": spec.parameters,
+            "weight_bytes": self.weight_bytes,
+            "slot_bytes": shape.slot_bytes,
+            "page_bytes": shape.page_bytes,
+            "page_tokens": PAGE,
+            "backend": self.backend,
+            "device": self.device,
+            "pools": {
+                "budget_bytes": self.sizes.budget,
+                "bytes": split.bytes(shape),
+                "slots": split.slots,
+                "kv_pages": split.pages,
+            },
+            "sequences": lengths.collect::<Vec<_>>(),
+        })
+    }
+}

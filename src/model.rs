@@ -1,0 +1,111 @@
+//! Opening and loading the model that the arguments name.
+
+use std::{
+    rc::Rc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use selkie_core::{
+    backend::Backend,
+    engine::EngineOptions,
+    model_dir::ModelFiles,
+    session::Session,
+    source::{Dir, Source},
+    state::CapturePolicy,
+    weights::Progress,
+};
+
+use crate::{
+    args::{ModelArgs, Policy, PoolArgs},
+    embedded,
+    failure::Outcome,
+};
+
+/// Sequences that run at once where many are wanted and nothing is said.
+pub const DEFAULT_MAX_BATCH: usize = 16;
+/// Loading that is quicker than this shows no bar.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// The files of the model that the arguments name.
+pub fn open(args: &ModelArgs) -> Outcome<Rc<ModelFiles>> {
+    let source: Rc<dyn Source> = match &args.model {
+        Some(dir) => Rc::new(Dir::open(dir)?),
+        None => Rc::new(embedded::DEMO),
+    };
+    Ok(Rc::new(pollster::block_on(ModelFiles::open(source, unix_time))?))
+}
+
+/// Seconds since 1970, for chat templates that print the date.
+fn unix_time() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// The engine's options of the command line.
+pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOptions {
+    EngineOptions {
+        memory: args.memory,
+        slots: args.slots,
+        kv_pages: args.kv_pages,
+        max_batch: args.max_batch.unwrap_or(default_max_batch),
+        step_tokens: args.step_tokens,
+        context: args.context,
+        prefix_cache: !args.no_prefix_cache,
+        policy: match args.capture_policy {
+            Policy::Default => CapturePolicy::Default,
+            Policy::OnePerPrefill => CapturePolicy::OnePerPrefill,
+        },
+        ..EngineOptions::default()
+    }
+}
+
+/// Loads the model, with a bar if that takes long.
+pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOptions) -> Outcome<Session<B>> {
+    let started = Instant::now();
+    let mut bar = LoadingBar::start();
+    let session = pollster::block_on(Session::load(backend, files.clone(), options, &mut |p| bar.update(&p)))?;
+    drop(bar);
+    let caps = session.engine().caps();
+    tracing::info!(
+        "{} loaded on {} ({}) in {:.3} s",
+        files.label(),
+        caps.backend,
+        caps.device,
+        started.elapsed().as_secs_f64()
+    );
+    Ok(session)
+}
+
+/// A progress bar that shows up only if loading takes long, and goes when it is dropped.
+pub struct LoadingBar {
+    started: Instant,
+    bar: Option<ProgressBar>,
+}
+
+impl LoadingBar {
+    /// Loading begins.
+    pub fn start() -> Self {
+        Self { started: Instant::now(), bar: None }
+    }
+
+    /// Loading goes on.
+    pub fn update(&mut self, progress: &Progress) {
+        if self.bar.is_none() && self.started.elapsed() < PATIENCE {
+            return;
+        }
+        let bar = self.bar.get_or_insert_with(|| {
+            let style = "loading {bar:30} {binary_bytes} of {binary_total_bytes}, {eta} left";
+            let bar = ProgressBar::with_draw_target(Some(progress.total), ProgressDrawTarget::stderr());
+            bar.with_style(ProgressStyle::with_template(style).expect("the template is valid"))
+        });
+        bar.set_position(progress.done);
+    }
+}
+
+impl Drop for LoadingBar {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Whatever is wrong with the input, the program names the file and the cause, says it on standard error, ends with the
+//! right exit code and leaves no output behind.
+
+mod binary;
+
+use std::{fs, process::Output};
+
+use binary::*;
+use serde_json::json;
+
+/// Exit code 1, nothing on standard output, and every one of `needles` in the message.
+fn refused(out: &Output, needles: &[&str]) {
+    ends_with(out, 1, needles);
+}
+
+fn ends_with(out: &Output, code: i32, needles: &[&str]) {
+    let message = stderr(out);
+    assert_eq!(out.status.code(), Some(code), "{message}");
+    assert!(!message.contains("panicked"), "{message}");
+    for needle in needles {
+        assert!(message.contains(needle), "no {needle:?} in: {message}");
+    }
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "", "{message}");
+}
+
+/// A short greedy generation with the model in `dir`.
+fn generate(dir: &TempDir) -> Output {
+    run(&["generate", "-m", dir.dir(), "--backend", "cpu", "--raw", "Hello", "--max-tokens", "1"])
+}
+
+/// The logits of two tokens with the model in `dir`, for models without a tokenizer; the output must not appear.
+fn logits(dir: &TempDir, ids: &str) -> Output {
+    let out = TempDir::new(&format!("{}.out", dir.path("").parent().unwrap().file_name().unwrap().to_str().unwrap()));
+    let (ids, file) = (out.write("ids.json", ids), out.arg("logits.safetensors"));
+    let result = run(&["logits", "-m", dir.dir(), "--backend", "cpu", "--ids", &ids, "--out", &file]);
+    if !result.status.success() {
+        assert_eq!(out.names(), ["ids.json"]);
+    }
+    result
+}
+
+#[test]
+fn missing_directory() {
+    refused(&run(&["-m", "/no/such/model", "Hello"]), &["/no/such/model"]);
+    refused(&run(&["inspect", "-m", "/no/such/model"]), &["/no/such/model"]);
+    let file = repository("Cargo.toml");
+    refused(&run(&["inspect", "-m", file.to_str().unwrap()]), &["Cargo.toml", "directory"]);
+}
+
+#[test]
+fn directory_without_config() {
+    let dir = TempDir::new("no_config");
+    refused(&generate(&dir), &[dir.dir(), "config.json"]);
+    refused(&run(&["inspect", "-m", dir.dir()]), &[dir.dir(), "config.json"]);
+}
+
+#[test]
+fn unknown_model_type_lists_the_known_ones() {
+    let dir = copy_of("tests/golden/llama", "unknown_type");
+    edit_json(&dir, "config.json", |c| c["model_type"] = "rwkv9".into());
+    refused(&logits(&dir, "[1, 2]"), &["config.json", "rwkv9", "nemotron_h", "qwen3_next", "llama"]);
+}
+
+#[test]
+fn config_that_is_no_json() {
+    let dir = copy_of("tests/golden/llama", "config_no_json");
+    dir.write("config.json", "{\"model_type\": \"llama\",");
+    refused(&logits(&dir, "[1, 2]"), &["config.json"]);
+}
+
+#[test]
+fn missing_config_key() {
+    let dir = copy_of("tests/golden/llama", "missing_key");
+    edit_json(&dir, "config.json", |c| {
+        c.as_object_mut().unwrap().remove("hidden_size");
+    });
+    refused(&logits(&dir, "[1, 2]"), &["config.json", "hidden_size"]);
+}
+
+#[test]
+fn ill_typed_config_key() {
+    let dir = copy_of("tests/golden/llama", "ill_typed_key");
+    for value in [json!("sixty-four"), json!(-64), json!(6.4), json!([64]), json!(1u64 << 60), json!(0)] {
+        edit_json(&dir, "config.json", |c| c["hidden_size"] = value.clone());
+        refused(&logits(&dir, "[1, 2]"), &["config.json", "hidden_size"]);
+    }
+}
+
+#[test]
+fn truncated_weights() {
+    let dir = copy_of("tests/golden/llama", "truncated");
+    let bytes = fs::read(dir.path("model.safetensors")).unwrap();
+    for length in [0, 5, 8, 100, bytes.len() - 1] {
+        dir.write("model.safetensors", &bytes[..length]);
+        refused(&logits(&dir, "[1, 2]"), &["model.safetensors"]);
+    }
+    fs::remove_file(dir.path("model.safetensors")).unwrap();
+    refused(&logits(&dir, "[1, 2]"), &[dir.dir(), "model.safetensors"]);
+}
+
+#[test]
+fn lying_header() {
+    let dir = copy_of("tests/golden/llama", "lying");
+    let bytes = fs::read(dir.path("model.safetensors")).unwrap();
+    for claimed in [u64::MAX, 1 << 40, bytes.len() as u64] {
+        let mut changed = bytes.clone();
+        changed[..8].copy_from_slice(&claimed.to_le_bytes());
+        dir.write("model.safetensors", changed);
+        refused(&logits(&dir, "[1, 2]"), &["model.safetensors", "header"]);
+    }
+    for offsets in [json!([0, 1u64 << 50]), json!([8, 0]), json!([0, 2]), json!("all")] {
+        dir.write("model.safetensors", &bytes);
+        edit_header(&dir, |h| h["model.norm.weight"]["data_offsets"] = offsets);
+        refused(&logits(&dir, "[1, 2]"), &["model.safetensors", "model.norm.weight"]);
+    }
+    dir.write("model.safetensors", &bytes);
+    edit_header(&dir, |h| h["model.norm.weight"]["shape"] = json!([u64::MAX, 2]));
+    refused(&logits(&dir, "[1, 2]"), &["model.safetensors", "model.norm.weight"]);
+}
+
+#[test]
+fn missing_tensor() {
+    let dir = copy_of("tests/golden/llama", "missing_tensor");
+    edit_header(&dir, |h| {
+        h.as_object_mut().unwrap().remove("model.layers.1.mlp.down_proj.weight");
+    });
+    refused(&logits(&dir, "[1, 2]"), &["model.safetensors", "model.layers.1.mlp.down_proj.weight", "missing"]);
+}
+
+#[test]
+fn tensor_of_wrong_shape() {
+    let dir = copy_of("tests/golden/llama", "wrong_shape");
+    edit_header(&dir, |h| {
+        let shape = h["model.layers.1.mlp.down_proj.weight"]["shape"].as_array_mut().unwrap();
+        shape.reverse();
+    });
+    refused(&logits(&dir, "[1, 2]"), &["model.safetensors", "model.layers.1.mlp.down_proj.weight", "64", "112"]);
+}
+
+#[test]
+fn tensor_of_an_unsupported_dtype() {
+    let dir = copy_of("tests/golden/llama", "wrong_dtype");
+    let (file, tensor) = ("model.safetensors", "model.layers.1.mlp.down_proj.weight");
+    edit_header(&dir, |h| {
+        // The same number of bytes.
+        h[tensor]["dtype"] = match h[tensor]["dtype"].as_str().unwrap() {
+            "F32" => "I32",
+            _ => "I16",
+        }
+        .into();
+    });
+    refused(&logits(&dir, "[1, 2]"), &[file, tensor, "dtype"]);
+}
+
+#[test]
+fn broken_tokenizer() {
+    let dir = copy_of("models/demo", "broken_tokenizer");
+    for content in ["", "{}", "{\"model\": 5}", "not JSON"] {
+        dir.write("tokenizer.json", content);
+        refused(&generate(&dir), &["tokenizer.json"]);
+    }
+}
+
+#[test]
+fn chat_template_that_raises() {
+    let dir = copy_of("models/demo", "raising_template");
+    let args = ["generate", "-m", dir.dir(), "--backend", "cpu", "Hello"];
+    edit_json(&dir, "tokenizer_config.json", |c| {
+        c["chat_template"] = "{{ raise_exception('only on Sundays') }}".into();
+    });
+    refused(&run(&args), &["tokenizer_config.json", "only on Sundays"]);
+    edit_json(&dir, "tokenizer_config.json", |c| c["chat_template"] = "{% for m in %}".into());
+    refused(&run(&args), &["tokenizer_config.json", "template"]);
+    edit_json(&dir, "tokenizer_config.json", |c| {
+        c["chat_template"] = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}".into();
+    });
+    refused(&run(&args), &["tokenizer_config.json", "template"]);
+}
+
+#[test]
+fn token_id_out_of_range() {
+    let dir = copy_of("tests/golden/llama", "id_range");
+    refused(&logits(&dir, "[1, 2, 320]"), &["320", "319"]);
+    for ids in ["[1, -2]", "[1, 2.5]", "{\"ids\": [1]}", "[1,", "[4294967296]"] {
+        refused(&logits(&dir, ids), &["ids.json"]);
+    }
+    refused(&logits(&dir, "[]"), &["empty"]);
+}
+
+#[test]
+fn empty_prompt() {
+    refused(&run(&[""]), &["empty"]);
+    refused(&run_with_input(&["-"], ""), &["empty"]);
+    refused(&run_with_input(&["--raw", "-"], "\n"), &["empty"]);
+}
+
+#[test]
+fn prompt_longer_than_the_context() {
+    let out = run(&["--context", "64", "--max-tokens", "8", "--raw", &"Hello! ".repeat(40)]);
+    refused(&out, &["tokens", "context", "64"]);
+    // The model's own context.
+    let dir = copy_of("tests/golden/llama", "long_prompt");
+    let limit = json(dir.path("config.json"))["max_position_embeddings"].as_u64().unwrap();
+    let ids = vec!["1"; limit as usize + 1].join(",");
+    refused(&logits(&dir, &format!("[{ids}]")), &[&limit.to_string(), &(limit + 1).to_string()]);
+}
+
+#[test]
+fn impossible_sampling_values() {
+    for (option, value) in [
+        ("--temperature", "-1"),
+        ("--temperature", "NaN"),
+        ("--top-p", "0"),
+        ("--top-p", "1.5"),
+        ("--min-p", "2"),
+        ("--repetition-penalty", "0"),
+    ] {
+        let out = run(&[&format!("{option}={value}"), "Hello"]);
+        ends_with(&out, 2, &[&option[2..].replace('-', " ").split(' ').next().unwrap()[..3], value]);
+    }
+    for (option, value) in [("--top-k", "-3"), ("--seed", "x"), ("--max-tokens", "many"), ("--memory", "4 apples")] {
+        ends_with(&run(&[&format!("{option}={value}"), "Hello"]), 2, &[option, value]);
+    }
+    refused(&run(&["--stop", "", "Hello"]), &["stop string"]);
+    refused(&run(&["--max-tokens", "0", "Hello"]), &["max_tokens"]);
+}
+
+#[test]
+fn impossible_generation_config() {
+    let dir = copy_of("models/demo", "generation_config");
+    edit_json(&dir, "generation_config.json", |c| {
+        c["do_sample"] = true.into();
+        c["top_p"] = json!(7);
+    });
+    refused(&generate(&dir), &["generation_config.json", "top"]);
+}
+
+#[test]
+fn usage() {
+    ends_with(&run(&["--no-such-option"]), 2, &["--no-such-option"]);
+    ends_with(&run(&["logits"]), 2, &["--ids"]);
+    ends_with(&run(&["--backend", "tpu", "Hello"]), 2, &["tpu", "cuda"]);
+}
+
+#[test]
+fn closed_stdout_is_no_drama() {
+    for args in [&["Hello!"][..], &["inspect"], &["devices"], &["--help"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let out = selkie().args(args).stdout(writer).output().unwrap();
+        assert_eq!(stderr(&out), "", "{args:?}");
+        assert!(out.status.success(), "{args:?}");
+    }
+}
+
+#[test]
+fn not_enough_memory() {
+    // More slots than any machine has room for.
+    let out = run(&["--backend", "cpu", "--slots", "1000000000", "Hello"]);
+    refused(&out, &["memory", "asked", "free"]);
+    // Less than one sequence needs.
+    let out = run(&["--backend", "cpu", "--memory", "1KiB", "Hello"]);
+    refused(&out, &["memory", "asked", "free"]);
+}
+
+#[test]
+fn a_backend_asked_for_by_name_never_falls_back() {
+    let devices = run(&["devices", "--json"]);
+    let devices: serde_json::Value = serde_json::from_slice(&devices.stdout).unwrap();
+    for backend in ["cuda", "wgpu"] {
+        let usable = devices.as_array().unwrap().iter().any(|d| d["backend"] == backend && d["usable"] == true);
+        if !usable {
+            refused(&run(&["--backend", backend, "Hello"]), &[backend, "no usable device"]);
+        }
+    }
+}
+
+#[test]
+fn batch_input_and_output() {
+    let dir = TempDir::new("batch_files");
+    let input = dir.write("in.jsonl", "{\"prompt\": \"Hello\", \"max_tokens\": 1}\n");
+    refused(&run(&["batch", "/no/such/in.jsonl", "-o", &dir.arg("out.jsonl")]), &["/no/such/in.jsonl"]);
+    refused(&run(&["batch", &input, "-o", "/no/such/out.jsonl"]), &["/no/such/out.jsonl"]);
+    refused(&run(&["batch", &input, "-o", &dir.arg("out.jsonl"), "-m", "/no/such/model"]), &["/no/such/model"]);
+    let out = run(&["batch", &input, "-o", &dir.arg("out.jsonl"), "--stats", "/no/such/stats.json"]);
+    refused(&out, &["/no/such/stats.json"]);
+    assert_eq!(dir.names(), ["in.jsonl"]);
+}

@@ -1,0 +1,137 @@
+//! Runs the real binary.
+
+#![allow(dead_code, reason = "every test binary uses a part of this")]
+
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+};
+
+use serde_json::Value;
+
+/// The binary, on the CPU and without the caller's settings.
+pub fn selkie() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_selkie"));
+    command.env_remove("SELKIE_LOG").env_remove("RUST_BACKTRACE").stdin(Stdio::null());
+    command
+}
+
+/// Runs it with `args`.
+pub fn run(args: &[&str]) -> Output {
+    selkie().args(args).output().unwrap()
+}
+
+/// Runs it with `args` and a text on standard input.
+pub fn run_with_input(args: &[&str], input: &str) -> Output {
+    let mut command = selkie();
+    command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+/// Standard output of a run that must succeed.
+pub fn stdout(out: Output) -> String {
+    assert!(out.status.success(), "{}\n{}", out.status, String::from_utf8_lossy(&out.stderr));
+    String::from_utf8(out.stdout).unwrap()
+}
+
+/// What a run said on standard error.
+pub fn stderr(out: &Output) -> String {
+    String::from_utf8(out.stderr.clone()).unwrap()
+}
+
+/// A file of the repository.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// JSON from a file of the repository.
+pub fn json(path: impl AsRef<Path>) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// An empty directory of this test, which goes when it is dropped.
+pub struct TempDir(PathBuf);
+
+impl TempDir {
+    /// `name` must be unique among the tests of a binary.
+    pub fn new(name: &str) -> Self {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.{}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir_all(&dir).unwrap();
+        Self(dir)
+    }
+
+    /// A path in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// A path in it as an argument.
+    pub fn arg(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+
+    /// The directory itself as an argument.
+    pub fn dir(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+
+    /// Writes a file.
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) -> String {
+        fs::write(self.path(name), content).unwrap();
+        self.arg(name)
+    }
+
+    /// The names of its files.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> =
+            fs::read_dir(&self.0).unwrap().map(|f| f.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for TempDir {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A copy of a model directory of the repository, to be damaged.
+pub fn copy_of(model: &str, name: &str) -> TempDir {
+    let dir = TempDir::new(name);
+    for file in
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+    {
+        let from = repository(model).join(file);
+        if from.exists() {
+            fs::copy(from, dir.path(file)).unwrap();
+        }
+    }
+    dir
+}
+
+/// Changes a JSON file.
+pub fn edit_json(dir: &TempDir, file: &str, edit: impl FnOnce(&mut Value)) {
+    let mut value = json(dir.path(file));
+    edit(&mut value);
+    dir.write(file, value.to_string());
+}
+
+/// Changes the header of a safetensors file; its data stays.
+pub fn edit_header(dir: &TempDir, edit: impl FnOnce(&mut Value)) {
+    let bytes = fs::read(dir.path("model.safetensors")).unwrap();
+    let (length, rest) = bytes.split_at(8);
+    let length = u64::from_le_bytes(length.try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&rest[..length]).unwrap();
+    edit(&mut header);
+    let header = header.to_string();
+    let mut changed = (header.len() as u64).to_le_bytes().to_vec();
+    changed.extend(header.as_bytes());
+    changed.extend(&rest[length..]);
+    dir.write("model.safetensors", changed);
+}
