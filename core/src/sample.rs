@@ -263,7 +263,7 @@ mod tests {
         ] {
             let want = distribution(&logits, &seen, &p);
             let n = 40_000;
-            let mut count = vec![0u32; 50];
+            let mut count = [0u32; 50];
             let mut scratch = Vec::new();
             (0..n).for_each(|i| count[sample(&logits, &seen, &p, i, &mut scratch) as usize] += 1);
             for (id, (&c, &w)) in count.iter().zip(&want).enumerate() {
