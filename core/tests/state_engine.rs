@@ -45,6 +45,7 @@ struct Setup {
     one_per_prefill: bool,
     path_cap: usize,
     max_nodes: usize,
+    clear_at: Option<usize>,
 }
 
 fn spec() -> impl Strategy<Value = Spec> {
@@ -72,11 +73,23 @@ fn setup() -> impl Strategy<Value = Setup> {
         1 => (0..24usize).prop_map(|p| (None, Some(p))),
     ];
     let steps = prop_oneof![1 => 1..8usize, 2 => 8..200usize, 1 => Just(64usize), 1 => Just(256usize), 1 => Just(2048)];
-    let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.3), 1..9usize, 1..60usize);
+    let clear = prop::option::weighted(0.1, 0..60usize);
+    let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.3), 1..9usize, 1..60usize, clear);
     (pools, 1..6usize, steps, 0..3usize, flags).prop_map(
         |((slots, more_pages), max_batch, step_tokens, depth, flags)| {
-            let (cache, one_per_prefill, path_cap, max_nodes) = flags;
-            Setup { slots, more_pages, max_batch, step_tokens, depth, cache, one_per_prefill, path_cap, max_nodes }
+            let (cache, one_per_prefill, path_cap, max_nodes, clear_at) = flags;
+            Setup {
+                slots,
+                more_pages,
+                max_batch,
+                step_tokens,
+                depth,
+                cache,
+                one_per_prefill,
+                path_cap,
+                max_nodes,
+                clear_at,
+            }
         },
     )
 }
@@ -130,6 +143,7 @@ fn run_case(specs: &[Spec], setup: &Setup) -> Stats {
         max_nodes: setup.max_nodes,
     };
     let mut sim = Sim::new(shape, limits, setup.depth);
+    sim.clear_at = setup.clear_at;
     let outcomes = sim.run(&jobs);
     for (job, outcome) in jobs.iter().zip(&outcomes) {
         check_outcome(job, outcome, setup.cache, sim.preempted);

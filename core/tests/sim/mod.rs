@@ -90,6 +90,8 @@ pub struct Sim {
     /// Steps planned ahead of the commits.
     depth: usize,
     pub preempted: bool,
+    /// The tree is cleared before this step.
+    pub clear_at: Option<usize>,
 }
 
 impl Sim {
@@ -103,6 +105,7 @@ impl Sim {
             pending: VecDeque::new(),
             depth,
             preempted: false,
+            clear_at: None,
             scheduler,
             shape,
             limits,
@@ -133,6 +136,11 @@ impl Sim {
                 self.live.iter().filter(|(_, l)| l.cancel_at.is_some_and(|at| at <= now)).map(|(&id, _)| id).collect();
             for id in due {
                 self.finish(id, true, &mut outcomes);
+            }
+            if self.clear_at == Some(now) {
+                self.scheduler.clear_cache();
+                self.audit();
+                self.poison();
             }
             let planned = self.step();
             while self.pending.len() > if planned { self.depth } else { 0 } {
