@@ -9,6 +9,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::Result;
 use selkie_core::backend::Backend;
 use selkie_core::cases::{self, Size};
+use selkie_core::cpu::CpuBackend;
 
 fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size) -> Vec<Trial> {
     let test = |(i, case): (usize, cases::Case)| {
@@ -37,7 +38,7 @@ fn main() {
     // A device is opened once per thread, and the CPU backend has threads of its own.
     args.test_threads.get_or_insert(1);
     let mut trials = vec![Trial::test("no op binds more than 8 buffers", bindings)];
-    trials.push(common::absent("cpu", "this version has no CPU backend".into()));
+    trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
     trials.push(common::absent("cuda", "this version has no CUDA backend".into()));
     trials.push(common::absent("wgpu", "this version has no wgpu backend".into()));
     libtest_mimic::run(&args, trials).exit();

@@ -89,7 +89,8 @@ impl Handle for Plain {
 /// The whole table.
 pub fn all() -> Vec<Case> {
     let mut t = Table { op: "", cases: vec![] };
-    let ops: [(&'static str, fn(&mut Table)); 14] = [
+    type Fill = fn(&mut Table);
+    let ops: [(&'static str, Fill); 14] = [
         ("embed", embed::cases),
         ("gather", embed::gather),
         ("rms_norm", rms_norm::cases),

@@ -29,10 +29,10 @@ impl Routing {
     }
 }
 
-/// Indices of the `k` largest, ties to the lower index, ascending.
+/// Indices of the `k` largest, ties (0 and -0 are equal) to the lower index, ascending.
 fn top(scores: &[f64], k: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
-    order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));
+    order.sort_by(|&a, &b| scores[b].partial_cmp(&scores[a]).expect("numbers").then(a.cmp(&b)));
     order.truncate(k);
     order.sort_unstable();
     order
