@@ -1,0 +1,190 @@
+//! Whole models on every backend against the references of `tests/golden`: the logits of every prompt position, 24 greedy
+//! tokens, and the final states of all layers. A folder there is a model of its own, so a new family needs no line here.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use safetensors::SafeTensors;
+use selkie_core::Result;
+use selkie_core::backend::Backend;
+use selkie_core::checkpoint::Checkpoint;
+use selkie_core::config::Config;
+use selkie_core::cpu::CpuBackend;
+use selkie_core::engine::direct::{Direct, LayerValues, Sequence};
+use selkie_core::models::{self, Limits};
+use selkie_core::source::Dir;
+use selkie_core::weights::Loader;
+
+const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
+/// A greedy token must agree where the reference's best logit leads by more than this, in units of the logits.
+const MARGIN: f32 = 1e-3;
+
+/// Largest difference from the reference, in units of 1 + |reference|.
+#[derive(Clone, Copy)]
+struct Tolerance {
+    logits: f32,
+    states: f32,
+}
+
+/// The reference of one prompt.
+struct Prompt {
+    ids: Vec<u32>,
+    logits: Vec<f32>,
+    greedy_ids: Vec<u32>,
+    greedy_logits: Vec<f32>,
+    /// Name without `prompt{n}.state.`, shape, values.
+    states: Vec<(String, Vec<usize>, Vec<f32>)>,
+}
+
+fn references(dir: &Path) -> Vec<Prompt> {
+    let bytes = std::fs::read(dir.join("reference.safetensors")).expect("the references are part of the repository");
+    let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
+    let f32s = |name: &str| -> Vec<f32> {
+        let data = file.tensor(name).expect(name).data();
+        data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    };
+    let u32s = |name: &str| -> Vec<u32> {
+        let data = file.tensor(name).expect(name).data();
+        data.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
+    };
+    let count = file.names().iter().filter(|n| n.ends_with(".input_ids")).count();
+    let prompt = |i: usize| {
+        let state = |full: &str| {
+            let name = full.strip_prefix(&format!("prompt{i}.state."))?;
+            Some((name.to_owned(), file.tensor(full).ok()?.shape().to_vec(), f32s(full)))
+        };
+        Prompt {
+            ids: u32s(&format!("prompt{i}.input_ids")),
+            logits: f32s(&format!("prompt{i}.logits")),
+            greedy_ids: u32s(&format!("prompt{i}.greedy_ids")),
+            greedy_logits: f32s(&format!("prompt{i}.greedy_logits")),
+            states: file.names().iter().filter_map(|n| state(n)).collect(),
+        }
+    };
+    (0..count).map(prompt).collect()
+}
+
+/// The largest error, in units of 1 + |reference|; NaN counts as infinite.
+fn error(got: &[f32], want: &[f32]) -> Result<f32, Failed> {
+    if got.len() != want.len() {
+        return Err(format!("{} values for {}", got.len(), want.len()).into());
+    }
+    let one = |(g, w): (&f32, &f32)| (g - w).abs() / (1.0 + w.abs());
+    Ok(got.iter().zip(want).map(one).fold(0.0, |a, e| if e.is_nan() { f32::INFINITY } else { f32::max(a, e) }))
+}
+
+fn within(what: &str, error: f32, limit: f32) -> Result<f32, Failed> {
+    if error <= limit { Ok(error) } else { Err(format!("{what}: error {error:.2e} exceeds {limit:.0e}").into()) }
+}
+
+/// Distance of the best logit from the second best.
+fn margin(logits: &[f32]) -> f32 {
+    let mut sorted = logits.to_vec();
+    sorted.sort_by(f32::total_cmp);
+    sorted[sorted.len() - 1] - sorted[sorted.len() - 2]
+}
+
+fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f32, Failed> {
+    let mut worst = 0f32;
+    for (name, shape, want) in &prompt.states {
+        let (layer, kind) = name.strip_prefix("layer").and_then(|n| n.split_once('.')).ok_or("a state's name")?;
+        let layer: &LayerValues = layers.get(layer.parse::<usize>()?).ok_or("a state of a layer that is not there")?;
+        let found = match kind {
+            "conv_states.0" => {
+                // The reference keeps K columns, the engine the last K - 1.
+                let k = shape[2];
+                let last = want.chunks(k).flat_map(|row| &row[1..]).copied().collect::<Vec<f32>>();
+                error(layer.conv.as_ref().ok_or("no convolution state")?, &last)
+            }
+            "recurrent_states.0" => error(layer.recurrent.as_ref().ok_or("no recurrent state")?, want),
+            "keys" => error(&layer.kv.as_ref().ok_or("no keys")?.0, want),
+            "values" => error(&layer.kv.as_ref().ok_or("no values")?.1, want),
+            other => return Err(format!("unknown state {other}").into()),
+        }?;
+        worst = worst.max(within(name, found, limit)?);
+    }
+    Ok(worst)
+}
+
+/// Runs one folder; `steps` cuts the prompts.
+async fn check<B: Backend>(backend: &B, dir: &Path, tolerance: Tolerance, steps: &[usize]) -> Result<String, Failed> {
+    let text = |e: selkie_core::Error| Failed::from(e.to_string());
+    let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
+    let checkpoint = Checkpoint::open(Rc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
+    let architecture = models::read(&config).map_err(text)?;
+    let mut report = |_| ();
+    let mut loader = Loader::new(backend, &checkpoint, &mut report);
+    let model = models::build(&architecture, &mut loader, LIMITS).await.map_err(text)?;
+    let vocab = model.spec().vocab;
+    let mut worst = [0f32; 3];
+    for (i, prompt) in references(dir).iter().enumerate() {
+        let mut direct = Direct::new(backend, model.as_ref(), LIMITS, 2, 8).map_err(text)?;
+        let mut sequence = Sequence::default();
+        let logits = direct.prompt(&mut sequence, &prompt.ids, steps).await.map_err(text)?;
+        let found = error(&logits, &prompt.logits)?;
+        worst[0] = worst[0].max(within(&format!("logits of prompt {i}"), found, tolerance.logits)?);
+        let states = direct.states(&sequence).await.map_err(text)?;
+        worst[1] = worst[1].max(check_states(prompt, &states, tolerance.states)?);
+        let last = &logits[logits.len() - vocab..];
+        let (ids, logits) = direct.greedy(&mut sequence, last, prompt.greedy_ids.len()).await.map_err(text)?;
+        // Row j of the reference follows token j; what chose token j are the logits before it.
+        let before = |j: usize| match j {
+            0 => &prompt.logits[prompt.logits.len() - vocab..],
+            _ => &prompt.greedy_logits[(j - 1) * vocab..j * vocab],
+        };
+        let wrong = (0..ids.len()).find(|j| ids[*j] != prompt.greedy_ids[*j]);
+        if let Some(j) = wrong
+            && margin(before(j)) > MARGIN
+        {
+            return Err(format!("greedy token {j} of prompt {i} is {}, not {}", ids[j], prompt.greedy_ids[j]).into());
+        }
+        let same = wrong.unwrap_or(ids.len()) * vocab;
+        let found = error(&logits[..same], &prompt.greedy_logits[..same])?;
+        worst[2] = worst[2].max(within(&format!("greedy logits of prompt {i}"), found, tolerance.logits)?);
+    }
+    Ok(format!("logits {:.1e}, states {:.1e}, greedy logits {:.1e}", worst[0], worst[1], worst[2]))
+}
+
+/// The folders whose family this version knows.
+fn folders() -> Vec<PathBuf> {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let entries = std::fs::read_dir(golden).expect("the references are part of the repository");
+    let known = |dir: &PathBuf| {
+        let config = std::fs::read(dir.join("config.json")).ok()?;
+        let config = Config::parse("config.json", &config).ok()?;
+        models::FAMILIES.iter().find(|f| Ok(f.model_type) == config.model_type().map_err(|_| ()))
+    };
+    let mut dirs: Vec<PathBuf> = entries.map(|e| e.expect("readable").path()).filter(|d| known(d).is_some()).collect();
+    dirs.sort();
+    dirs
+}
+
+fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: Tolerance) -> Vec<Trial> {
+    let cuts: [(&str, &[usize]); 2] = [("", &[]), (" in uneven steps", &[1, 30, 3, 64, 7, 50, 1, 1])];
+    let tests = folders().into_iter().flat_map(|dir| {
+        cuts.map(|(label, steps)| {
+            let test = format!("{}{label}", dir.file_name().expect("a folder").to_string_lossy());
+            let (id, dir) = (format!("{name} {test}"), dir.clone());
+            let run = move |backend: &B| {
+                let found = pollster::block_on(check(backend, &dir, tolerance, steps))?;
+                eprintln!("{id}: {found}");
+                Ok(())
+            };
+            (test, false, run)
+        })
+    });
+    common::on(name, open, tests)
+}
+
+fn main() {
+    let mut args = Arguments::from_args();
+    // A device is opened once per thread, and the CPU backend has threads of its own.
+    args.test_threads.get_or_insert(1);
+    let mut trials = models_on("cpu", || Ok(CpuBackend::new()), Tolerance { logits: 1e-4, states: 1e-4 });
+    trials.push(common::absent("cuda", "this version has no CUDA backend".into()));
+    trials.push(common::absent("wgpu", "this version has no wgpu backend".into()));
+    libtest_mimic::run(&args, trials).exit();
+}
