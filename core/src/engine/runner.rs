@@ -24,7 +24,13 @@ pub struct RunnerLimits {
 impl RunnerLimits {
     /// The bucket that no step exceeds.
     pub fn largest(&self) -> Bucket {
-        Bucket::holding(self.tokens, self.lanes, self.tokens, self.lanes, self.pages)
+        let rows = self.lanes.min(self.tokens);
+        Bucket::holding(self.tokens, rows, self.tokens, rows, self.pages)
+    }
+
+    /// The bucket of a decode step of `rows` sequences.
+    fn decode(&self, rows: usize) -> Bucket {
+        Bucket::holding(rows, rows, rows, rows, self.pages)
     }
 }
 
@@ -75,10 +81,8 @@ impl<B: Backend> Runner<B> {
 
     /// Sizes the scratch arena: no bucket needs more than the largest decode or prefill bucket.
     fn reserve(&self, limits: RunnerLimits) -> Result<()> {
-        let decode = Bucket::holding(limits.lanes, limits.lanes, limits.lanes, limits.lanes, limits.pages);
-        let one = Bucket::holding(1, 1, 1, 1, limits.pages);
         let mut measure = Measure::new(&self.backend);
-        for bucket in [one, decode, limits.largest()] {
+        for bucket in [limits.decode(1), limits.decode(limits.lanes.min(limits.tokens)), limits.largest()] {
             self.forward(&mut measure, bucket)?;
         }
         let scratch = measure.scratch;
