@@ -338,3 +338,7 @@ fn argmax(logits: &[f32]) -> u32 {
     let best = logits.iter().enumerate().fold((0, f32::NEG_INFINITY), |b, (i, &x)| if x > b.1 { (i, x) } else { b });
     best.0 as u32
 }
+
+#[cfg(test)]
+#[path = "direct_tests.rs"]
+mod tests;
