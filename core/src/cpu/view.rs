@@ -11,6 +11,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 
 use super::Buf;
+use super::gemm::WeightRows;
 use crate::backend::Handle;
 use crate::tensor::{DType, Tensor};
 
@@ -109,6 +110,11 @@ impl<T: Elem> Rows<'_, T> {
         unsafe { std::slice::from_raw_parts(self.ptr.add(i * self.stride), self.len) }
     }
 
+    /// First element and row stride, for kernels that take pointers.
+    pub fn raw(&self) -> (*const T, usize) {
+        (self.ptr, self.stride)
+    }
+
     /// All elements of a tensor without gaps (a vector, say).
     pub fn flat(&self) -> &[T] {
         assert!(self.rows <= 1 || self.stride == self.len, "a view with gaps as one slice");
@@ -151,6 +157,13 @@ impl RowBytes<'_> {
         self.rows
     }
 
+    /// Rows `from .. from + n` for the product kernels; the first of them gives output column `col`.
+    pub fn block(&self, from: usize, n: usize, col: usize) -> WeightRows {
+        assert!(from + n <= self.rows, "rows {from}..{} of {}", from + n, self.rows);
+        let ptr = self.ptr.wrapping_add(from * self.stride);
+        WeightRows { ptr, dtype: self.dtype, n, row_stride: self.stride / self.dtype.bytes(), col }
+    }
+
     /// The bytes of row `i`.
     pub fn row(&self, i: usize) -> &[u8] {
         assert!(i < self.rows, "row {i} of {}", self.rows);
@@ -176,6 +189,11 @@ pub(crate) fn write<T: Elem>(t: &Tensor<Buf>) -> Writer<'_, T> {
 }
 
 impl<T: Elem> Writer<'_, T> {
+    /// First element and row stride, for kernels that take pointers.
+    pub fn raw(&mut self) -> (*mut T, usize) {
+        (self.ptr, self.stride)
+    }
+
     /// The rows.
     pub fn rows(&mut self) -> RowsMut<'_, T> {
         RowsMut { ptr: self.ptr, rows: self.rows, len: self.len, stride: self.stride, _life: PhantomData }
@@ -246,20 +264,6 @@ impl<'a, T: Elem> RowsMut<'a, T> {
             }
         }
         tiles
-    }
-
-    /// Cuts into bands of columns of these widths, which add up to at most the row length.
-    pub fn bands(self, widths: impl Iterator<Item = usize>) -> Vec<RowsMut<'a, T>> {
-        let mut at = 0;
-        let bands = widths.map(|len| {
-            let c = at;
-            at += len;
-            assert!(at <= self.len, "bands of {at} columns of {}", self.len);
-            // SAFETY: column c is at most one past the row; an empty view is not dereferenced.
-            let ptr = if self.rows == 0 { self.ptr } else { unsafe { self.ptr.add(c) } };
-            RowsMut { ptr, rows: self.rows, len, stride: self.stride, _life: PhantomData }
-        });
-        bands.collect()
     }
 }
 

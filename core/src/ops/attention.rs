@@ -5,7 +5,7 @@ use crate::backend::Handle;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
-use crate::cpu::{self, tasks, view};
+use crate::cpu::{self, dot, tasks, view};
 use crate::step::{NONE, PAGE, Step};
 use crate::tensor::Tensor;
 
@@ -174,11 +174,7 @@ fn attend<S: Simd>(
     let mut scores = [f32::NEG_INFINITY; PAGE];
     let mut max = running.max;
     for (k, score) in keys.chunks(hd).zip(&mut scores[from..]) {
-        let mut acc = s.zero();
-        for (q, k) in q.chunks(LANES).zip(k.chunks(LANES)) {
-            acc = s.fma(s.load_partial(q), s.load_partial(k), acc);
-        }
-        *score = s.reduce_sum(acc) * scale;
+        *score = dot::dot(s, q, k) * scale;
         max = if *score > max { *score } else { max };
     }
     let mut sum = s.zero();

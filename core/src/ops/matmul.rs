@@ -2,8 +2,8 @@
 
 use super::{Access, Cost, ensure, expect, moved};
 use crate::backend::Handle;
-use crate::cpu::simd::{Isa, dispatch};
-use crate::cpu::{self, tasks, view, weight};
+use crate::cpu::gemm::{self, Product};
+use crate::cpu::{self, view};
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive output rows of a weight: a view of stored bytes, and the output column of its first row.
@@ -90,35 +90,28 @@ impl<Buf: Handle> Matmul<Buf> {
     }
 }
 
-/// Output columns of a task.
-const TILE: usize = 32;
-
 impl Matmul<cpu::Buf> {
     pub(super) fn reference(&self) {
-        let (scale, accumulate) = (self.scale, self.accumulate);
         let x = view::read::<f32>(&self.x);
         let bias = self.bias.as_ref().map(view::read::<f32>);
-        let mut blocks: Vec<&RowBlock<cpu::Buf>> = self.w.blocks.iter().collect();
-        blocks.sort_unstable_by_key(|b| b.col);
+        let weights: Vec<_> = self.w.blocks.iter().map(|b| (b.col, view::read_bytes(&b.w))).collect();
+        let blocks: Vec<_> = weights.iter().map(|(col, w)| w.block(0, w.rows(), *col)).collect();
         let mut out = view::write(&self.out);
-        let bands = out.rows().bands(blocks.iter().map(|b| b.w.rows()));
-        let weights: Vec<_> = blocks.iter().map(|b| (b.col, view::read_bytes(&b.w))).collect();
-        let tiles = weights.iter().zip(bands).flat_map(|((col, w), band)| {
-            let tiles = band.tiles(usize::MAX, TILE).into_iter().enumerate();
-            tiles.map(move |(i, tile)| (*col, w, i * TILE, tile))
-        });
-        let work = x.rows() * self.w.n * self.w.k;
-        tasks::for_each(tiles.collect(), work, |_, (col, w, from, mut tile)| {
-            for m in 0..tile.rows() {
-                for (n, out) in tile.row_mut(m).iter_mut().enumerate() {
-                    let mut v = dispatch!(Isa::best(), |s| weight::dot(s, x.row(m), w.row(from + n), w.dtype));
-                    v *= scale;
-                    if let Some(bias) = &bias {
-                        v += bias.flat()[col + from + n];
-                    }
-                    *out = if accumulate { *out + v } else { v };
-                }
-            }
-        });
+        let (x_ptr, x_stride) = x.raw();
+        let (out_ptr, out_stride) = out.raw();
+        let product = Product {
+            x: x_ptr,
+            x_stride,
+            w: &blocks,
+            out: out_ptr,
+            out_stride,
+            m: x.rows(),
+            k: self.w.k,
+            scale: self.scale,
+            bias: bias.as_ref().map_or(std::ptr::null(), |b| b.flat().as_ptr()),
+            accumulate: self.accumulate,
+        };
+        // SAFETY: `check` compared the shapes; the views above hold the leases of all five until the product is done.
+        unsafe { gemm::matmul(&product) };
     }
 }

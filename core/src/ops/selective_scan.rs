@@ -8,7 +8,7 @@ use crate::backend::Handle;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
-use crate::cpu::{self, math, state, tasks, view};
+use crate::cpu::{self, dot, math, state, tasks, view};
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
@@ -181,7 +181,7 @@ impl Inputs<'_> {
                             y[0] = channel_token(s, state, &a, (dt, x[0]), b, c) + d * x[0];
                         } else {
                             for ((state, x), y) in state.chunks_mut(n).zip(x).zip(y) {
-                                *y = head_token(s, state, decay, dt * x, b, c) + d * x;
+                                *y = dot::decay_add_dot(s, state, decay, dt * x, b, c) + d * x;
                             }
                         }
                     }
@@ -194,20 +194,7 @@ impl Inputs<'_> {
     }
 }
 
-/// `S ← decay S + dtx B` for one row `[N]` of a head's state; returns `S C`.
-#[inline(always)]
-fn head_token<S: Simd>(s: S, state: &mut [f32], decay: f32, dtx: f32, b: &[f32], c: &[f32]) -> f32 {
-    let (decay, dtx) = (s.splat(decay), s.splat(dtx));
-    let mut sum = s.zero();
-    for ((state, b), c) in state.chunks_mut(LANES).zip(b.chunks(LANES)).zip(c.chunks(LANES)) {
-        let new = s.fma(dtx, s.load_partial(b), s.mul(decay, s.load_partial(state)));
-        s.store_partial(new, state);
-        sum = s.fma(new, s.load_partial(c), sum);
-    }
-    s.reduce_sum(sum)
-}
-
-/// The same for a channel, whose decay differs along the state.
+/// One token of a channel, whose decay differs along the state: [`dot::decay_add_dot`] with a vector of decays.
 #[inline(always)]
 fn channel_token<S: Simd>(s: S, state: &mut [f32], a: &[f32], (dt, x): (f32, f32), b: &[f32], c: &[f32]) -> f32 {
     let (dtx, dt) = (s.splat(dt * x), s.splat(dt));
