@@ -114,7 +114,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     fn full(&self, name: &str) -> String {
         // The output matrix stands outside of the prefix.
-        if name.starts_with('/') { name[1..].into() } else { format!("{}{name}", self.prefix) }
+        name.strip_prefix('/').map_or_else(|| format!("{}{name}", self.prefix), str::to_owned)
     }
 
     async fn raw(&self, name: &str, shape: &[usize]) -> Result<RawTensor> {

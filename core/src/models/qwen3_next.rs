@@ -29,7 +29,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
             LayerType::Attention => (prefix("self_attn."), attention(c, a.width, eps)?.into()),
             other => return Err(c.bad("layer_types", format_args!("{other:?} is no layer of this family"))),
         };
-        let feed_forward = if experts > 0 && !dense.contains(&i) && (i + 1) % sparse_step == 0 {
+        let feed_forward = if experts > 0 && !dense.contains(&i) && (i + 1).is_multiple_of(sparse_step) {
             moe(c, a.width, experts, prefix("mlp."))?
         } else {
             vec![(prefix("mlp."), swiglu(a.width, c.usize("intermediate_size")?, None).into())]
@@ -51,7 +51,8 @@ fn layer_types(c: &Config) -> Result<Vec<LayerType>> {
         Some(types) => Ok(types),
         None => {
             let interval = c.usize_or("full_attention_interval", 4)?;
-            let at = |i: usize| if (i + 1) % interval == 0 { LayerType::Attention } else { LayerType::Recurrent };
+            let at =
+                |i: usize| if (i + 1).is_multiple_of(interval) { LayerType::Attention } else { LayerType::Recurrent };
             Ok((0..count).map(at).collect())
         }
     }
