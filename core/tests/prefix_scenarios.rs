@@ -191,6 +191,18 @@ fn an_eviction_is_named() {
 }
 
 #[test]
+fn a_request_that_does_not_fit_yet_evicts_nothing() {
+    let mut small = sim(HYBRID, Limits { pages: 10, ..limits() });
+    reused(&mut small, &[job(text(1, 150), 1), job(text(2, 70), 1)]);
+    // Three pages are cached, five run, two are free. The next one has two of the cached pages and needs four more.
+    small.submit(&job(text(3, 300), 9), 0, 0);
+    small.submit(&job([text(1, 128), text(4, 200)].concat(), 9), 1, 0);
+    assert!(small.step() && small.step());
+    assert_eq!((small.scheduler.running(), small.scheduler.waiting()), (1, 1));
+    assert_eq!(small.scheduler.stats().evictions.nodes, 0);
+}
+
+#[test]
 fn what_can_never_fit_is_refused_with_both_numbers() {
     let mut small = sim(HYBRID, Limits { pages: 4, ..limits() });
     // The last sampled token is never computed: 257 tokens need 4 pages.

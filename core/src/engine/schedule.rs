@@ -265,11 +265,25 @@ impl Scheduler {
             slots.extend(seq.taken.iter().map(|t| t.slot));
             pages.extend(&seq.pages);
             guards.extend([seq.guard].iter().filter(|&&g| g != NONE));
+            self.audit_pages(seq)?;
         }
         if let Some(seq) = self.queue.values().find(|s| s.cur != 0 || s.spare.is_some() || !s.pages.is_empty()) {
             return Err(format!("{:?} waits and holds something", seq.id));
         }
         self.cache.audit(&slots, &pages, &guards)
+    }
+
+    /// A path never costs twice: where the tree has a page, the sequence uses that one.
+    fn audit_pages(&self, seq: &Sequence) -> Result<(), String> {
+        let (tree, mut at) = (self.cache.tree(), seq.tip);
+        while at != NONE && tree[at].depth > 0 && self.rules.has_pages {
+            let depth = tree[at].depth as usize;
+            if seq.pages[depth - 1] != tree[at].page {
+                return Err(format!("{:?} has its own page {depth}", seq.id));
+            }
+            at = tree[at].parent;
+        }
+        Ok(())
     }
 
     fn sequence(&self, id: SeqId) -> Option<&Sequence> {

@@ -3,7 +3,9 @@
 //! The unit is one **cached path**: a sequence of the full context, with the two slots that it needs while it runs (its
 //! state and the one it writes next) and as many snapshots as a path may keep. Pages and slots are bought in that
 //! proportion, so that a model with large states and a short context gets mostly slots and one with a long context
-//! mostly pages. Memory that does not hold one whole path buys pages before snapshots: one long sequence comes first.
+//! mostly pages. What whole paths leave over goes to the lanes that have none, two slots each, so that the batch can run
+//! shorter sequences, and then in proportion. Memory that does not hold one whole path is halved, but slots get no more
+//! than a path can use and no less than one sequence needs.
 
 use super::{GRID, Limits, StateShape};
 use crate::{Error, Result};
@@ -100,18 +102,18 @@ impl Split {
             return (bytes.checked_div(slot).unwrap_or(0), bytes.checked_div(page).unwrap_or(0));
         }
         let path = Self::path_bytes(shape, limits);
-        let paths = bytes / path;
-        let rest = bytes % path;
-        // The rest of a path: running slots, then pages, then snapshots; of many paths: the same proportion.
-        let (more_slots, more_pages) = if paths == 0 {
-            let slots = (rest.saturating_sub(page) / slot).min(RUNNING_SLOTS);
-            let pages = ((rest - slots * slot) / page).min(path_pages);
-            (slots + (rest - slots * slot - pages * page) / slot, pages)
-        } else {
-            let pages = (u128::from(rest) * u128::from(path_pages) / u128::from(path)) as u64;
-            ((rest - pages * page) / slot, pages)
-        };
-        (paths * path_slots + more_slots, paths * path_pages + more_pages)
+        let (paths, rest) = (bytes / path, bytes % path);
+        if paths == 0 {
+            let most = bytes.saturating_sub(page) / slot;
+            let slots = (bytes / 2 / slot).clamp(RUNNING_SLOTS, path_slots).min(most);
+            let pages = ((bytes - slots * slot) / page).min(path_pages);
+            return (slots + (bytes - slots * slot - pages * page) / slot, pages);
+        }
+        let lanes = (limits.max_batch as u64).saturating_sub(paths);
+        let running = (RUNNING_SLOTS * lanes).min(rest / slot);
+        let rest = rest - running * slot;
+        let pages = (u128::from(rest) * u128::from(path_pages) / u128::from(path)) as u64;
+        (paths * path_slots + running + (rest - pages * page) / slot, paths * path_pages + pages)
     }
 }
 
@@ -133,7 +135,9 @@ mod tests {
         let path = 64 * 1000 + 10 * 5000;
         assert_eq!(split(5000, 1000, 4096, 6000 + 3 * path).unwrap(), Split { slots: 30, pages: 192 });
         let half = split(5000, 1000, 4096, 6000 + path / 2).unwrap();
-        assert!(half.slots >= 2 && half.pages >= 46, "{half:?}");
+        assert_eq!(half, Split { slots: 5, pages: 32 });
+        // One whole path, and enough slots for the other seven lanes.
+        assert_eq!(split(5000, 1000, 4096, 6000 + path + 14 * 5000).unwrap(), Split { slots: 24, pages: 64 });
         // A long context turns the same bytes into pages, a short one into slots.
         assert!(split(5000, 1000, 1 << 20, 1 << 30).unwrap().slots < split(5000, 1000, 64, 1 << 30).unwrap().slots);
         // Only one kind: all of it.
