@@ -79,6 +79,9 @@ fn token_by_token(lens: &[usize]) -> Vec<Vec<Share>> {
     (0..lens.len()).flat_map(|s| (0..lens[s]).map(move |_| vec![(s, vec![1])])).collect()
 }
 
+/// Makes an op over a step, its inputs, the pool and the output.
+type MakeOp<'a> = dyn Fn(Step<Buf>, &[Tensor<Buf>], Tensor<Buf>, Tensor<Buf>) -> Op<Buf> + 'a;
+
 /// An op with a recurrent state, under test.
 struct Recurrent<'a> {
     /// Widths of the inputs per token.
@@ -87,8 +90,7 @@ struct Recurrent<'a> {
     out: usize,
     /// Dims of a state.
     state: &'a [usize],
-    /// The op over a step, its inputs, the pool and the output.
-    op: &'a dyn Fn(Step<Buf>, &[Tensor<Buf>], Tensor<Buf>, Tensor<Buf>) -> Op<Buf>,
+    op: &'a MakeOp<'a>,
 }
 
 /// Outputs and final states per sequence. Slots are chosen at random within the contract, slot 0 holds NaN.
