@@ -258,3 +258,24 @@ fn decode_keeps_the_newest_grid_point_only() {
     let longer = [text(1, 70), outcomes[0].completion.clone()].concat();
     assert_eq!(reused(&mut sim, &[job(longer, 3)]), [320]);
 }
+
+#[test]
+fn a_decode_snapshot_that_somebody_hit_stays() {
+    for others in [false, true] {
+        let mut sim = sim(HYBRID, limits());
+        let first = job(text(1, 70), 200);
+        let known = [text(1, 70), reference(&first.request.prompt, 200, first.stop)].concat();
+        let shared = |tail| job([known[..130].to_vec(), text(tail, 20)].concat(), 2);
+        // The first one passes 128 after 59 steps and 192 after 123.
+        let (mut second, mut third) = (shared(2), shared(3));
+        (second.gap, third.gap) = (80, 60);
+        let jobs = if others {
+            vec![first, second, third]
+        } else {
+            third.gap = 140;
+            vec![first, third]
+        };
+        let reused: Vec<_> = sim.run(&jobs).iter().map(|o| o.report.unwrap().reused).collect();
+        assert_eq!(reused, if others { vec![0, 128, 128] } else { vec![0, 64] });
+    }
+}
