@@ -277,8 +277,10 @@ pub struct DevicesArgs {
 #[command(after_help = "Examples:
   selkie bench
   selkie bench model -m DIR --prompt-tokens 512 --json
-  selkie bench model --config granite/config.json
-  selkie bench prefix")]
+  selkie bench model --config models/configs/granite-4.0-h-350m.json
+  selkie bench ops matmul
+  selkie bench prefix
+  selkie bench prefix --traffic --svg traffic.svg")]
 pub struct BenchArgs {
     /// What to measure.
     #[command(subcommand)]
@@ -290,28 +292,77 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Tokens per second of prefill and decode, beside what this machine can do at most (the default)
     Model(BenchModelArgs),
+    /// Time, bytes and operations per second of every op
+    Ops(BenchOpsArgs),
+    /// What the prefix cache reuses: a fixed scenario, or realistic traffic
+    Prefix(BenchPrefixArgs),
+}
+
+/// The model of a benchmark.
+#[derive(Clone, Debug, Args)]
+pub struct BenchTarget {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Measure a model with random weights of this config.json
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    pub config: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `bench model`.
 #[derive(Debug, Args)]
 pub struct BenchModelArgs {
     #[command(flatten)]
-    pub model: ModelArgs,
-    /// Measure a model with random weights of this config.json
-    #[arg(long, value_name = "FILE", conflicts_with = "model")]
-    pub config: Option<PathBuf>,
+    pub target: BenchTarget,
     /// Tokens of the prompt
     #[arg(long, value_name = "N", default_value = "512", value_parser = at_least_one)]
     pub prompt_tokens: usize,
     /// Tokens to generate
     #[arg(long, value_name = "N", default_value = "64", value_parser = at_least_one)]
     pub decode_tokens: usize,
-    /// Repetitions; the median is reported
+    /// Repetitions; the best is reported, as for the machine's own rates
     #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_one)]
     pub runs: usize,
-    /// Print one JSON object
+}
+
+/// Arguments of `bench ops`.
+#[derive(Debug, Args)]
+pub struct BenchOpsArgs {
+    /// Only cases whose name contains this, e.g. `matmul`
+    pub filter: Option<String>,
+    /// Where to run
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: BackendName,
+    /// Small cases too, which mostly measure overhead
+    #[arg(long)]
+    pub all: bool,
+    /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `bench prefix`.
+#[derive(Debug, Args)]
+pub struct BenchPrefixArgs {
+    #[command(flatten)]
+    pub target: BenchTarget,
+    /// Chats that share a system prompt and agents that branch, with room for 100, 50 and 25 % of their states
+    #[arg(long)]
+    pub traffic: bool,
+    /// Chats of the traffic
+    #[arg(long, value_name = "N", default_value = "64", value_parser = at_least_one, requires = "traffic")]
+    pub chats: usize,
+    /// Turns of a chat
+    #[arg(long, value_name = "N", default_value = "8", value_parser = at_least_one, requires = "traffic")]
+    pub turns: usize,
+    /// Tokens of the system prompt that all chats share
+    #[arg(long, value_name = "N", default_value = "1000", value_parser = at_least_one, requires = "traffic")]
+    pub system_tokens: usize,
+    /// Draw the traffic's table as a plot
+    #[arg(long, value_name = "FILE", requires = "traffic")]
+    pub svg: Option<PathBuf>,
 }
 
 impl SamplingArgs {

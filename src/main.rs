@@ -7,6 +7,7 @@ use args::{Cli, Command};
 mod args;
 mod backend;
 mod batch;
+mod bench;
 mod chat;
 mod devices;
 mod embedded;
@@ -35,7 +36,7 @@ fn main() -> ExitCode {
         Command::Logits(args) => logits::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Devices(args) => devices::run(&args),
-        _ => Err(failure::Failure::Other("this subcommand is not part of this version".into())),
+        Command::Bench(args) => bench::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

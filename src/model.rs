@@ -37,7 +37,7 @@ pub fn open(args: &ModelArgs) -> Outcome<Rc<ModelFiles>> {
 }
 
 /// Seconds since 1970, for chat templates that print the date.
-fn unix_time() -> u64 {
+pub fn unix_time() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 

@@ -266,6 +266,58 @@ fn inspect_shows_layers_and_costs() {
 }
 
 #[test]
+fn the_reference_scenario_of_the_prefix_cache() {
+    let model = repository("tests/golden/nemotron_h");
+    let out = run_cpu(&["bench", "prefix", "-m", model.to_str().unwrap(), "--json"]);
+    let columns: Value = serde_json::from_str(&stdout(out)).unwrap();
+    assert_eq!(columns[0]["policy"], "one-per-prefill");
+    assert_eq!(columns[0]["reused"], json!([0, 0, 256, 512, 512, 256, 256, 512]));
+    assert_eq!(columns[1]["policy"], "default");
+    assert_eq!(columns[1]["reused"], json!([0, 0, 256, 512, 512, 512, 512, 512]));
+    assert_eq!((&columns[0]["states_held"], &columns[1]["states_held"]), (&json!(7), &json!(7)));
+    // Pages need no state.
+    let model = repository("tests/golden/llama");
+    let out = run_cpu(&["bench", "prefix", "-m", model.to_str().unwrap(), "--json"]);
+    let columns: Value = serde_json::from_str(&stdout(out)).unwrap();
+    for column in columns.as_array().unwrap() {
+        assert_eq!(column["reused"], json!([0, 256, 256, 512, 512, 512, 512, 512]));
+    }
+}
+
+#[test]
+fn traffic_is_answered_alike_under_every_budget() {
+    let dir = TempDir::new("traffic");
+    let model = repository("tests/golden/nemotron_h");
+    let svg = dir.arg("traffic.svg");
+    let args = ["bench", "prefix", "--traffic", "-m", model.to_str().unwrap(), "--json", "--svg", &svg];
+    let small = ["--chats", "4", "--turns", "3", "--system-tokens", "200"];
+    // That the answers are equal is checked by the program itself.
+    let out = stdout(run_cpu(&[&args[..], &small].concat()));
+    let runs: Value = serde_json::from_str(&out).unwrap();
+    let runs = runs["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 9);
+    let share = |i: usize| runs[i]["reused_share"].as_f64().unwrap();
+    assert_eq!(share(0), 0.0);
+    assert!(share(2) > 0.5, "{out}");
+    assert!(share(2) >= share(1), "{out}");
+    assert!(fs::read_to_string(&svg).unwrap().starts_with("<svg"));
+}
+
+#[test]
+fn bench_measures_a_bare_configuration() {
+    let config = repository("tests/golden/qwen3_next/config.json");
+    let args =
+        ["bench", "--config", config.to_str().unwrap(), "--prompt-tokens", "70", "--decode-tokens", "4", "--json"];
+    let facts: Value = serde_json::from_str(&stdout(run_cpu(&args))).unwrap();
+    assert_eq!(facts["family"], "qwen3_next");
+    for key in ["prefill_tokens_per_second", "decode_tokens_per_second", "decode_weight_bytes_per_token"] {
+        assert!(facts[key].as_f64().unwrap() > 0.0, "{facts}");
+    }
+    let share = facts["machine"]["decode_share_of_read"].as_f64().unwrap();
+    assert!(share > 0.0 && share < 10.0, "{facts}");
+}
+
+#[test]
 fn devices_lists_every_backend() {
     let devices: Value = serde_json::from_str(&stdout(run(&["devices", "--json"]))).unwrap();
     let devices = devices.as_array().unwrap();
@@ -279,15 +331,22 @@ fn devices_lists_every_backend() {
 
 #[test]
 fn logits_reproduce_every_reference() {
-    let mut compared = 0;
-    let folders = ["nemotron_h", "nemotron_h_moe", "mamba2", "granitemoehybrid", "granitemoehybrid_dense"];
-    for family in folders.into_iter().chain(["qwen3_next", "llama", "qwen3"]) {
-        compared += compare_with_reference(family);
+    // Every recurrent layer has two states.
+    for (family, recurrent_layers) in [
+        ("nemotron_h", 4),
+        ("nemotron_h_moe", 3),
+        ("mamba2", 3),
+        ("granitemoehybrid", 3),
+        ("granitemoehybrid_dense", 3),
+        ("qwen3_next", 3),
+        ("llama", 0),
+        ("qwen3", 0),
+    ] {
+        assert_eq!(compare_with_reference(family), 2 * recurrent_layers, "{family}");
     }
-    assert!(compared > 100);
 }
 
-/// Runs `selkie logits` on both prompts of a reference folder; the number of tensors compared.
+/// Runs `selkie logits` on both prompts of a reference folder; the number of states compared.
 fn compare_with_reference(family: &str) -> usize {
     let folder = repository(&format!("tests/golden/{family}"));
     let bytes = fs::read(folder.join("reference.safetensors")).unwrap();
@@ -328,7 +387,7 @@ fn compare_with_reference(family: &str) -> usize {
             let (shape, got) = floats(&ours, our);
             assert_eq!(shape, want_shape, "{family} {their}");
             close(&got, &want, &format!("{family} {their}"));
-            compared += 1;
+            compared += usize::from(our.starts_with("state."));
         }
         let (want, got) = (ints(&reference, &format!("{prompt}.greedy_ids")), ints(&ours, "greedy_ids"));
         let (_, prompt_logits) = floats(&reference, &format!("{prompt}.logits"));
@@ -347,7 +406,6 @@ fn compare_with_reference(family: &str) -> usize {
             close(&our_logits[i * 320..][..320], after, &format!("{family} {prompt}: greedy step {i}"));
             before = after;
         }
-        compared += 2;
     }
     compared
 }

@@ -1,0 +1,100 @@
+//! `selkie bench`: measurements that anyone can repeat.
+
+use std::{
+    path::{Path, PathBuf},
+    rc::Rc,
+};
+
+use selkie_core::{
+    Error, Result,
+    model_dir::ModelFiles,
+    source::{Bytes, LocalFuture, Source},
+};
+
+use crate::{
+    args::{BenchArgs, BenchCommand, BenchTarget},
+    failure::Outcome,
+    model,
+};
+
+mod chart;
+mod ops;
+mod prefix;
+mod speed;
+mod traffic;
+
+/// Seed of random weights and prompts: every run measures the same.
+const SEED: u64 = 1;
+
+/// Runs the benchmark that was asked for.
+pub fn run(args: &BenchArgs) -> Outcome {
+    match &args.what {
+        BenchCommand::Model(args) => speed::run(args),
+        BenchCommand::Ops(args) => ops::run(args),
+        BenchCommand::Prefix(args) if args.traffic => traffic::run(args),
+        BenchCommand::Prefix(args) => prefix::run(args),
+    }
+}
+
+/// The model to measure.
+fn open(target: &BenchTarget) -> Outcome<Rc<ModelFiles>> {
+    let Some(path) = &target.config else { return model::open(&target.model) };
+    let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+    let source = Rc::new(ConfigOnly { path: path.clone(), bytes: bytes.into() });
+    Ok(Rc::new(pollster::block_on(ModelFiles::open_random(source, model::unix_time, SEED))?))
+}
+
+/// One file under whatever name, taken for the config.json of a model.
+struct ConfigOnly {
+    path: PathBuf,
+    bytes: Bytes,
+}
+
+impl ConfigOnly {
+    fn file(&self, name: &str) -> Option<&Bytes> {
+        (name == "config.json").then_some(&self.bytes)
+    }
+}
+
+impl Source for ConfigOnly {
+    fn label(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {
+        Box::pin(std::future::ready(Ok(self.file(name).map(|b| b.len() as u64))))
+    }
+
+    fn read<'a>(&'a self, name: &'a str, range: std::ops::Range<u64>) -> LocalFuture<'a, Result<Bytes>> {
+        let missing = || Error::io(Path::new(name), std::io::ErrorKind::NotFound.into());
+        let part = self.file(name).and_then(|b| b.get(range.start as usize..range.end as usize));
+        Box::pin(std::future::ready(part.ok_or_else(missing)))
+    }
+
+    fn path(&self, _name: &str) -> String {
+        self.label()
+    }
+}
+
+/// Numbers that are the same in every run.
+struct Random(u64);
+
+impl Random {
+    /// The next number (splitmix64).
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    /// A number less than `n`.
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// Token ids of a made-up text.
+    fn ids(&mut self, count: usize, vocab: usize) -> Vec<u32> {
+        (0..count).map(|_| self.below(vocab) as u32).collect()
+    }
+}
