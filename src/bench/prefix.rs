@@ -59,7 +59,10 @@ impl Job for Scenario<'_> {
     type Out = Column;
 
     fn run<B: Backend>(self, backend: B) -> Outcome<Column> {
-        let options = EngineOptions { max_batch: 1, policy: self.policy, ..EngineOptions::default() };
+        // Room for everything: the table is about policies and not about evictions.
+        let (slots, kv_pages) = (Some(16), Some(128));
+        let options =
+            EngineOptions { max_batch: 1, slots, kv_pages, policy: self.policy, ..EngineOptions::default() };
         let mut session = model::load(backend, self.files, &options)?;
         let engine = session.engine_mut();
         let vocab = engine.spec().vocab;
