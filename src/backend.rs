@@ -7,6 +7,8 @@ use selkie_core::{
     cpu::CpuBackend,
 };
 
+use selkie_cuda::{Cuda, Options};
+
 use crate::{
     args::BackendName,
     failure::{Failure, Outcome},
@@ -23,14 +25,18 @@ pub trait Job {
 /// Runs `job` on the backend called `name`. Only `auto` looks further when a backend has no usable device.
 pub fn run<J: Job>(name: BackendName, job: J) -> Outcome<J::Out> {
     match name {
-        BackendName::Cuda => Err(no_device("cuda", selkie_cuda::devices())),
+        BackendName::Cuda => job.run(Cuda::open(Options::default())?),
         BackendName::Wgpu => Err(no_device("wgpu", selkie_wgpu::devices())),
         BackendName::Cpu => job.run(CpuBackend::new()),
         BackendName::Auto => {
             for d in devices() {
-                match d.usable {
-                    Ok(()) => tracing::info!("backend auto: {} ({})", d.backend, d.name),
-                    Err(why) => tracing::info!("backend auto: not {}: {why}", d.backend),
+                match (d.usable, d.backend) {
+                    (Ok(()), "cuda") => {
+                        tracing::info!("backend auto: {} ({})", d.backend, d.name);
+                        return job.run(Cuda::open(Options { device: d.index, ..Options::default() })?);
+                    }
+                    (Ok(()), backend) => tracing::info!("backend auto: {backend} ({})", d.name),
+                    (Err(why), backend) => tracing::info!("backend auto: not {backend}: {why}"),
                 }
             }
             job.run(CpuBackend::new())

@@ -10,6 +10,7 @@ use selkie_core::Result;
 use selkie_core::backend::Backend;
 use selkie_core::cases::{self, Size};
 use selkie_core::cpu::CpuBackend;
+use selkie_cuda::{Cuda, Options};
 
 fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size) -> Vec<Trial> {
     let test = |(i, case): (usize, cases::Case)| {
@@ -39,7 +40,9 @@ fn main() {
     args.test_threads.get_or_insert(1);
     let mut trials = vec![Trial::test("no op binds more than 8 buffers", bindings)];
     trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
-    trials.push(common::absent("cuda", "this version has no CUDA backend".into()));
+    trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
+    trials.extend(ops_on("cuda-generic", || Cuda::open(Options { generic: true, ..Options::default() }), Size::Large));
+    trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
     trials.push(common::absent("wgpu", "this version has no wgpu backend".into()));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -1,14 +1,17 @@
-//! The cuda backend of selkie. This version has none yet: it reports that, and nothing here pretends to work.
+//! The CUDA backend of selkie: kernels of `kernels/` compiled by NVRTC for the device found, cuBLASLt, CUDA graphs.
+//!
+//! The driver, NVRTC and cuBLASLt are opened at run time. Where one is missing, [`devices`] and [`Cuda::open`] say so;
+//! nothing falls back.
 
-use selkie_core::backend::DeviceInfo;
+mod backend;
+mod blas;
+mod cache;
+mod driver;
+pub mod launch;
+mod memory;
+pub mod nvrtc;
+pub mod plan;
+pub mod spec;
 
-/// The devices of this backend.
-pub fn devices() -> Vec<DeviceInfo> {
-    vec![DeviceInfo {
-        backend: "cuda",
-        index: 0,
-        name: "none".into(),
-        memory: None,
-        usable: Err("the CUDA backend is not built into this version".into()),
-    }]
-}
+pub use backend::{Cuda, Options, Rec, Tape, devices};
+pub use memory::{Buf, Read};

@@ -1,0 +1,373 @@
+//! The backend: opening a device, running and recording steps.
+
+use std::{cell::RefCell, collections::HashMap, rc::Rc};
+
+use cudarc::driver::{result, sys};
+use selkie_core::{
+    Error, Result,
+    backend::{Backend, Caps, DeviceInfo, Handle, Ops},
+    ops::Op,
+    source::Bytes,
+    tensor::{DType, Tensor},
+};
+
+use crate::{
+    blas::{self, Blas},
+    driver::{self, Context, Event, Graph, Kernel, Stream, named},
+    launch::{Address, Args, Launch, Work, address},
+    memory::{Buf, Pool, Read, Ring},
+    nvrtc::{self, DiskCache},
+    plan::{self, Target},
+    spec::{File, Spec},
+};
+
+/// How to open a device.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Index of the device.
+    pub device: usize,
+    /// Only the kernels that take every shape: slower, for tests.
+    pub generic: bool,
+    /// f32 activations, KV pages, convolution states and matrix products: slower, for comparing with references.
+    pub f32: bool,
+}
+
+/// Oldest supported compute capability: bf16 tensor cores.
+const OLDEST: (i32, i32) = (8, 0);
+
+/// The CUDA devices of this machine, or one entry with the reason why there is none.
+pub fn devices() -> Vec<DeviceInfo> {
+    let none =
+        |why| vec![DeviceInfo { backend: "cuda", index: 0, name: "none".into(), memory: None, usable: Err(why) }];
+    if let Some(why) = driver::missing().or_else(nvrtc::missing) {
+        return none(why);
+    }
+    let count = match result::device::get_count() {
+        Ok(0) => return none("the NVIDIA driver reports no device".into()),
+        Ok(n) => n,
+        Err(e) => return none(driver::explain(e)),
+    };
+    (0..count)
+        .map(|i| {
+            let index = i as usize;
+            describe(i).unwrap_or_else(|e| DeviceInfo {
+                backend: "cuda",
+                index,
+                name: "unknown".into(),
+                memory: None,
+                usable: Err(driver::explain(e)),
+            })
+        })
+        .collect()
+}
+
+fn capability(device: sys::CUdevice) -> std::result::Result<(i32, i32), result::DriverError> {
+    let attribute = |what| {
+        // SAFETY: the device is valid.
+        unsafe { result::device::get_attribute(device, what) }
+    };
+    Ok((
+        attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ))
+}
+
+fn describe(index: i32) -> std::result::Result<DeviceInfo, result::DriverError> {
+    let device = result::device::get(index)?;
+    let (major, minor) = capability(device)?;
+    let usable = match (major, minor) >= OLDEST {
+        true => Ok(()),
+        false => Err(format!("its compute capability is {major}.{minor}, and {}.{} is needed", OLDEST.0, OLDEST.1)),
+    };
+    Ok(DeviceInfo {
+        backend: "cuda",
+        index: index as usize,
+        name: result::device::get_name(device)?,
+        // SAFETY: the device is valid.
+        memory: Some(unsafe { result::device::total_mem(device) }? as u64),
+        usable,
+    })
+}
+
+/// An open CUDA device. Fields are dropped in order: what uses the stream before the stream, the context last.
+pub struct Cuda {
+    kernels: RefCell<HashMap<Spec, Rc<Kernel>>>,
+    blas: Option<Blas>,
+    ring: RefCell<Ring>,
+    pool: Pool,
+    scratch: RefCell<Option<Buf>>,
+    caps: Caps,
+    arch: String,
+    disk: DiskCache,
+    sms: usize,
+    /// Most shared memory of a block, in bytes.
+    shared: usize,
+    generic: bool,
+    /// Waits after every op, so that a device error names it.
+    synchronous: bool,
+    stream: Rc<Stream>,
+    context: Rc<Context>,
+}
+
+impl Cuda {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] with the missing library or device; never another backend.
+    pub fn open(options: Options) -> Result<Self> {
+        let none = |why: String| Error::NoDevice { backend: "cuda", why };
+        let mut found = devices();
+        let count = found.len();
+        if options.device >= count {
+            return Err(none(format!("there is no device {}, the last is {}", options.device, count - 1)));
+        }
+        let device = found.swap_remove(options.device);
+        device.usable.map_err(none)?;
+        let (major, minor) = named("cuDeviceGetAttribute", capability(options.device as sys::CUdevice))?;
+        let context = Context::open(options.device)?;
+        let stream = Stream::new(&context)?;
+        let arch = nvrtc::arch(major, minor);
+        let (free, total) = driver::memory()?;
+        let blas = match blas::missing() {
+            None if !options.f32 && !options.generic => Some(Blas::open(&context, &stream, &device.name)?),
+            _ => None,
+        };
+        let activations = if options.f32 { DType::F32 } else { DType::Bf16 };
+        Ok(Self {
+            kernels: RefCell::default(),
+            blas,
+            ring: RefCell::new(Ring::new()?),
+            pool: Pool::default(),
+            scratch: RefCell::default(),
+            caps: Caps {
+                backend: "cuda",
+                device: device.name.clone(),
+                memory: Some(total),
+                free: Some(free),
+                act: activations,
+                kv: activations,
+                conv: activations,
+                state: DType::F32,
+                max_binding: u64::MAX,
+                asynchronous: true,
+            },
+            disk: DiskCache::open(&arch, nvrtc::version()?),
+            arch,
+            sms: context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            shared: context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                as usize,
+            generic: options.generic,
+            synchronous: std::env::var_os("SELKIE_CUDA_SYNC").is_some(),
+            stream,
+            context,
+        })
+    }
+
+    fn target(&self) -> Target {
+        let scratch = self.scratch.borrow().as_ref().map_or(0, |b| b.address());
+        Target { sms: self.sms, shared: self.shared, blas: self.blas.is_some(), tuned: !self.generic, scratch }
+    }
+
+    /// The loaded kernel of a variant, from disk or from the compiler the first time.
+    fn kernel(&self, launch: &Launch) -> Result<Rc<Kernel>> {
+        if let Some(k) = self.kernels.borrow().get(&launch.spec) {
+            return Ok(k.clone());
+        }
+        let (spec, entry) = (&launch.spec, launch.spec.entry());
+        let stored = self.disk.load(spec).and_then(|image| Kernel::load(&image, &entry, launch.shared).ok());
+        let kernel = match stored {
+            Some(k) => k,
+            None => {
+                let image = nvrtc::compile(spec, &self.arch)?;
+                let kernel = named(&format!("loading {spec}"), Kernel::load(&image.bytes, &entry, launch.shared))?;
+                self.disk.store(spec, &image.bytes);
+                kernel
+            }
+        };
+        let kernel = Rc::new(kernel);
+        self.kernels.borrow_mut().insert(spec.clone(), kernel.clone());
+        Ok(kernel)
+    }
+
+    /// Compiles and measures what `work` needs, so that running it does neither.
+    fn prepare(&self, work: &Work) -> Result<Ready> {
+        match work {
+            Work::Kernel(l) => Ok(Ready::Kernel(self.kernel(l)?, l.clone())),
+            Work::Gemm(g) => {
+                let blas = self.blas.as_ref().expect("planned only with cuBLASLt");
+                blas.choose(&self.context, &self.stream, g)?;
+                Ok(Ready::Gemm(g.clone()))
+            }
+        }
+    }
+
+    fn enqueue(&self, op: &'static str, ready: &Ready) -> Result<()> {
+        match ready {
+            Ready::Kernel(kernel, l) => launch(&self.stream, kernel, l).or_else(|e| named(op, Err(e)))?,
+            Ready::Gemm(g) => self.blas.as_ref().expect("prepared").run(&self.stream, g)?,
+        }
+        if self.synchronous { self.stream.wait(op) } else { Ok(()) }
+    }
+
+    /// Plans an op and makes sure that scratch, kernels and algorithms are there.
+    fn ready(&self, op: &Op<Buf>) -> Result<Vec<Ready>> {
+        op.check();
+        let need = plan::scratch(op, &self.target());
+        if need > self.scratch.borrow().as_ref().map_or(0, |b| b.bytes()) {
+            self.reserve(need)?;
+        }
+        plan::plan(op, &self.target())?.iter().map(|w| self.prepare(w)).collect()
+    }
+
+    /// Fills a tensor with random values in `[-scale, scale)`: weights for benches, made on the device.
+    pub fn fill_random(&self, t: &Tensor<Buf>, seed: u32, scale: f32) -> Result<()> {
+        let spec = Spec::new(File::Fill).ty("out_t", t.dtype);
+        let args = Args::new().int(address(t)).int(t.len() as u64).int(u64::from(seed)).float(scale);
+        let launch = Launch::new(spec, [self.sms * 8, 1, 1], 256, args);
+        let ready = self.prepare(&Work::Kernel(launch))?;
+        self.enqueue("fill", &ready)
+    }
+
+    /// Microseconds that the device takes for what `f` enqueues, from events around it.
+    pub fn time_us(&self, f: impl FnOnce() -> Result<()>) -> Result<f32> {
+        let (start, end) = (Event::new(true)?, Event::new(true)?);
+        start.record(&self.stream)?;
+        f()?;
+        end.record(&self.stream)?;
+        end.wait("a timed step")?;
+        end.since(&start)
+    }
+
+    /// Overwrites `bytes` device bytes of a buffer with zeros: flushes the L2 before a cold measurement.
+    pub fn clear(&self, buf: &Buf) -> Result<()> {
+        // SAFETY: the range is the whole buffer.
+        named("clear", unsafe { result::memset_d8_async(buf.address(), 0, buf.bytes() as usize, self.stream.raw) })
+    }
+}
+
+/// Work that needs no compiler and no measurement any more.
+enum Ready {
+    Kernel(Rc<Kernel>, Launch),
+    Gemm(crate::launch::Gemm),
+}
+
+fn launch(stream: &Stream, kernel: &Kernel, l: &Launch) -> std::result::Result<(), result::DriverError> {
+    let [x, y, z] = l.grid;
+    if x == 0 || y == 0 || z == 0 {
+        return Ok(());
+    }
+    let mut params: Vec<*mut std::ffi::c_void> =
+        l.args.starts.iter().map(|&i| (&raw const l.args.words[i]).cast_mut().cast()).collect();
+    // SAFETY: the plan passes what the kernel's signature asks for; addresses come from checked tensors that the caller
+    // keeps alive; the driver copies the parameters before it returns.
+    unsafe { result::launch_kernel(kernel.function, (x, y, z), (l.threads, 1, 1), l.shared, stream.raw, &mut params) }
+}
+
+/// An open step.
+pub struct Rec<'a> {
+    cuda: &'a Cuda,
+    /// Work to capture; none = ops run as they come.
+    recorded: Option<Vec<(&'static str, Ready)>>,
+    keep: Vec<Buf>,
+}
+
+impl Ops<Buf> for Rec<'_> {
+    fn op(&mut self, op: Op<Buf>) -> Result<()> {
+        let ready = self.cuda.ready(&op)?;
+        match &mut self.recorded {
+            None => ready.iter().try_for_each(|r| self.cuda.enqueue(op.name(), r)),
+            Some(list) => {
+                self.keep.extend(op.tensors().into_iter().map(|(_, t)| t.buf.clone()));
+                // As planned: a later op may replace the arena.
+                self.keep.extend(self.cuda.scratch.borrow().clone());
+                list.extend(ready.into_iter().map(|r| (op.name(), r)));
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A recorded step: a CUDA graph and everything that it touches.
+pub struct Tape {
+    graph: Graph,
+    _kernels: Vec<Rc<Kernel>>,
+    _buffers: Vec<Buf>,
+}
+
+impl Backend for Cuda {
+    type Buf = Buf;
+    type Rec<'a> = Rec<'a>;
+    type Tape = Tape;
+    type Read = Read;
+
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
+        Buf::alloc(&self.context, &self.stream, label, bytes)
+    }
+
+    fn adopt(&self, _: &Bytes) -> Option<Buf> {
+        None
+    }
+
+    fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        assert!(at + bytes.len() as u64 <= dst.bytes(), "write of {} bytes at {at} of {}", bytes.len(), dst.bytes());
+        self.ring.borrow_mut().write(&self.stream, dst.address() + at, bytes)
+    }
+
+    fn scratch(&self, op: &Op<Buf>) -> u64 {
+        plan::scratch(op, &self.target())
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        if self.scratch.borrow().as_ref().is_some_and(|b| b.bytes() >= bytes) {
+            return Ok(());
+        }
+        let buf = self.alloc("scratch", bytes)?;
+        // Recorded steps keep the arena that they were recorded with; whatever runs now uses the old one to its end,
+        // since freeing waits for the device.
+        self.scratch.replace(Some(buf));
+        Ok(())
+    }
+
+    fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
+        f(&mut Rec { cuda: self, recorded: None, keep: Vec::new() })
+    }
+
+    fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
+        let mut rec = Rec { cuda: self, recorded: Some(Vec::new()), keep: Vec::new() };
+        f(&mut rec)?;
+        let (list, mut keep) = (rec.recorded.unwrap_or_default(), rec.keep);
+        keep.sort_by_key(Handle::id);
+        keep.dedup_by_key(|b| b.id());
+        let graph = Graph::capture(&self.stream, || list.iter().try_for_each(|(op, r)| self.enqueue_captured(op, r)))?;
+        let kernels = list.into_iter().filter_map(|(_, r)| match r {
+            Ready::Kernel(k, _) => Some(k),
+            Ready::Gemm(_) => None,
+        });
+        Ok(Tape { graph, _kernels: kernels.collect(), _buffers: keep })
+    }
+
+    fn play(&self, tape: &Tape) -> Result<()> {
+        tape.graph.launch(&self.stream)?;
+        if self.synchronous { self.stream.wait("a recorded step") } else { Ok(()) }
+    }
+
+    fn read(&self, src: &Tensor<Buf>) -> Read {
+        assert!(src.is_contiguous(), "a read of a view with gaps");
+        let bytes = src.len() * src.dtype.bytes();
+        Read::start(&self.pool, &self.stream, address(src), bytes).unwrap_or_else(Read::failed)
+    }
+}
+
+impl Cuda {
+    /// Enqueues within a capture, where waiting is not allowed.
+    fn enqueue_captured(&self, op: &'static str, ready: &Ready) -> Result<()> {
+        match ready {
+            Ready::Kernel(kernel, l) => launch(&self.stream, kernel, l).or_else(|e| named(op, Err(e))),
+            Ready::Gemm(g) => self.blas.as_ref().expect("prepared").run(&self.stream, g),
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! From an op to launches: pure functions of shapes, strides and bucket, tested without a GPU. Nothing here depends on
+//! the integers of a step, so that a recorded step can be replayed with others.
+
+mod attention;
+mod experts;
+mod matmul;
+mod pointwise;
+mod state;
+
+use selkie_core::{
+    Error, Result,
+    ops::{Act, Op},
+    tensor::{DType, Tensor},
+};
+
+use crate::launch::{Address, Work, address};
+
+/// What a plan may rely on.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Multiprocessors.
+    pub sms: usize,
+    /// Most shared memory of a block, in bytes.
+    pub shared: usize,
+    /// Whether cuBLASLt is there.
+    pub blas: bool,
+    /// Whether variants for some shapes only may be taken.
+    pub tuned: bool,
+    /// Address of the scratch arena.
+    pub scratch: u64,
+}
+
+/// The launches of an op, in order.
+///
+/// # Errors
+/// [`Error::Unsupported`] for a shape or an alignment that no kernel takes.
+pub fn plan<B: Address>(op: &Op<B>, target: &Target) -> Result<Vec<Work>> {
+    match op {
+        Op::Embed(a) => pointwise::embed(a),
+        Op::RmsNorm(a) => pointwise::rms_norm(a),
+        Op::Matmul(a) => matmul::matmul(a, target),
+        Op::Activation(a) => pointwise::activation(a),
+        Op::RopeKv(a) => pointwise::rope_kv(a),
+        Op::Attention(a) => attention::attention(a, target),
+        Op::Conv1d(a) => state::conv1d(a),
+        Op::SelectiveScan(a) => state::selective_scan(a, target),
+        Op::GatedDelta(a) => state::gated_delta(a, target),
+        Op::Route(a) => pointwise::route(a),
+        Op::ExpertMatmul(a) => experts::expert_matmul(a, target),
+        Op::Gather(a) => pointwise::gather(a),
+        Op::Sample(a) => pointwise::sample(a),
+        Op::AllReduce(_) => Ok(Vec::new()),
+    }
+}
+
+/// Bytes of the scratch arena that [`plan`] uses for `op`.
+pub fn scratch<B: Address>(op: &Op<B>, target: &Target) -> u64 {
+    match op {
+        Op::Attention(a) => attention::scratch(a, target),
+        Op::ExpertMatmul(a) => experts::scratch(a),
+        Op::GatedDelta(a) => state::delta_scratch(a, target),
+        _ => 0,
+    }
+}
+
+/// Elements of the widest access (8, 4, 2 or 1) that `dim` columns of all of `tensors` allow: offsets and row strides are
+/// multiples of it, and it is at most 16 bytes of the narrowest type.
+fn vector<B: Address>(dim: usize, tensors: &[&Tensor<B>]) -> usize {
+    let fits = |v: usize| {
+        dim.is_multiple_of(v)
+            && tensors.iter().all(|t| t.offset % v == 0 && (t.rows() <= 1 || t.row_stride % v == 0))
+            && tensors.iter().any(|t| t.dtype.bytes() * v <= 16)
+    };
+    [8, 4, 2].into_iter().find(|v| fits(*v)).unwrap_or(1)
+}
+
+/// An error unless every tensor can be read `n` elements at a time.
+fn aligned<B: Address>(op: &str, n: usize, tensors: &[&Tensor<B>]) -> Result<()> {
+    match tensors.iter().find(|t| t.offset % n != 0 || (t.rows() > 1 && t.row_stride % n != 0)) {
+        None => Ok(()),
+        Some(t) => Err(Error::Unsupported {
+            what: format!("{op} over a view at element {} with row stride {}", t.offset, t.row_stride),
+            why: format!("the CUDA kernels take multiples of {n}"),
+        }),
+    }
+}
+
+/// Whether all rows of bf16 tensors can be read 16 bytes at a time.
+fn wide<B: Address>(tensors: &[&Tensor<B>]) -> bool {
+    tensors.iter().all(|t| t.dtype == DType::Bf16 && address(t) % 16 == 0 && (t.rows() <= 1 || t.row_stride % 8 == 0))
+}
+
+/// The number of an activation in `common.cuh`.
+fn act(a: Act) -> usize {
+    match a {
+        Act::Identity => 0,
+        Act::Silu => 1,
+        Act::Sigmoid => 2,
+        Act::Relu2 => 3,
+        Act::Gelu => 4,
+    }
+}

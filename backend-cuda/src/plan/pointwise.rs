@@ -1,0 +1,184 @@
+//! Ops that touch each element once: embedding, norms, activations, RoPE, gather, sampling.
+
+use selkie_core::{
+    Result,
+    ops::{Activation, Embed, Gather, RmsNorm, RopeKv, Route, Sample},
+    step::PAGE,
+    tensor::DType,
+};
+
+use super::{act, vector};
+use crate::{
+    launch::{Address, Args, Launch, Work},
+    spec::{File, Spec},
+};
+
+/// Column tiles of 256 threads.
+fn tiles(dim: usize, vec: usize) -> usize {
+    dim.div_ceil(256 * vec)
+}
+
+pub(super) fn embed<B: Address>(a: &Embed<B>) -> Result<Vec<Work>> {
+    let mut work = Vec::new();
+    for block in &a.table.blocks {
+        let dim = a.table.k;
+        let vec = vector(dim, &[&block.w, &a.out]);
+        let spec = Spec::new(File::Embed)
+            .int("VEC", vec)
+            .int("DIM", dim)
+            .ty("table_t", block.w.dtype)
+            .ty("out_t", a.out.dtype);
+        let args = Args::new()
+            .step(&a.step)
+            .at(&a.last)
+            .rows(&block.w)
+            .int(block.col as u64)
+            .int(block.w.rows() as u64)
+            .rows(&a.out)
+            .float(a.scale);
+        let grid = [a.step.bucket.tokens, tiles(dim, vec), 1];
+        work.push(Work::Kernel(Launch::new(spec, grid, 256, args)));
+    }
+    Ok(work)
+}
+
+pub(super) fn gather<B: Address>(a: &Gather<B>) -> Result<Vec<Work>> {
+    let dim = a.x.row_len();
+    let vec = vector(dim, &[&a.x, &a.out]);
+    let spec = Spec::new(File::Gather).int("VEC", vec).int("DIM", dim).ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
+    let args = Args::new().step(&a.step).rows(&a.x).rows(&a.out);
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, tiles(dim, vec), 1], 256, args))])
+}
+
+pub(super) fn activation<B: Address>(a: &Activation<B>) -> Result<Vec<Work>> {
+    let dim = a.gate.row_len();
+    let mut views = vec![&a.gate, &a.out];
+    views.extend(&a.up);
+    let vec = vector(dim, &views);
+    let dtype = |t: &Option<_>| t.as_ref().map_or(DType::F32, |t: &selkie_core::tensor::Tensor<B>| t.dtype);
+    let spec = Spec::new(File::Activation)
+        .int("VEC", vec)
+        .int("DIM", dim)
+        .int("ACT", act(a.act))
+        .flag("HAS_UP", a.up.is_some())
+        .flag("HAS_ROW_GATE", a.row_gate.is_some())
+        .ty("gate_t", a.gate.dtype)
+        .ty("up_t", dtype(&a.up))
+        .ty("row_gate_t", dtype(&a.row_gate))
+        .ty("out_t", a.out.dtype);
+    let args = Args::new().rows(&a.gate).maybe_rows(a.up.as_ref()).maybe_rows(a.row_gate.as_ref()).rows(&a.out);
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.gate.rows(), tiles(dim, vec), 1], 256, args))])
+}
+
+/// Threads that hold a group of a norm, and groups of a block.
+fn norm_shape(group: usize, vec: usize) -> (usize, usize) {
+    let threads = group.div_ceil(vec).next_power_of_two().clamp(32, 512);
+    (threads, if threads == 32 { 4 } else { 1 })
+}
+
+pub(super) fn rms_norm<B: Address>(a: &RmsNorm<B>) -> Result<Vec<Work>> {
+    let (rows, group) = (a.x.rows(), a.x.row_len() / a.groups);
+    let mut views = vec![&a.x, &a.out];
+    views.extend(a.add.iter().map(|(t, _)| t));
+    views.extend(a.gate.iter().map(|g| &g.z));
+    // The weight is a vector: its offset decides, its row stride is 1.
+    let vec = if a.weight.offset.is_multiple_of(4) { vector(group, &views) } else { 1 };
+    let (threads, per_block) = norm_shape(group, vec);
+    let dtype = |t: Option<&selkie_core::tensor::Tensor<B>>| t.map_or(DType::F32, |t| t.dtype);
+    let (add, gate) = (a.add.as_ref().map(|(t, _)| t), a.gate.as_ref().map(|g| &g.z));
+    let spec = Spec::new(File::RmsNorm)
+        .int("VEC", vec)
+        .int("GROUP", group)
+        .int("GROUPS", a.groups)
+        .int("THREADS", threads)
+        .int("PER_BLOCK", per_block)
+        .flag("HAS_ADD", add.is_some())
+        .int("GATE", a.gate.as_ref().map_or(0, |g| if g.before { 1 } else { 2 }))
+        .int("GATE_ACT", a.gate.as_ref().map_or(0, |g| act(g.act)))
+        .flag("SHARED_WEIGHT", a.weight.len() == group)
+        .ty("x_t", a.x.dtype)
+        .ty("add_t", dtype(add))
+        .ty("gate_t", dtype(gate))
+        .ty("out_t", a.out.dtype);
+    let units = rows * a.groups;
+    let args = Args::new()
+        .rows(&a.x)
+        .maybe_rows(add)
+        .float(a.add.as_ref().map_or(0.0, |(_, s)| *s))
+        .at(&a.weight)
+        .maybe_rows(gate)
+        .rows(&a.out)
+        .float(a.eps)
+        .int(units as u64);
+    Ok(vec![Work::Kernel(Launch::new(spec, [units.div_ceil(per_block), 1, 1], threads * per_block, args))])
+}
+
+pub(super) fn rope_kv<B: Address>(a: &RopeKv<B>) -> Result<Vec<Work>> {
+    let hd = a.head_dim;
+    let (q_heads, kv_heads) = (a.q.row_len() / hd, a.k.row_len() / hd);
+    let vec = vector(hd, &[&a.q, &a.k, &a.v, &a.q_out, &a.pool.k, &a.pool.v]);
+    let spec = Spec::new(File::RopeKv)
+        .int("VEC", vec)
+        .int("HEAD_DIM", hd)
+        .int("Q_HEADS", q_heads)
+        .int("KV_HEADS", kv_heads)
+        .int("PAIRS", a.inv_freq.as_ref().map_or(0, |f| f.len()))
+        .flag("HAS_NORM", a.norm.is_some())
+        .ty("q_t", a.q.dtype)
+        .ty("k_t", a.k.dtype)
+        .ty("v_t", a.v.dtype)
+        .ty("q_out_t", a.q_out.dtype)
+        .ty("kv_t", a.pool.k.dtype);
+    let args = Args::new()
+        .step(&a.step)
+        .rows(&a.q)
+        .rows(&a.k)
+        .rows(&a.v)
+        .maybe_at(a.norm.as_ref().map(|(n, _)| n))
+        .float(a.norm.as_ref().map_or(0.0, |(_, eps)| *eps))
+        .maybe_at(a.inv_freq.as_ref())
+        .rows(&a.q_out)
+        .rows(&a.pool.k)
+        .rows(&a.pool.v);
+    let grid = [a.step.bucket.tokens, (q_heads + 2 * kv_heads).div_ceil(8), 1];
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, 256, args))])
+}
+
+pub(super) fn route<B: Address>(a: &Route<B>) -> Result<Vec<Work>> {
+    use selkie_core::ops::Router;
+    let (kind, renorm, groups, keep, eps, scale) = match a.router {
+        Router::SoftmaxTopK { renorm } => (0, renorm, 1, 1, 0.0, 1.0),
+        Router::TopKSoftmax => (1, true, 1, 1, 0.0, 1.0),
+        Router::Sigmoid { groups, topk_group, renorm, sum_eps, scale } => {
+            (2, renorm, groups, topk_group, sum_eps, scale)
+        }
+    };
+    let spec = Spec::new(File::Route)
+        .int("E", a.logits.row_len())
+        .int("TOP", a.ids.row_len())
+        .int("KIND", kind)
+        .flag("RENORM", renorm)
+        .int("GROUPS", groups)
+        .int("KEEP", keep)
+        .flag("HAS_BIAS", a.bias.is_some());
+    let args = Args::new()
+        .step(&a.step)
+        .rows(&a.logits)
+        .maybe_at(a.bias.as_ref())
+        .rows(&a.ids)
+        .rows(&a.weights)
+        .float(eps)
+        .float(scale);
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.tokens.div_ceil(4), 1, 1], 128, args))])
+}
+
+pub(super) fn sample<B: Address>(a: &Sample<B>) -> Result<Vec<Work>> {
+    let spec = Spec::new(File::Sample).int("V", a.logits.row_len());
+    let args = Args::new().step(&a.step).rows(&a.logits).rows(&a.lanes).rows(&a.seen).at(&a.last).at(&a.ids);
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, 1, 1], 1024, args))])
+}
+
+/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks.
+pub(super) fn padding_blocks(tokens: usize) -> usize {
+    tokens.div_ceil(PAGE)
+}

@@ -1,0 +1,243 @@
+//! Ops driven by the chunk table: convolution and the recurrences.
+
+use selkie_core::{
+    Error, Result,
+    ops::{Conv1d, GatedDelta, ScanForm, SelectiveScan},
+    step::PAGE,
+    tensor::DType,
+};
+
+use super::{Target, act, aligned, pointwise::padding_blocks, vector, wide};
+use crate::{
+    launch::{Address, Args, Launch, Work},
+    spec::{File, Spec},
+};
+
+/// Threads along the channels and groups of tokens of a convolution block, for `chunks` chunks.
+fn conv_shape(tokens: usize, chunks: usize) -> (usize, usize) {
+    // Decode: nothing to split along the tokens. Prefill: four groups of 16 tokens.
+    if tokens <= 2 * chunks { (1, 128) } else { (4, 64) }
+}
+
+pub(super) fn conv1d<B: Address>(a: &Conv1d<B>) -> Result<Vec<Work>> {
+    let (tokens, chunks) = (a.step.bucket.tokens, a.step.bucket.chunks);
+    let (channels, taps) = (a.x.row_len(), a.weight.row_len() - 1);
+    let (subs, cols) = conv_shape(tokens, chunks);
+    let vec = vector(channels, &[&a.x, &a.out]).min(if subs == 1 { 2 } else { 4 });
+    let spec = Spec::new(File::Conv1d)
+        .int("VEC", vec)
+        .int("CHANNELS", channels)
+        .int("TAPS", taps)
+        .int("SUBS", subs)
+        .int("COLS", cols)
+        .int("ACT", act(a.act))
+        .ty("x_t", a.x.dtype)
+        .ty("pool_t", a.pool.dtype)
+        .ty("out_t", a.out.dtype);
+    let args = Args::new().step(&a.step).rows(&a.x).rows(&a.weight).rows(&a.pool).rows(&a.out);
+    let grid = [chunks + padding_blocks(tokens), channels.div_ceil(cols * vec), 1];
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, subs * cols, args))])
+}
+
+/// How a scan block holds its part of the state.
+#[derive(Debug, PartialEq, Eq)]
+struct ScanShape {
+    /// Threads that share a (head, p) row.
+    lanes: usize,
+    /// Rows of a thread.
+    rows: usize,
+    threads: usize,
+}
+
+fn scan_shape(n: usize, p: usize, per_channel: bool) -> ScanShape {
+    let lanes = [32, 16, 8, 4, 2].into_iter().find(|l| n.is_multiple_of(4 * l)).unwrap_or(1);
+    let elems = n / lanes;
+    // 32 values of state a thread, so that 8 loads of 16 bytes are in flight.
+    let rows = if per_channel { 1 } else { (32 / elems).clamp(1, 8) };
+    let threads = if (256 / lanes * rows) > p && p > 1 { 128 } else { 256 };
+    ScanShape { lanes, rows: if rows.is_power_of_two() { rows } else { rows.next_power_of_two() / 2 }, threads }
+}
+
+/// Rows of at most this many tokens are cheaper token by token.
+const SHORT: usize = 16;
+
+/// Columns of P that a block of the chunked scan owns, and its shared memory, if it takes this shape.
+fn scan_block(p: usize, n: usize, shared: usize) -> Option<(usize, usize)> {
+    let bytes = |pb: usize| 2 * (2 * (2 * PAGE * (n + 8) + PAGE * (pb + 8)) + pb * (n + 8) + PAGE * (pb + 8));
+    [64, 32]
+        .into_iter()
+        .find(|&pb| {
+            p.is_multiple_of(pb)
+                && n.is_multiple_of(16)
+                && (n * pb).is_multiple_of(2048)
+                && n * pb <= 8192
+                && bytes(pb) + 2048 <= shared
+        })
+        .map(|pb| (pb, bytes(pb)))
+}
+
+pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) -> Result<Vec<Work>> {
+    let &[_, heads, p, n] = a.pool.dims() else { unreachable!("checked") };
+    aligned("selective_scan", 4, &[&a.b, &a.c, &a.pool])?;
+    if n % 4 != 0 {
+        return Err(unsupported("selective_scan", format!("state size {n}")));
+    }
+    let per_channel = a.form == ScanForm::PerChannel;
+    let bucket = &a.step.bucket;
+    let long = target.tuned
+        && !per_channel
+        && bucket.tokens > PAGE
+        && a.dt.dtype == DType::Bf16
+        && wide(&[&a.x, &a.b, &a.c, &a.y])
+        && a.pool.dtype == DType::F32;
+    let chunked = scan_block(p, n, target.shared).filter(|_| long);
+    let shape = scan_shape(n, p, per_channel);
+    let tile = shape.threads / shape.lanes * shape.rows;
+    let spec = Spec::new(File::SelectiveScan)
+        .int("HEADS", heads)
+        .int("P", p)
+        .int("N", n)
+        .int("LANES", shape.lanes)
+        .int("RPT", shape.rows)
+        .int("THREADS", shape.threads)
+        .int("HEADS_PER_GROUP", a.heads_per_group)
+        .int("FIRST_HEAD", a.first_head)
+        .flag("PER_CHANNEL", per_channel)
+        // A thread's rows are consecutive and start at a multiple of their number.
+        .flag(
+            "SHARED_BC",
+            (a.first_head * p).is_multiple_of(shape.rows) && (a.heads_per_group * p).is_multiple_of(shape.rows),
+        )
+        .flag("SHARED_HEAD", p % shape.rows == 0)
+        .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
+        .ty("x_t", a.x.dtype)
+        .ty("b_t", a.b.dtype)
+        .ty("c_t", a.c.dtype)
+        .ty("dt_t", a.dt.dtype)
+        .ty("pool_t", a.pool.dtype)
+        .ty("y_t", a.y.dtype);
+    let args = Args::new()
+        .step(&a.step)
+        .rows(&a.x)
+        .rows(&a.b)
+        .rows(&a.c)
+        .rows(&a.dt)
+        .rows(&a.par)
+        .rows(&a.pool)
+        .rows(&a.y)
+        .float(a.dt_limit.0)
+        .float(a.dt_limit.1);
+    let grid = [bucket.chunks + padding_blocks(bucket.tokens), (heads * p).div_ceil(tile), 1];
+    let mut work = vec![Work::Kernel(Launch::new(spec, grid, shape.threads, args.clone()))];
+    if let Some((pb, shared)) = chunked {
+        let spec = Spec::new(File::SelectiveScanChunk)
+            .int("HEADS", heads)
+            .int("P", p)
+            .int("N", n)
+            .int("PB", pb)
+            .int("HEADS_PER_GROUP", a.heads_per_group)
+            .int("FIRST_HEAD", a.first_head)
+            .int("MIN_TOKENS", SHORT);
+        let grid = [bucket.rows, heads * p / pb, 1];
+        work.push(Work::Kernel(Launch::new(spec, grid, 256, args).with_shared(shared)));
+    }
+    Ok(work)
+}
+
+/// Columns of the state that a block of the delta rule owns: few when there are few sequences.
+fn delta_columns(dv: usize, blocks_at_32: usize, sms: usize) -> usize {
+    if !dv.is_multiple_of(32) || blocks_at_32 < 2 * sms { 16 } else { 32 }
+}
+
+/// Bytes that the first half of the chunked delta rule leaves for the second, per chunk and head.
+const DELTA_UNIT: usize = 2 * PAGE * PAGE * 2 + 4 * PAGE * 4;
+/// Columns of the state that a block of the chunked delta rule owns.
+const DELTA_COLUMNS: usize = 32;
+
+/// Shared memory of the two halves of the chunked delta rule, for keys of 128.
+fn delta_shared() -> (usize, usize) {
+    let (k, d, t) = (128 + 8, DELTA_COLUMNS + 8, PAGE + 8);
+    let stage = 2 * PAGE * k + PAGE * d + 2 * PAGE * t + 8 * PAGE;
+    (2 * 2 * PAGE * k + 4 * PAGE * (PAGE + 4), 2 * (2 * stage + 128 * d + 3 * PAGE * d))
+}
+
+fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> bool {
+    let &[_, _, dk, dv] = a.pool.dims() else { unreachable!("checked") };
+    target.tuned
+        && a.step.bucket.tokens > PAGE
+        && dk == 128
+        && dv % DELTA_COLUMNS == 0
+        && a.a.dtype == DType::Bf16
+        && a.b.dtype == DType::Bf16
+        && a.pool.dtype == DType::F32
+        && wide(&[&a.q, &a.k, &a.v, &a.out])
+        && delta_shared().1 <= target.shared
+}
+
+pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, target: &Target) -> u64 {
+    if delta_chunked(a, target) { (a.step.bucket.chunks * a.pool.dims()[1] * DELTA_UNIT) as u64 } else { 0 }
+}
+
+pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Result<Vec<Work>> {
+    let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
+    aligned("gated_delta", 4, &[&a.v, &a.pool, &a.out])?;
+    if dv % 4 != 0 {
+        return Err(unsupported("gated_delta", format!("value head dim {dv}")));
+    }
+    let bucket = &a.step.bucket;
+    let chunked = delta_chunked(a, target);
+    let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), target.sms);
+    let spec = Spec::new(File::GatedDelta)
+        .int("HEADS", heads)
+        .int("DK", dk)
+        .int("DV", dv)
+        .int("COLS", columns)
+        .int("HEADS_PER_KEY", a.heads_per_key)
+        .int("FIRST_HEAD", a.first_head)
+        .int("MAX_TOKENS", if chunked { SHORT } else { 0 })
+        .ty("q_t", a.q.dtype)
+        .ty("k_t", a.k.dtype)
+        .ty("v_t", a.v.dtype)
+        .ty("a_t", a.a.dtype)
+        .ty("b_t", a.b.dtype)
+        .ty("pool_t", a.pool.dtype)
+        .ty("out_t", a.out.dtype);
+    let args = Args::new()
+        .step(&a.step)
+        .rows(&a.q)
+        .rows(&a.k)
+        .rows(&a.v)
+        .rows(&a.a)
+        .rows(&a.b)
+        .rows(&a.par)
+        .rows(&a.pool)
+        .rows(&a.out)
+        .float(a.beta_scale);
+    let grid = [bucket.chunks + padding_blocks(bucket.tokens), heads * dv.div_ceil(columns), 1];
+    let mut work = vec![Work::Kernel(Launch::new(spec, grid, 128, args))];
+    if chunked {
+        let constants = |file| {
+            Spec::new(file)
+                .int("HEADS", heads)
+                .int("DK", dk)
+                .int("HEADS_PER_KEY", a.heads_per_key)
+                .int("FIRST_HEAD", a.first_head)
+                .int("MIN_TOKENS", SHORT)
+        };
+        let (first, second) = delta_shared();
+        let args = Args::new().step(&a.step).rows(&a.q).rows(&a.k);
+        let prepare = args.clone().rows(&a.a).rows(&a.b).rows(&a.par).int(target.scratch).float(a.beta_scale);
+        let grid = [bucket.chunks, heads, 1];
+        let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, prepare).with_shared(first);
+        work.push(Work::Kernel(launch));
+        let spec = constants(File::GatedDeltaChunk).int("DV", dv).int("DB", DELTA_COLUMNS);
+        let args = args.rows(&a.v).int(target.scratch).rows(&a.pool).rows(&a.out);
+        let grid = [bucket.rows, heads * dv / DELTA_COLUMNS, 1];
+        work.push(Work::Kernel(Launch::new(spec, grid, 256, args).with_shared(second)));
+    }
+    Ok(work)
+}
+
+fn unsupported(op: &str, what: String) -> Error {
+    Error::Unsupported { what: format!("{op} with {what}"), why: "the CUDA kernels take multiples of 4".into() }
+}

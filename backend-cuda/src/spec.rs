@@ -1,0 +1,159 @@
+//! A kernel variant: a source file and the constants that specialise it, printed as a prelude before the file.
+
+use std::fmt::{self, Display, Write};
+
+use selkie_core::tensor::DType;
+
+/// What every kernel includes.
+const COMMON: &str = include_str!("../../kernels/common.cuh");
+
+macro_rules! kernels {
+    ($($name:ident $file:literal),* $(,)?) => {
+        /// A file of `kernels/`, whose text is in the binary.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum File {
+            $(#[doc = concat!("`", $file, ".cu`")] $name,)*
+        }
+
+        impl File {
+            /// Every file.
+            pub const ALL: &[Self] = &[$(Self::$name,)*];
+
+            /// The file's name without `.cu`.
+            pub fn stem(self) -> &'static str {
+                match self { $(Self::$name => $file,)* }
+            }
+
+            fn source(self) -> &'static str {
+                match self { $(Self::$name => include_str!(concat!("../../kernels/", $file, ".cu")),)* }
+            }
+        }
+    };
+}
+
+kernels! {
+    Activation "activation",
+    Attention "attention",
+    AttentionCombine "attention_combine",
+    AttentionDecode "attention_decode",
+    AttentionPrefill "attention_prefill",
+    Conv1d "conv1d",
+    Embed "embed",
+    ExpertCombine "expert_combine",
+    ExpertGrouped "expert_grouped",
+    ExpertMatmul "expert_matmul",
+    ExpertSort "expert_sort",
+    Fill "fill",
+    GatedDelta "gated_delta",
+    GatedDeltaChunk "gated_delta_chunk",
+    GatedDeltaPrepare "gated_delta_prepare",
+    Gather "gather",
+    MatmulBias "matmul_bias",
+    MatmulFew "matmul_few",
+    MatmulPlain "matmul_plain",
+    RmsNorm "rms_norm",
+    RopeKv "rope_kv",
+    Route "route",
+    Sample "sample",
+    SelectiveScan "selective_scan",
+    SelectiveScanChunk "selective_scan_chunk",
+}
+
+/// Value of a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Value {
+    Int(i64),
+    Type(DTypeName),
+}
+
+/// [`DType`] with an order, for sorting variants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct DTypeName(&'static str);
+
+impl From<DType> for DTypeName {
+    fn from(t: DType) -> Self {
+        Self(match t {
+            DType::F32 => "float",
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+            DType::U32 => "u32",
+        })
+    }
+}
+
+/// A variant: what is compiled, cached and launched. Its `Display` names it in errors and in the cache.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Spec {
+    file: File,
+    values: Vec<(&'static str, Value)>,
+}
+
+impl Spec {
+    /// The file without constants.
+    pub fn new(file: File) -> Self {
+        Self { file, values: Vec::with_capacity(12) }
+    }
+
+    /// Adds `constexpr int name = value`.
+    pub fn int(mut self, name: &'static str, value: usize) -> Self {
+        self.values.push((name, Value::Int(value as i64)));
+        self
+    }
+
+    /// Adds `constexpr int name = 0 or 1`.
+    pub fn flag(self, name: &'static str, value: bool) -> Self {
+        self.int(name, usize::from(value))
+    }
+
+    /// Adds `using name = dtype`.
+    pub fn ty(mut self, name: &'static str, dtype: DType) -> Self {
+        self.values.push((name, Value::Type(dtype.into())));
+        self
+    }
+
+    /// The file.
+    pub fn file(&self) -> File {
+        self.file
+    }
+
+    /// Name of the kernel's symbol; profilers show it.
+    pub fn entry(&self) -> String {
+        let mut s = self.file.stem().to_string();
+        for (_, v) in &self.values {
+            match v {
+                Value::Int(i) => write!(s, "_{i}"),
+                Value::Type(t) => write!(s, "_{}", t.0),
+            }
+            .expect("writing to a string");
+        }
+        s
+    }
+
+    /// The whole translation unit. Lines of the log count from the top of the kernel's own file.
+    pub fn text(&self) -> String {
+        let mut s = format!("#line 1 \"common.cuh\"\n{COMMON}\n#define ENTRY {}\n", self.entry());
+        for (name, v) in &self.values {
+            match v {
+                Value::Int(i) => writeln!(s, "constexpr int {name} = {i};"),
+                Value::Type(t) => writeln!(s, "using {name} = {};", t.0),
+            }
+            .expect("writing to a string");
+        }
+        write!(s, "#line 1 \"{}.cu\"\n{}", self.file.stem(), self.file.source()).expect("writing to a string");
+        s
+    }
+}
+
+impl Display for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.cu [", self.file.stem())?;
+        for (i, (name, v)) in self.values.iter().enumerate() {
+            let sep = if i == 0 { "" } else { ", " };
+            match v {
+                Value::Int(i) => write!(f, "{sep}{name}={i}")?,
+                Value::Type(t) => write!(f, "{sep}{name}={}", t.0)?,
+            }
+        }
+        f.write_str("]")
+    }
+}

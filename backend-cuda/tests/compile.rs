@@ -1,0 +1,85 @@
+//! Compiles through NVRTC, without a GPU, what the planner returns for the shapes of the supported models: every variant
+//! for sm_90a, the base shapes for the other targets. Prints registers and spills.
+//!
+//! Ignored, not passed, where NVRTC is missing; `SELKIE_REQUIRE=nvrtc` turns that into a failure.
+
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use selkie_cuda::{nvrtc, spec::Spec};
+
+#[path = "shapes/mod.rs"]
+mod shapes;
+
+fn main() {
+    let args = Arguments::from_args();
+    let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "nvrtc"));
+    let ignored = nvrtc::missing().is_some() && !required;
+    let trial = |arch: &'static str, all: bool| {
+        Trial::test(format!("every kernel compiles for {arch}"), move || compile(arch, all)).with_ignored_flag(ignored)
+    };
+    let mut trials = vec![trial("sm_90a", true)];
+    trials.extend(["sm_80", "sm_89", "sm_100a", "sm_120a"].map(|arch| trial(arch, false)));
+    libtest_mimic::run(&args, trials).exit();
+}
+
+fn compile(arch: &str, all: bool) -> Result<(), Failed> {
+    if let Some(why) = nvrtc::missing() {
+        return Err(why.into());
+    }
+    let filter = std::env::var("SELKIE_KERNEL").unwrap_or_default();
+    let specs: BTreeSet<Spec> = shapes::specs(all).into_iter().filter(|s| s.file().stem().contains(&filter)).collect();
+    let specs: Vec<Spec> = specs.into_iter().collect();
+    let (next, report) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(spec) = specs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let line = match nvrtc::compile(spec, arch) {
+                        Ok(image) => Ok((spec.to_string(), resources(&image.log))),
+                        Err(e) => Err(e.to_string()),
+                    };
+                    report.lock().expect("no thread panics with the lock").push(line);
+                }
+            });
+        }
+    });
+    let mut report = report.into_inner().expect("no thread panicked");
+    report.sort();
+    let mut failures = Vec::new();
+    for line in &report {
+        match line {
+            Ok((spec, (registers, stack, spills, shared))) => {
+                println!(
+                    "{arch} {registers:>4} registers {stack:>5} B stack {spills:>5} B spilled {shared:>6} B shared  {spec}"
+                );
+            }
+            Err(e) => failures.push(e.clone()),
+        }
+    }
+    if report.is_empty() {
+        failures.push("no kernel was compiled".into());
+    }
+    if failures.is_empty() { Ok(()) } else { Err(failures.join("\n").into()) }
+}
+
+/// Registers, bytes of stack, of spill stores, and of shared memory, from the assembler's lines in a log.
+fn resources(log: &str) -> (usize, usize, usize, usize) {
+    let before = |what: &str| {
+        let at = log.find(what)?;
+        log[..at].trim_end().rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    };
+    (
+        before("registers").unwrap_or(0),
+        before("bytes stack frame").unwrap_or(0),
+        before("bytes spill stores").unwrap_or(0),
+        before("bytes smem").unwrap_or(0),
+    )
+}

@@ -1,0 +1,356 @@
+//! Ops over handles that are only numbers, in the shapes of the supported models.
+
+use selkie_core::{
+    backend::Handle,
+    ops::*,
+    step::{Bucket, PAGE, Step},
+    tensor::{DType, Tensor},
+};
+use selkie_cuda::{
+    launch::{Address, Work},
+    plan::{Target, plan, scratch},
+    spec::Spec,
+};
+
+/// A buffer without bytes.
+#[derive(Clone, Debug)]
+pub struct Fake(usize);
+
+impl Handle for Fake {
+    fn id(&self) -> usize {
+        self.0
+    }
+    fn bytes(&self) -> u64 {
+        u64::MAX
+    }
+}
+
+impl Address for Fake {
+    fn address(&self) -> u64 {
+        (self.0 as u64) << 32
+    }
+}
+
+/// Makes tensors with different buffers.
+struct Maker {
+    next: usize,
+    act: DType,
+    step: Step<Fake>,
+}
+
+impl Maker {
+    fn new(act: DType, bucket: Bucket) -> Self {
+        Self { next: 2, act, step: Step::new(Fake(1), bucket) }
+    }
+
+    fn of(&mut self, dtype: DType, dims: &[usize]) -> Tensor<Fake> {
+        self.next += 1;
+        Tensor::new(Fake(self.next), dtype, dims)
+    }
+
+    fn act(&mut self, dims: &[usize]) -> Tensor<Fake> {
+        self.of(self.act, dims)
+    }
+
+    fn f32(&mut self, dims: &[usize]) -> Tensor<Fake> {
+        self.of(DType::F32, dims)
+    }
+
+    fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Weight<Fake> {
+        Weight { blocks: vec![RowBlock { w: self.of(dtype, &[n, k]), col: 0 }], n, k }
+    }
+}
+
+/// What a model's layers look like.
+struct Shape {
+    width: usize,
+    /// q heads, kv heads, head dim.
+    attention: Option<[usize; 3]>,
+    /// Heads, P, N, groups.
+    mamba2: Option<[usize; 4]>,
+    /// Channels, N.
+    mamba1: Option<[usize; 2]>,
+    /// Key heads, value heads, dk, dv.
+    delta: Option<[usize; 4]>,
+    /// Experts, top-k, inner width.
+    moe: Option<[usize; 3]>,
+    mlp: usize,
+    vocab: usize,
+}
+
+const BASE: Shape = Shape {
+    width: 4096,
+    attention: Some([32, 8, 128]),
+    mamba2: Some([128, 64, 128, 8]),
+    mamba1: None,
+    delta: None,
+    moe: None,
+    mlp: 21504,
+    vocab: 131_072,
+};
+
+const OTHERS: &[Shape] = &[
+    Shape {
+        width: 2048,
+        attention: Some([16, 2, 256]),
+        delta: Some([16, 32, 128, 128]),
+        moe: Some([512, 10, 512]),
+        mamba2: None,
+        mlp: 512,
+        vocab: 151_936,
+        ..BASE
+    },
+    Shape {
+        width: 2688,
+        attention: Some([32, 2, 128]),
+        mamba2: Some([64, 64, 128, 8]),
+        moe: Some([128, 6, 1856]),
+        mlp: 3712,
+        ..BASE
+    },
+    Shape {
+        width: 1536,
+        attention: Some([12, 4, 128]),
+        mamba2: Some([48, 64, 128, 1]),
+        mlp: 4096,
+        vocab: 100_352,
+        ..BASE
+    },
+    Shape {
+        width: 768,
+        attention: Some([12, 4, 64]),
+        mamba2: Some([24, 32, 128, 1]),
+        mlp: 2048,
+        vocab: 100_352,
+        ..BASE
+    },
+    Shape {
+        width: 1024,
+        attention: Some([8, 2, 80]),
+        mamba2: Some([24, 64, 256, 1]),
+        mlp: 2048,
+        vocab: 32_784,
+        ..BASE
+    },
+    // Small and odd: every dimension only divisible by 4.
+    Shape {
+        width: 52,
+        attention: Some([4, 2, 20]),
+        mamba2: Some([4, 12, 20, 2]),
+        mamba1: Some([100, 16]),
+        delta: Some([2, 4, 12, 20]),
+        moe: Some([12, 3, 36]),
+        mlp: 68,
+        vocab: 1000,
+    },
+];
+
+/// The variants of all ops of these shapes; only the base shape unless `all`.
+pub fn specs(all: bool) -> Vec<Spec> {
+    let mut found = Vec::new();
+    let buckets = [
+        Bucket::holding(1, 1, 1, 1, 64),
+        Bucket::holding(4, 4, 4, 4, 16),
+        Bucket::holding(64, 64, 64, 64, 64),
+        Bucket::holding(256, 4, 8, 4, 4),
+        Bucket::holding(2048, 1, 32, 1, 32),
+    ];
+    let shapes: Vec<&Shape> = std::iter::once(&BASE).chain(OTHERS).collect();
+    for shape in if all { &shapes[..] } else { &shapes[..1] } {
+        for act in [DType::Bf16, DType::F32] {
+            for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
+                let mut maker = Maker::new(act, bucket);
+                for op in ops(shape, &mut maker) {
+                    let target = Target { sms: 132, shared: 227 << 10, blas: true, tuned, scratch: 1 << 60 };
+                    op.check();
+                    let _ = scratch(&op, &target);
+                    for work in plan(&op, &target).expect("a shape of a supported model") {
+                        if let Work::Kernel(l) = work {
+                            found.push(l.spec);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    found
+}
+
+fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
+    let step = m.step.clone();
+    let Bucket { tokens: t, outputs: o, .. } = step.bucket;
+    let d = s.width;
+    let mut ops: Vec<Op<Fake>> = Vec::new();
+    for dtype in [DType::Bf16, DType::F16] {
+        let table = m.weight(dtype, s.vocab, d);
+        let last = m.of(DType::U32, &[64]);
+        ops.push(Embed { step: step.clone(), last, table, out: m.act(&[t, d]), scale: 1.0 }.into());
+        let w = m.weight(dtype, s.mlp, d);
+        ops.push(matmul(m, t, w, false, false));
+        let w = m.weight(dtype, d, s.mlp);
+        ops.push(matmul(m, t, w, true, true));
+    }
+    let (x, out) = (m.act(&[t, d]), m.act(&[o, d]));
+    ops.push(Gather { step: step.clone(), x, out }.into());
+    let logits = Matmul {
+        x: m.act(&[o, d]),
+        w: m.weight(DType::Bf16, s.vocab, d),
+        bias: None,
+        out: m.f32(&[o, s.vocab]),
+        scale: 1.0,
+        accumulate: false,
+    };
+    ops.push(logits.into());
+    let (logits, lanes) = (m.f32(&[o, s.vocab]), m.of(DType::U32, &[64, LANE_WORDS]));
+    let (seen, last, ids) =
+        (m.of(DType::U32, &[64, s.vocab.div_ceil(32)]), m.of(DType::U32, &[64]), m.of(DType::U32, &[o]));
+    ops.push(Sample { step: step.clone(), logits, lanes, seen, last, ids }.into());
+    let add = Some((m.act(&[t, d]), 1.0));
+    for add in [None, add] {
+        let (x, weight, out) = (m.act(&[t, d]), m.f32(&[d]), m.act(&[t, d]));
+        ops.push(RmsNorm { x, add, weight, gate: None, out, eps: 1e-5, groups: 1 }.into());
+    }
+    for (act, gated) in [(Act::Silu, true), (Act::Relu2, false), (Act::Gelu, true)] {
+        let both = m.act(&[t, 2 * s.mlp]);
+        let up = gated.then(|| both.cols(s.mlp, s.mlp));
+        let out = m.act(&[t, s.mlp]);
+        ops.push(Activation { gate: both.cols(0, s.mlp), up, row_gate: None, out, act }.into());
+    }
+    if let Some([heads, kv, hd]) = s.attention {
+        attention(m, &mut ops, heads, kv, hd);
+    }
+    if let Some([h, p, n, g]) = s.mamba2 {
+        let (di, c) = (h * p, h * p + 2 * g * n);
+        let x = m.act(&[t, c]);
+        conv(m, &mut ops, c);
+        let (dt, par, pool, y) = (m.act(&[t, h]), m.f32(&[3, h]), m.f32(&[9, h, p, n]), m.act(&[t, di]));
+        ops.push(
+            SelectiveScan {
+                step: step.clone(),
+                x: x.cols(0, di),
+                b: x.cols(di, g * n),
+                c: x.cols(di + g * n, g * n),
+                dt,
+                par,
+                pool,
+                y,
+                form: ScanForm::PerHead,
+                heads_per_group: h / g,
+                first_head: 0,
+                dt_limit: (0.0, f32::INFINITY),
+            }
+            .into(),
+        );
+        let (x, z, weight, out) = (m.act(&[t, di]), m.act(&[t, di]), m.f32(&[di]), m.act(&[t, di]));
+        let gate = Some(Gate { z, act: Act::Silu, before: true });
+        ops.push(RmsNorm { x, add: None, weight, gate, out, eps: 1e-5, groups: g }.into());
+    }
+    if let Some([c, n]) = s.mamba1 {
+        let (x, b, cc, dt) = (m.act(&[t, c]), m.act(&[t, n]), m.act(&[t, n]), m.act(&[t, c]));
+        let (par, pool, y) = (m.f32(&[n + 2, c]), m.f32(&[9, c, 1, n]), m.act(&[t, c]));
+        ops.push(
+            SelectiveScan {
+                step: step.clone(),
+                x,
+                b,
+                c: cc,
+                dt,
+                par,
+                pool,
+                y,
+                form: ScanForm::PerChannel,
+                heads_per_group: c,
+                first_head: 0,
+                dt_limit: (0.0, f32::INFINITY),
+            }
+            .into(),
+        );
+    }
+    if let Some([hk, hv, dk, dv]) = s.delta {
+        let c = 2 * hk * dk + hv * dv;
+        conv(m, &mut ops, c);
+        let x = m.act(&[t, c]);
+        let (a, b, par) = (m.act(&[t, hv]), m.act(&[t, hv]), m.f32(&[2, hv]));
+        let (pool, out) = (m.f32(&[9, hv, dk, dv]), m.act(&[t, hv * dv]));
+        ops.push(
+            GatedDelta {
+                step: step.clone(),
+                q: x.cols(0, hk * dk),
+                k: x.cols(hk * dk, hk * dk),
+                v: x.cols(2 * hk * dk, hv * dv),
+                a,
+                b,
+                par,
+                pool,
+                out,
+                heads_per_key: hv / hk,
+                first_head: 0,
+                beta_scale: 1.0,
+            }
+            .into(),
+        );
+        let (x, z, weight, out) = (m.act(&[t, hv * dv]), m.act(&[t, hv * dv]), m.f32(&[dv]), m.act(&[t, hv * dv]));
+        let gate = Some(Gate { z, act: Act::Silu, before: false });
+        ops.push(RmsNorm { x, add: None, weight, gate, out, eps: 1e-6, groups: hv }.into());
+    }
+    if let Some([e, k, inner]) = s.moe {
+        moe(m, &mut ops, e, k, inner, d);
+    }
+    ops
+}
+
+fn matmul(m: &mut Maker, t: usize, w: Weight<Fake>, accumulate: bool, bias: bool) -> Op<Fake> {
+    let bias = bias.then(|| m.f32(&[w.n]));
+    Matmul { x: m.act(&[t, w.k]), out: m.act(&[t, w.n]), w, bias, scale: 1.0, accumulate }.into()
+}
+
+fn conv(m: &mut Maker, ops: &mut Vec<Op<Fake>>, c: usize) {
+    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
+    let (x, weight, pool, out) = (m.act(&[t, c]), m.f32(&[c, 5]), m.act(&[9, c, 3]), m.act(&[t, c]));
+    ops.push(Conv1d { step, x, weight, pool, out, act: Act::Silu }.into());
+}
+
+fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd: usize) {
+    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
+    let dims = [9, kv, PAGE, hd];
+    let pool = KvPool { k: m.act(&dims), v: m.act(&dims) };
+    for (norm, rope) in [(false, true), (true, true), (false, false)] {
+        let norm = norm.then(|| (m.f32(&[2, hd]), 1e-6));
+        let inv_freq = rope.then(|| m.f32(&[hd / 2]));
+        let (q, k, v) = (m.act(&[t, heads * hd]), m.act(&[t, kv * hd]), m.act(&[t, kv * hd]));
+        let q_out = m.act(&[t, heads * hd]);
+        ops.push(
+            RopeKv { step: step.clone(), q, k, v, norm, inv_freq, q_out, pool: pool.clone(), head_dim: hd }.into(),
+        );
+    }
+    for window in [None, Some(100)] {
+        let (q, out) = (m.act(&[t, heads * hd]), m.act(&[t, heads * hd]));
+        ops.push(Attention { step: step.clone(), q, pool: pool.clone(), out, head_dim: hd, scale: 0.1, window }.into());
+    }
+}
+
+fn moe(m: &mut Maker, ops: &mut Vec<Op<Fake>>, e: usize, k: usize, inner: usize, d: usize) {
+    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
+    let routers = [
+        Router::SoftmaxTopK { renorm: true },
+        Router::TopKSoftmax,
+        Router::Sigmoid { groups: 4, topk_group: 2, renorm: true, sum_eps: 1e-20, scale: 2.5 },
+    ];
+    for router in routers {
+        let (logits, ids, weights) = (m.f32(&[t, e]), m.of(DType::U32, &[t, k]), m.f32(&[t, k]));
+        let bias = matches!(router, Router::Sigmoid { .. }).then(|| m.f32(&[e]));
+        ops.push(Route { step: step.clone(), logits, bias, ids, weights, router }.into());
+    }
+    let ids = m.of(DType::U32, &[t, k]);
+    let up =
+        ExpertRange { first: 0, experts: e, blocks: vec![RowBlock { w: m.of(DType::Bf16, &[e, inner, d]), col: 0 }] };
+    let down =
+        ExpertRange { first: 0, experts: e, blocks: vec![RowBlock { w: m.of(DType::Bf16, &[e, d, inner]), col: 0 }] };
+    let (x, out) = (m.act(&[t, d]), m.act(&[t * k, inner]));
+    ops.push(
+        ExpertMatmul { x, experts: vec![up], ids: ids.clone(), combine: None, out, scale: 1.0, accumulate: false }
+            .into(),
+    );
+    let (x, combine, out) = (m.act(&[t * k, inner]), Some(m.f32(&[t, k])), m.act(&[t, d]));
+    ops.push(ExpertMatmul { x, experts: vec![down], ids, combine, out, scale: 1.0, accumulate: true }.into());
+}

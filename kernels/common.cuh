@@ -1,0 +1,210 @@
+// Types, conversions and vector access that every kernel shares. No include path is needed: NVRTC ships no headers, and
+// neither do users' machines, so the few bf16 helpers are ours.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct __align__(2) bf16 {
+    u16 bits;
+};
+struct __align__(2) f16 {
+    u16 bits;
+};
+
+#define DEV __device__ __forceinline__
+
+constexpr u32 NONE = 0xffffffffu;
+constexpr u32 CARRY = 0xffffffffu;
+constexpr u32 FROM_DEVICE = 0x80000000u;
+constexpr int PAGE = 64;
+#define INF __int_as_float(0x7f800000)
+
+DEV float to_f32(float x) { return x; }
+DEV float to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+DEV float to_f32(f16 x) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x.bits));
+    return r;
+}
+
+template <class T> DEV T from_f32(float x);
+template <> DEV float from_f32<float>(float x) { return x; }
+template <> DEV bf16 from_f32<bf16>(float x) {
+    bf16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x));
+    return r;
+}
+template <> DEV f16 from_f32<f16>(float x) {
+    f16 r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(x));
+    return r;
+}
+
+// Two bf16 in a register, `lo` at the lower address.
+DEV u32 pack_bf16(float lo, float hi) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+DEV float bf16_lo(u32 x) { return __uint_as_float(x << 16); }
+DEV float bf16_hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+
+// One load or store of `BYTES` bytes; the address is a multiple of it.
+template <int BYTES> struct Raw;
+template <> struct Raw<16> { typedef uint4 type; };
+template <> struct Raw<8> { typedef uint2 type; };
+template <> struct Raw<4> { typedef u32 type; };
+template <> struct Raw<2> { typedef u16 type; };
+
+template <int N, class T> struct Packed {
+    static constexpr int PIECE = N * (int)sizeof(T) < 16 ? N * (int)sizeof(T) : 16;
+    static constexpr int PIECES = N * (int)sizeof(T) / PIECE;
+    typedef typename Raw<PIECE>::type R;
+    union {
+        R raw[PIECES];
+        T item[N];
+    };
+    DEV Packed() {}
+};
+
+template <int N, class T> DEV Packed<N, T> load_raw(const T *p) {
+    Packed<N, T> r;
+#pragma unroll
+    for (int i = 0; i < r.PIECES; i++) r.raw[i] = reinterpret_cast<const typename Packed<N, T>::R *>(p)[i];
+    return r;
+}
+
+template <int N, class T> DEV void unpack(const Packed<N, T> &r, float *v) {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = to_f32(r.item[i]);
+}
+
+// N elements as f32.
+template <int N, class T> DEV void load(const T *p, float *v) { unpack<N, T>(load_raw<N, T>(p), v); }
+
+template <int N, class T> DEV void store(T *p, const float *v) {
+    Packed<N, T> r;
+#pragma unroll
+    for (int i = 0; i < N; i++) r.item[i] = from_f32<T>(v[i]);
+#pragma unroll
+    for (int i = 0; i < r.PIECES; i++) reinterpret_cast<typename Packed<N, T>::R *>(p)[i] = r.raw[i];
+}
+
+template <int N, class T> DEV void store_zero(T *p) {
+    float z[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) z[i] = 0.f;
+    store<N, T>(p, z);
+}
+
+DEV float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+DEV float silu(float x) { return x / (1.f + __expf(-x)); }
+DEV float softplus(float x) { return x > 20.f ? x : log1pf(__expf(x)); }
+
+constexpr int ACT_IDENTITY = 0, ACT_SILU = 1, ACT_SIGMOID = 2, ACT_RELU2 = 3, ACT_GELU = 4;
+template <int A> DEV float activate(float x) {
+    if constexpr (A == ACT_SILU) return silu(x);
+    if constexpr (A == ACT_SIGMOID) return sigmoid(x);
+    if constexpr (A == ACT_RELU2) {
+        float r = fmaxf(x, 0.f);
+        return r * r;
+    }
+    if constexpr (A == ACT_GELU) return 0.5f * x * (1.f + erff(x * 0.70710678f));
+    return x;
+}
+
+// 2^x, to 2 ulp; 0 for -inf.
+DEV float ex2(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEV float warp_sum(float x) {
+#pragma unroll
+    for (int m = 16; m; m >>= 1) x += __shfl_xor_sync(0xffffffffu, x, m);
+    return x;
+}
+DEV float warp_max(float x) {
+#pragma unroll
+    for (int m = 16; m; m >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, m));
+    return x;
+}
+
+// Sum over the block's THREADS threads; every thread gets it. `part` holds THREADS / 32 floats.
+template <int THREADS> DEV float block_sum(float x, float *part) {
+    x = warp_sum(x);
+    if constexpr (THREADS > 32) {
+        if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+        __syncthreads();
+        x = threadIdx.x % 32 < THREADS / 32 ? part[threadIdx.x % 32] : 0.f;
+        x = warp_sum(x);
+    }
+    return x;
+}
+
+constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
+
+// The integers of a step, see core/src/step.rs.
+struct Step {
+    const u32 *w;
+    int tokens, rows, chunks, outputs, pages, pad;
+
+    DEV u32 id(int t) const { return w[t]; }
+    DEV u32 position(int t) const { return w[tokens + t]; }
+    DEV u32 token_row(int t) const { return w[2 * tokens + t]; }
+    DEV const u32 *chunk(int c) const { return w + 3 * tokens + 5 * c; }
+    DEV const u32 *row(int r) const { return w + 3 * tokens + 5 * chunks + 4 * r; }
+    DEV u32 output_token(int o) const { return w[3 * tokens + 5 * chunks + 4 * rows + o]; }
+    DEV u32 output_lane(int o) const { return w[3 * tokens + 5 * chunks + 4 * rows + outputs + o]; }
+    DEV const u32 *page_row(int r) const {
+        return w + 3 * tokens + 5 * chunks + 4 * rows + 2 * outputs + (i64)r * pages;
+    }
+};
+
+// A chunk-table entry.
+struct Chunk {
+    u32 row, start, len, src, dst;
+    DEV Chunk(const u32 *w) : row(w[0]), start(w[1]), len(w[2]), src(w[3]), dst(w[4]) {}
+};
+
+// Zeroes `cols` columns of the padding tokens in `first .. first + n`. Called by all threads of a block.
+template <int VEC, class T>
+DEV void zero_padding(const Step &st, T *out, i64 stride, int first, int n, int col, int cols, int threads) {
+    for (int t = first; t < first + n && t < st.tokens; t++) {
+        if (st.token_row(t) != NONE) continue;
+        for (int i = threadIdx.x * VEC; i < cols; i += threads * VEC) store_zero<VEC, T>(out + t * stride + col + i);
+    }
+}
+
+// mma.m16n8k16, bf16 in, f32 sums: d += a b. Register layout as in the PTX manual.
+DEV void mma_bf16(float *d, const u32 *a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEV u32 smem_addr(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEV void ldmatrix_x4(u32 *r, u32 addr) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(addr));
+}
+DEV void ldmatrix_x4_trans(u32 *r, u32 addr) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(addr));
+}
+
+// Copies 16 bytes to shared memory in the background; zeros if `!valid`.
+DEV void cp_async16(u32 dst, const void *src, bool valid = true) {
+    int n = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
+}
+DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

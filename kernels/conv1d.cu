@@ -1,0 +1,84 @@
+// Depthwise causal convolution. A block owns all tokens of a chunk for a tile of channels: SUBS groups of COLS threads,
+// each VEC channels and 64 / SUBS tokens. All of a block's state reads come before its writes, so that a slot may be
+// updated in place. Grid (chunks + padding blocks, channel tiles).
+// VEC, CHANNELS, TAPS, SUBS, COLS, ACT; x_t, pool_t, out_t.
+
+constexpr int RUN = PAGE / SUBS;
+constexpr int BACK = TAPS - 1;
+
+extern "C" __global__ void __launch_bounds__(SUBS *COLS)
+    ENTRY(Step st, const x_t *x, i64 x_stride, const float *weight, i64 weight_stride, pool_t *pool, i64 slot_stride,
+          out_t *out, i64 out_stride) {
+    int sub = threadIdx.x / COLS, c = (blockIdx.y * COLS + threadIdx.x % COLS) * VEC;
+    bool active = c < CHANNELS;
+    if (blockIdx.x >= st.chunks) {
+        if (!active) return;
+        int first = (blockIdx.x - st.chunks) * PAGE;
+        for (int t = first + sub; t < first + PAGE && t < st.tokens; t += SUBS)
+            if (st.token_row(t) == NONE) store_zero<VEC>(out + t * out_stride + c);
+        return;
+    }
+    Chunk ch(st.chunk(blockIdx.x));
+    if (ch.len == 0) return;
+    int begin = sub * RUN, end = min((int)ch.len, begin + RUN);
+    active = active && begin < end;
+    // Inputs before `begin`, oldest first: earlier tokens of the row, then the state that the row started from.
+    float window[BACK][VEC];
+    if (active) {
+        const u32 *row = st.row(ch.row);
+        int before = (int)(ch.start - row[0]) + begin;
+        u32 src = 0;
+        if (before < BACK) src = ch.src != CARRY ? ch.src : st.chunk(row[2])[3];
+#pragma unroll
+        for (int j = 0; j < BACK; j++) {
+            int back = BACK - j;
+            if (before >= back) {
+                load<VEC>(x + (i64)(ch.start + begin - back) * x_stride + c, window[j]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < VEC; i++)
+                    window[j][i] =
+                        src == 0 ? 0.f : to_f32(pool[src * slot_stride + (i64)(c + i) * BACK + BACK - back + before]);
+            }
+        }
+    }
+    __syncthreads();
+    if (!active) return;
+    float w[TAPS + 1][VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; i++)
+#pragma unroll
+        for (int j = 0; j <= TAPS; j++) w[j][i] = weight[(c + i) * weight_stride + j];
+    const x_t *px = x + (i64)ch.start * x_stride + c;
+    out_t *po = out + (i64)ch.start * out_stride + c;
+    constexpr int AHEAD = RUN < 4 ? RUN : 4;
+    for (int t0 = begin; t0 < end; t0 += AHEAD) {
+        Packed<VEC, x_t> in[AHEAD];
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++)
+            if (t0 + a < end) in[a] = load_raw<VEC>(px + (i64)(t0 + a) * x_stride);
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            if (t0 + a >= end) continue;
+            float cur[VEC], y[VEC];
+            unpack<VEC>(in[a], cur);
+#pragma unroll
+            for (int i = 0; i < VEC; i++) {
+                float s = w[TAPS][i];
+#pragma unroll
+                for (int j = 0; j < BACK; j++) s += w[j][i] * window[j][i];
+                y[i] = activate<ACT>(s + w[BACK][i] * cur[i]);
+#pragma unroll
+                for (int j = 0; j + 1 < BACK; j++) window[j][i] = window[j + 1][i];
+                window[BACK - 1][i] = cur[i];
+            }
+            store<VEC>(po + (i64)(t0 + a) * out_stride, y);
+        }
+    }
+    if (ch.dst == 0 || end != (int)ch.len) return;
+#pragma unroll
+    for (int i = 0; i < VEC; i++)
+#pragma unroll
+        for (int j = 0; j < BACK; j++)
+            pool[ch.dst * slot_stride + (i64)(c + i) * BACK + j] = from_f32<pool_t>(window[j][i]);
+}

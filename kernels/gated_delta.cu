@@ -1,0 +1,129 @@
+// Gated delta rule, token by token, with the state in registers: decode, verification, short rows, and every shape that
+// the chunked kernel does not take. Columns of S are independent, so a block owns COLS columns of one head of one
+// sequence and walks its chunks in order. One reduction a token: o = qᵀS' = e^g qᵀS + (q·k) δ.
+// Grid (chunks + padding blocks, heads * column tiles).
+// HEADS, DK, DV, COLS, HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are someone else's);
+// q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
+
+constexpr int THREADS = 128;
+constexpr int LANES = COLS / 4;               // threads side by side along a row of S
+constexpr int GROUPS = THREADS / LANES;       // rows of S in flight
+constexpr int RPT = div_up(DK, GROUPS);       // rows per thread
+constexpr int TILES = div_up(DV, COLS);
+constexpr int WARPS = THREADS / 32;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride, const a_t *a,
+          i64 a_stride, const b_t *b, i64 b_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride,
+          out_t *out, i64 out_stride, float beta_scale) {
+    __shared__ float ks[DK], qs[DK], dots[WARPS][3], parts[WARPS][LANES][8];
+    int h = blockIdx.y / TILES, tile = blockIdx.y % TILES * COLS;
+    if (blockIdx.x >= st.chunks) {
+        zero_padding<1>(st, out, out_stride, (blockIdx.x - st.chunks) * PAGE, PAGE, h * DV + tile, min(COLS, DV - tile),
+                        THREADS);
+        return;
+    }
+    Chunk ch(st.chunk(blockIdx.x));
+    if (ch.len == 0 || ch.src == CARRY) return;
+    if (MAX_TOKENS && st.row(ch.row)[1] > MAX_TOKENS) return;
+    int tid = threadIdx.x, warp = tid / 32, lane = tid % LANES, group = tid / LANES;
+    int col = tile + lane * 4;
+    bool active = col < DV;
+    float s[RPT][4];
+    i64 base = (i64)h * DK * DV + col;
+#pragma unroll
+    for (int r = 0; r < RPT; r++) {
+        int i = group + r * GROUPS;
+        if (active && i < DK && ch.src != 0) {
+            load<4>(pool + ch.src * slot_stride + base + (i64)i * DV, s[r]);
+        } else {
+            s[r][0] = s[r][1] = s[r][2] = s[r][3] = 0.f;
+        }
+    }
+    int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
+    float a_neg = par[h], dt_bias = par[par_stride + h];
+    for (int c = blockIdx.x;;) {
+        for (int i = 0; i < (int)ch.len; i++) {
+            i64 t = ch.start + i;
+            float kk = 0.f, qq = 0.f, kq = 0.f, vv[4] = {0.f, 0.f, 0.f, 0.f};
+            for (int j = tid; j < DK; j += THREADS) {
+                float kj = to_f32(k[t * k_stride + key + j]), qj = to_f32(q[t * q_stride + key + j]);
+                ks[j] = kj;
+                qs[j] = qj;
+                kk += kj * kj;
+                qq += qj * qj;
+                kq += kj * qj;
+            }
+            if (active) load<4>(v + t * v_stride + h * DV + col, vv);
+            float g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
+            float beta = beta_scale * sigmoid(to_f32(b[t * b_stride + h]));
+            kk = warp_sum(kk);
+            qq = warp_sum(qq);
+            kq = warp_sum(kq);
+            if (tid % 32 == 0) {
+                dots[warp][0] = kk;
+                dots[warp][1] = qq;
+                dots[warp][2] = kq;
+            }
+            __syncthreads();
+            kk = qq = kq = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                kk += dots[w][0];
+                qq += dots[w][1];
+                kq += dots[w][2];
+            }
+            float rk = rsqrtf(kk + 1e-6f), rq = rsqrtf(qq + 1e-6f) * rsqrtf((float)DK);
+            float sums[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+            float kr[RPT];
+#pragma unroll
+            for (int r = 0; r < RPT; r++) {
+                int row = group + r * GROUPS;
+                bool in = DK % GROUPS == 0 || row < DK;
+                kr[r] = in ? ks[row] * rk : 0.f;
+                float qr = in ? qs[row] * rq : 0.f;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    sums[e] += kr[r] * s[r][e];
+                    sums[4 + e] += qr * s[r][e];
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+#pragma unroll
+                for (int m = LANES; m < 32; m *= 2) sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], m);
+            }
+            if (tid % 32 < LANES) {
+#pragma unroll
+                for (int e = 0; e < 8; e++) parts[warp][lane][e] = sums[e];
+            }
+            __syncthreads();
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                sums[e] = 0.f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) sums[e] += parts[w][lane][e];
+            }
+            float o[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float delta = beta * (vv[e] - g * sums[e]);
+                o[e] = g * sums[4 + e] + kq * rk * rq * delta;
+#pragma unroll
+                for (int r = 0; r < RPT; r++) s[r][e] = g * s[r][e] + kr[r] * delta;
+            }
+            if (active && group == 0) store<4>(out + t * out_stride + h * DV + col, o);
+        }
+        if (ch.dst != 0 && active) {
+#pragma unroll
+            for (int r = 0; r < RPT; r++) {
+                int i = group + r * GROUPS;
+                if (i < DK) store<4>(pool + ch.dst * slot_stride + base + (i64)i * DV, s[r]);
+            }
+        }
+        if (++c >= st.chunks) return;
+        Chunk next(st.chunk(c));
+        if (next.len == 0 || next.src != CARRY || next.row != ch.row) return;
+        ch = next;
+    }
+}

@@ -1,0 +1,81 @@
+// Per-head norm, rotation, and the write of k and v into their pages. A warp per (token, head); heads in the order
+// q, k, v. Grid (T, tiles of 8 heads).
+// VEC, HEAD_DIM, Q_HEADS, KV_HEADS, PAIRS (rotated, 0 = none), HAS_NORM; q_t, k_t, v_t, q_out_t, kv_t.
+
+constexpr int PER_LANE = div_up(HEAD_DIM, 32 * VEC);
+constexpr int WARPS = 8;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride,
+          const float *norm, float eps, const float *inv_freq, q_out_t *q_out, i64 q_out_stride, kv_t *k_pages,
+          i64 k_page_stride, kv_t *v_pages, i64 v_page_stride) {
+    __shared__ float rows[WARPS][HEAD_DIM];
+    i64 t = blockIdx.x;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int unit = blockIdx.y * WARPS + warp;
+    u32 r = st.token_row(t);
+    if (r == NONE || unit >= Q_HEADS + 2 * KV_HEADS) return;
+    u32 position = st.position(t);
+    bool is_q = unit < Q_HEADS, is_v = unit >= Q_HEADS + KV_HEADS;
+    int head = is_q ? unit : is_v ? unit - Q_HEADS - KV_HEADS : unit - Q_HEADS;
+    float x[PER_LANE][VEC];
+    float sum = 0.f;
+#pragma unroll
+    for (int p = 0; p < PER_LANE; p++) {
+        int c = (p * 32 + lane) * VEC;
+        if (c >= HEAD_DIM) continue;
+        if (is_q)
+            load<VEC>(q + t * q_stride + head * HEAD_DIM + c, x[p]);
+        else if (is_v)
+            load<VEC>(v + t * v_stride + head * HEAD_DIM + c, x[p]);
+        else
+            load<VEC>(k + t * k_stride + head * HEAD_DIM + c, x[p]);
+#pragma unroll
+        for (int i = 0; i < VEC; i++) sum += x[p][i] * x[p][i];
+    }
+    float *mine = rows[warp];
+    if (!is_v && (HAS_NORM || PAIRS > 0)) {
+        float s = 1.f;
+        if constexpr (HAS_NORM) s = rsqrtf(warp_sum(sum) / HEAD_DIM + eps);
+#pragma unroll
+        for (int p = 0; p < PER_LANE; p++) {
+            int c = (p * 32 + lane) * VEC;
+            if (c >= HEAD_DIM) continue;
+#pragma unroll
+            for (int i = 0; i < VEC; i++) {
+                if constexpr (HAS_NORM) x[p][i] *= s * norm[(is_q ? 0 : HEAD_DIM) + c + i];
+                mine[c + i] = x[p][i];
+            }
+        }
+        __syncwarp();
+        if constexpr (PAIRS > 0) {
+            for (int i = lane; i < PAIRS; i += 32) {
+                float sn, cs, a = mine[i], b = mine[i + PAIRS];
+                sincosf((float)position * inv_freq[i], &sn, &cs);
+                mine[i] = a * cs - b * sn;
+                mine[i + PAIRS] = b * cs + a * sn;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int p = 0; p < PER_LANE; p++) {
+                int c = (p * 32 + lane) * VEC;
+                if (c >= HEAD_DIM) continue;
+#pragma unroll
+                for (int i = 0; i < VEC; i++) x[p][i] = mine[c + i];
+            }
+        }
+    }
+    i64 page = is_q ? 0 : st.page_row(r)[position / PAGE];
+    i64 at = (i64)(head * PAGE + position % PAGE) * HEAD_DIM;
+#pragma unroll
+    for (int p = 0; p < PER_LANE; p++) {
+        int c = (p * 32 + lane) * VEC;
+        if (c >= HEAD_DIM) continue;
+        if (is_q)
+            store<VEC>(q_out + t * q_out_stride + head * HEAD_DIM + c, x[p]);
+        else if (is_v)
+            store<VEC>(v_pages + page * v_page_stride + at + c, x[p]);
+        else
+            store<VEC>(k_pages + page * k_page_stride + at + c, x[p]);
+    }
+}
