@@ -87,6 +87,14 @@ fn margin(logits: &[f32]) -> f32 {
     sorted[sorted.len() - 1] - sorted[sorted.len() - 2]
 }
 
+/// The newest positions of `[KH, tokens, hd]`, as many as `shape` `[1, KH, n, hd]` has: the reference forgets what lies
+/// before a sliding window.
+fn newest(kept: &[f32], shape: &[usize]) -> Vec<f32> {
+    let &[_, heads, n, dim] = shape else { panic!("keys or values of shape {shape:?}") };
+    let all = kept.len() / heads;
+    kept.chunks_exact(all).flat_map(|head| &head[all.saturating_sub(n * dim)..]).copied().collect()
+}
+
 fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f32, Failed> {
     let mut worst = 0f32;
     for (name, shape, want) in &prompt.states {
@@ -100,8 +108,8 @@ fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f
                 error(layer.conv.as_ref().ok_or("no convolution state")?, &last)
             }
             "recurrent_states.0" => error(layer.recurrent.as_ref().ok_or("no recurrent state")?, want),
-            "keys" => error(&layer.kv.as_ref().ok_or("no keys")?.0, want),
-            "values" => error(&layer.kv.as_ref().ok_or("no values")?.1, want),
+            "keys" => error(&newest(&layer.kv.as_ref().ok_or("no keys")?.0, shape), want),
+            "values" => error(&newest(&layer.kv.as_ref().ok_or("no values")?.1, shape), want),
             other => return Err(format!("unknown state {other}").into()),
         }?;
         worst = worst.max(within(name, found, limit)?);
