@@ -139,13 +139,13 @@ impl<'a> Alone<'a> {
 /// Requests of one case: prompts over a few shared stems, so that prefixes meet, diverge and grow.
 fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Request> {
     let mut texts: Vec<Vec<u32>> = vec![Vec::new()];
-    let count = 2 + random.below(7);
+    let count = 3 + random.below(7);
     let mut out = Vec::new();
     for _ in 0..count {
         let mut prompt = random.pick(&texts);
-        let cut = random.pick(&[prompt.len(), prompt.len(), prompt.len() / 2, prompt.len().min(64), 0]);
-        prompt.truncate(cut);
-        let more = random.pick(&[1, 3, 17, 63, 64, 65, 90, 128, 150]);
+        let all = prompt.len();
+        prompt.truncate(random.pick(&[all, all, all, all, all - all / 8, all / 2, 0]));
+        let more = random.pick(&[1, 3, 17, 63, 64, 65, 90, 128, 200]);
         let mut boundaries = vec![prompt.len()];
         prompt.extend((0..more).map(|_| random.below(vocab) as u32));
         prompt.truncate(context - 90);
