@@ -351,6 +351,9 @@ pub struct BenchPrefixArgs {
     /// Chats that share a system prompt and agents that branch, with room for 100, 50 and 25 % of their states
     #[arg(long)]
     pub traffic: bool,
+    /// What the cache costs where nothing hits, and the first token of a hit beside that of its last tokens alone
+    #[arg(long, conflicts_with = "traffic")]
+    pub overhead: bool,
     /// Chats of the traffic
     #[arg(long, value_name = "N", default_value = "64", value_parser = at_least_one, requires = "traffic")]
     pub chats: usize,

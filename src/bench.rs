@@ -19,6 +19,7 @@ use crate::{
 
 mod chart;
 mod ops;
+mod overhead;
 mod prefix;
 mod speed;
 mod traffic;
@@ -32,6 +33,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
         BenchCommand::Model(args) => speed::run(args),
         BenchCommand::Ops(args) => ops::run(args),
         BenchCommand::Prefix(args) if args.traffic => traffic::run(args),
+        BenchCommand::Prefix(args) if args.overhead => overhead::run(args),
         BenchCommand::Prefix(args) => prefix::run(args),
     }
 }

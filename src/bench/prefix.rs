@@ -61,8 +61,7 @@ impl Job for Scenario<'_> {
     fn run<B: Backend>(self, backend: B) -> Outcome<Column> {
         // Room for everything: the table is about policies and not about evictions.
         let (slots, kv_pages) = (Some(16), Some(128));
-        let options =
-            EngineOptions { max_batch: 1, slots, kv_pages, policy: self.policy, ..EngineOptions::default() };
+        let options = EngineOptions { max_batch: 1, slots, kv_pages, policy: self.policy, ..EngineOptions::default() };
         let mut session = model::load(backend, self.files, &options)?;
         let engine = session.engine_mut();
         let vocab = engine.spec().vocab;

@@ -1,0 +1,151 @@
+//! `selkie bench prefix --overhead`: what the prefix cache costs where it helps nobody, and what a hit's first token takes
+//! beside a prompt that has only the tokens the hit left to compute.
+
+use std::{rc::Rc, time::Instant};
+
+use selkie_core::{
+    Result,
+    backend::Backend,
+    engine::{Engine, EngineOptions, Event, Request},
+    model_dir::ModelFiles,
+    step::PAGE,
+};
+use serde_json::json;
+
+use super::{Random, SEED};
+use crate::{
+    args::BenchPrefixArgs,
+    backend::{self, Job},
+    failure::Outcome,
+    model,
+    terminal::Output,
+};
+
+/// Measurements of each kind, alternating; medians are reported.
+const ROUNDS: usize = 9;
+/// Requests of a round at a 0 % hit rate, their prompt and answer tokens.
+const REQUESTS: usize = 16;
+const PROMPT: usize = 300;
+const ANSWER: usize = 32;
+const MAX_BATCH: usize = 8;
+/// The shared prefix of the hits and what follows it, in tokens.
+const PREFIX: usize = 16 * PAGE;
+const SUFFIX: usize = 100;
+
+/// Measures and prints both ratios.
+pub fn run(args: &BenchPrefixArgs) -> Outcome {
+    let files = super::open(&args.target)?;
+    let (mut off, mut on) = (Vec::new(), Vec::new());
+    for round in 0..2 * ROUNDS {
+        // off on, on off, off on: neither always comes first.
+        let prefix_cache = (round + round / 2) % 2 == 1;
+        let seconds = backend::run(args.target.model.backend, Misses { files: &files, prefix_cache })?;
+        if prefix_cache { on.push(seconds) } else { off.push(seconds) }
+    }
+    let (hit, alone) = backend::run(args.target.model.backend, Hits { files: &files })?;
+    let (off, on) = (median(off), median(on));
+    let tokens = (REQUESTS * (PROMPT + ANSWER)) as f64;
+    let mut out = Output::new();
+    if args.target.json {
+        return out.json(&json!({
+            "tokens_per_second_off": tokens / off,
+            "tokens_per_second_on": tokens / on,
+            "throughput_ratio": off / on,
+            "first_token_ms_hit": hit,
+            "first_token_ms_suffix_alone": alone,
+            "first_token_ratio": hit / alone,
+        }));
+    }
+    let cost = 100.0 * (1.0 - off / on);
+    out.text(&format!(
+        "no request hits: {:.0} tokens/s with the cache off, {:.0} with it on: {cost:.1} % less\n\
+         first token of a hit of {PREFIX} tokens: {hit:.2} ms, of its last {SUFFIX} tokens alone: {alone:.2} ms: {:.3} times\n\
+         (medians of {ROUNDS} alternating runs)\n",
+        tokens / off,
+        tokens / on,
+        hit / alone
+    ))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Requests that share nothing; gives seconds.
+struct Misses<'a> {
+    files: &'a Rc<ModelFiles>,
+    prefix_cache: bool,
+}
+
+impl Job for Misses<'_> {
+    type Out = f64;
+
+    fn run<B: Backend>(self, backend: B) -> Outcome<f64> {
+        let options =
+            EngineOptions { max_batch: MAX_BATCH, prefix_cache: self.prefix_cache, ..EngineOptions::default() };
+        let mut session = model::load(backend, self.files, &options)?;
+        let engine = session.engine_mut();
+        let vocab = engine.spec().vocab;
+        let mut random = Random(SEED);
+        let mut seconds = 0.0;
+        // The first pass warms up.
+        for _ in 0..2 {
+            for _ in 0..REQUESTS {
+                let prompt = random.ids(PROMPT, vocab);
+                engine.submit(Request { prompt, max_tokens: ANSWER, ..Request::default() })?;
+            }
+            let start = Instant::now();
+            while !engine.is_idle() {
+                pollster::block_on(engine.step())?;
+            }
+            seconds = start.elapsed().as_secs_f64();
+        }
+        Ok(seconds)
+    }
+}
+
+/// First tokens of hits and of what they leave to compute; gives milliseconds of both.
+struct Hits<'a> {
+    files: &'a Rc<ModelFiles>,
+}
+
+impl Job for Hits<'_> {
+    type Out = (f64, f64);
+
+    fn run<B: Backend>(self, backend: B) -> Outcome<(f64, f64)> {
+        let options = EngineOptions { max_batch: 1, slots: Some(64), kv_pages: Some(256), ..EngineOptions::default() };
+        let mut session = model::load(backend, self.files, &options)?;
+        let engine = session.engine_mut();
+        let vocab = engine.spec().vocab;
+        let mut random = Random(SEED);
+        let prefix = random.ids(PREFIX, vocab);
+        let (mut hits, mut alone) = (Vec::new(), Vec::new());
+        for round in 0..=ROUNDS {
+            let suffix = random.ids(SUFFIX, vocab);
+            let hit = pollster::block_on(first_token(engine, [&prefix[..], &suffix].concat()))?;
+            let bare = pollster::block_on(first_token(engine, suffix.iter().rev().copied().collect()))?;
+            // The first one leaves the prefix behind.
+            if round > 0 {
+                hits.push(hit);
+                alone.push(bare);
+            }
+        }
+        Ok((median(hits), median(alone)))
+    }
+}
+
+/// Milliseconds from submission to the first token.
+async fn first_token<B: Backend>(engine: &mut Engine<B>, prompt: Vec<u32>) -> Result<f64> {
+    let start = Instant::now();
+    engine.submit(Request { prompt, max_tokens: 1, ..Request::default() })?;
+    let mut first = 0.0;
+    while !engine.is_idle() {
+        for event in engine.step().await? {
+            if let Event::Token { .. } = event {
+                first = start.elapsed().as_secs_f64() * 1e3;
+            }
+        }
+    }
+    Ok(first)
+}
