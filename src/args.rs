@@ -92,9 +92,20 @@ pub struct ModelArgs {
     /// Model directory as published on Hugging Face (default: the embedded demo model)
     #[arg(short, long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Where it runs.
+    #[command(flatten)]
+    pub backend: BackendArgs,
+}
+
+/// Where to run.
+#[derive(Clone, Debug, Args)]
+pub struct BackendArgs {
     /// Where to run; a backend asked for by name never falls back to another
-    #[arg(long, value_enum, default_value = "auto")]
-    pub backend: BackendName,
+    #[arg(long = "backend", value_name = "BACKEND", value_enum, default_value = "auto")]
+    pub name: BackendName,
+    /// Adapter of the wgpu backend: its number in `selkie devices`, or a part of its name
+    #[arg(long, value_name = "NAME")]
+    pub adapter: Option<String>,
 }
 
 /// The choice of a backend.
@@ -332,9 +343,9 @@ pub struct BenchModelArgs {
 pub struct BenchOpsArgs {
     /// Only cases whose name contains this, e.g. `matmul`
     pub filter: Option<String>,
-    /// Where to run
-    #[arg(long, value_enum, default_value = "auto")]
-    pub backend: BackendName,
+    /// Where it runs.
+    #[command(flatten)]
+    pub backend: BackendArgs,
     /// Small cases too, which mostly measure overhead
     #[arg(long)]
     pub all: bool,

@@ -2,15 +2,15 @@
 //! closure.
 
 use selkie_core::{
-    Error,
     backend::{Backend, DeviceInfo},
     cpu::CpuBackend,
 };
 
-use selkie_cuda::{Cuda, Options};
+use selkie_cuda::Cuda;
+use selkie_wgpu::WgpuBackend;
 
 use crate::{
-    args::BackendName,
+    args::{BackendArgs, BackendName},
     failure::{Failure, Outcome},
 };
 
@@ -22,37 +22,53 @@ pub trait Job {
     fn run<B: Backend>(self, backend: B) -> Outcome<Self::Out>;
 }
 
-/// Runs `job` on the backend called `name`. Only `auto` looks further when a backend has no usable device.
-pub fn run<J: Job>(name: BackendName, job: J) -> Outcome<J::Out> {
-    match name {
-        BackendName::Cuda => job.run(Cuda::open(Options::default())?),
-        BackendName::Wgpu => Err(no_device("wgpu", selkie_wgpu::devices())),
-        BackendName::Cpu => job.run(CpuBackend::new()),
-        BackendName::Auto => {
-            for d in devices() {
-                match (d.usable, d.backend) {
-                    (Ok(()), "cuda") => {
-                        tracing::info!("backend auto: {} ({})", d.backend, d.name);
-                        return job.run(Cuda::open(Options { device: d.index, ..Options::default() })?);
-                    }
-                    (Ok(()), backend) => tracing::info!("backend auto: {backend} ({})", d.name),
-                    (Err(why), backend) => tracing::info!("backend auto: not {backend}: {why}"),
-                }
-            }
-            job.run(CpuBackend::new())
+/// Runs `job` where `args` say. Only `auto` looks further when a backend has no usable device.
+pub fn run<J: Job>(args: &BackendArgs, job: J) -> Outcome<J::Out> {
+    let adapter = args.adapter.as_deref();
+    match (args.name, adapter) {
+        (BackendName::Cuda | BackendName::Cpu, Some(_)) => {
+            Err(Failure::Usage("--adapter chooses a device of the wgpu backend: add --backend wgpu".into()))
         }
+        (BackendName::Wgpu, _) | (BackendName::Auto, Some(_)) => job.run(wgpu(adapter)?),
+        (BackendName::Cuda, None) => job.run(Cuda::open(Default::default())?),
+        (BackendName::Cpu, None) => job.run(CpuBackend::new()),
+        (BackendName::Auto, None) => auto(job),
     }
 }
 
-fn no_device(backend: &'static str, devices: Vec<DeviceInfo>) -> Failure {
-    let why = devices.into_iter().find_map(|d| d.usable.err()).unwrap_or_else(|| "there is none".into());
-    Error::NoDevice { backend, why }.into()
+fn wgpu(adapter: Option<&str>) -> Outcome<WgpuBackend> {
+    Ok(pollster::block_on(WgpuBackend::open(adapter, Default::default()))?)
+}
+
+/// The first backend with a usable device: CUDA, a GPU through wgpu, the CPU.
+fn auto<J: Job>(job: J) -> Outcome<J::Out> {
+    for d in selkie_cuda::devices() {
+        match d.usable {
+            Ok(()) => {
+                tracing::info!("backend auto: cuda ({})", d.name);
+                return job.run(Cuda::open(selkie_cuda::Options { device: d.index, ..Default::default() })?);
+            }
+            Err(why) => tracing::info!("backend auto: not cuda: {why}"),
+        }
+    }
+    match wgpu(None) {
+        // The CPU backend is faster than a GPU that is a program on the CPU.
+        Ok(backend) if backend.is_software() => {
+            tracing::info!("backend auto: not wgpu: {} is a software device", backend.caps().device);
+        }
+        Ok(backend) => {
+            tracing::info!("backend auto: wgpu ({})", backend.caps().device);
+            return job.run(backend);
+        }
+        Err(why) => tracing::info!("backend auto: not wgpu: {}", why.message().unwrap_or_default()),
+    }
+    job.run(CpuBackend::new())
 }
 
 /// The devices of all backends, in the order in which `--backend auto` tries them.
 pub fn devices() -> Vec<DeviceInfo> {
     let mut all = selkie_cuda::devices();
-    all.extend(selkie_wgpu::devices());
+    all.extend(pollster::block_on(selkie_wgpu::devices()));
     let cpu = CpuBackend::new();
     let caps = cpu.caps();
     all.push(DeviceInfo {

@@ -48,7 +48,7 @@ pub fn run(args: &BatchArgs) -> Outcome {
         _ => Answers::File(OutputFile::create(&args.output)?),
     };
     let stats = args.stats.as_deref().map(OutputFile::create).transpose()?;
-    backend::run(args.model.backend, Batch { args, files: &files, input: &input, answers, stats })
+    backend::run(&args.model.backend, Batch { args, files: &files, input: &input, answers, stats })
 }
 
 fn read_input(path: &Path) -> Outcome<Vec<u8>> {

@@ -39,7 +39,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     files.chat()?;
     files.tokenizer()?;
     let ask = generate::ask(&args.sampling, &files)?;
-    backend::run(args.model.backend, Chat { args, files: &files, ask })
+    backend::run(&args.model.backend, Chat { args, files: &files, ask })
 }
 
 struct Chat<'a> {

@@ -27,7 +27,7 @@ pub fn run(args: &GenerateArgs) -> Outcome {
     }
     let files = model::open(&args.model)?;
     let ask = Ask { prompt: prompt(args, &files, text)?, ..ask(&args.sampling, &files)? };
-    backend::run(args.model.backend, Generate { args, files: &files, ask })
+    backend::run(&args.model.backend, Generate { args, files: &files, ask })
 }
 
 fn stdin() -> Outcome<String> {

@@ -27,7 +27,7 @@ pub fn run(args: &InspectArgs) -> Outcome {
     let files = model::open(&args.model)?;
     let spec = models::spec(&files.config)?;
     let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
-    let facts = backend::run(args.model.backend, Inspect { files: &files, spec, options })?;
+    let facts = backend::run(&args.model.backend, Inspect { files: &files, spec, options })?;
     let mut out = Output::new();
     if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
 }

@@ -30,7 +30,7 @@ pub fn run(args: &LogitsArgs) -> Outcome {
     let ids = read_ids(args)?;
     let files = model::open(&args.model)?;
     let out = OutputFile::create(&args.out)?;
-    backend::run(args.model.backend, Logits { args, files: &files, ids, out })
+    backend::run(&args.model.backend, Logits { args, files: &files, ids, out })
 }
 
 fn read_ids(args: &LogitsArgs) -> Outcome<Vec<u32>> {

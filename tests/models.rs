@@ -193,6 +193,6 @@ fn main() {
     args.test_threads.get_or_insert(1);
     let mut trials = models_on("cpu", || Ok(CpuBackend::new()), Tolerance { logits: 1e-4, states: 1e-4 });
     trials.push(common::absent("cuda", "this version has no CUDA backend".into()));
-    trials.push(common::absent("wgpu", "this version has no wgpu backend".into()));
+    trials.extend(models_on("wgpu", common::wgpu, Tolerance { logits: 2e-3, states: 2e-3 }));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -34,6 +34,11 @@ fn bindings() -> Result<(), Failed> {
     Ok(())
 }
 
+/// On a software device only correctness counts.
+fn wgpu_sizes() -> Size {
+    if common::wgpu().is_ok_and(|b| b.is_software()) { Size::Small } else { Size::Bench }
+}
+
 fn main() {
     let mut args = Arguments::from_args();
     // A device is opened once per thread, and the CPU backend has threads of its own.
@@ -43,6 +48,6 @@ fn main() {
     trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
     trials.extend(ops_on("cuda-generic", || Cuda::open(Options { generic: true, ..Options::default() }), Size::Large));
     trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
-    trials.push(common::absent("wgpu", "this version has no wgpu backend".into()));
+    trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
     libtest_mimic::run(&args, trials).exit();
 }

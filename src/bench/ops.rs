@@ -23,7 +23,7 @@ const MEASUREMENTS: usize = 3;
 
 /// Measures and prints.
 pub fn run(args: &BenchOpsArgs) -> Outcome {
-    backend::run(args.backend, Speed { args })
+    backend::run(&args.backend, Speed { args })
 }
 
 struct Speed<'a> {

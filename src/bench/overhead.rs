@@ -39,10 +39,10 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     for round in 0..2 * ROUNDS {
         // off on, on off, off on: neither always comes first.
         let prefix_cache = (round + round / 2) % 2 == 1;
-        let seconds = backend::run(args.target.model.backend, Misses { files: &files, prefix_cache })?;
+        let seconds = backend::run(&args.target.model.backend, Misses { files: &files, prefix_cache })?;
         if prefix_cache { on.push(seconds) } else { off.push(seconds) }
     }
-    let (hit, alone) = backend::run(args.target.model.backend, Hits { files: &files })?;
+    let (hit, alone) = backend::run(&args.target.model.backend, Hits { files: &files })?;
     let (off, on) = (median(off), median(on));
     let tokens = (REQUESTS * (PROMPT + ANSWER)) as f64;
     let mut out = Output::new();

@@ -37,7 +37,7 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     let files = super::open(&args.target)?;
     let columns = POLICIES
         .iter()
-        .map(|(policy, _)| backend::run(args.target.model.backend, Scenario { files: &files, policy: *policy }))
+        .map(|(policy, _)| backend::run(&args.target.model.backend, Scenario { files: &files, policy: *policy }))
         .collect::<Outcome<Vec<Column>>>()?;
     let mut out = Output::new();
     if args.target.json { out.json(&json(&columns)) } else { out.text(&text(&columns)) }

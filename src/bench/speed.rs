@@ -30,7 +30,7 @@ const STEP_TOKENS: usize = 512;
 /// Measures and prints.
 pub fn run(args: &BenchModelArgs) -> Outcome {
     let files = super::open(&args.target)?;
-    let facts = backend::run(args.target.model.backend, Speed { args, files: &files })?;
+    let facts = backend::run(&args.target.model.backend, Speed { args, files: &files })?;
     let mut out = Output::new();
     if args.target.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
 }

@@ -45,7 +45,7 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     let svg = args.svg.as_deref().map(OutputFile::create).transpose()?;
     let work = |policy, room| {
         let job = Traffic { args, files: &files, policy, room };
-        backend::run(args.target.model.backend, job)
+        backend::run(&args.target.model.backend, job)
     };
     let all = work(Some(CapturePolicy::Default), None)?;
     let mut results = Vec::new();

@@ -10,6 +10,7 @@ use std::rc::Rc;
 use libtest_mimic::{Failed, Trial};
 use selkie_core::backend::Backend;
 use selkie_core::{Error, Result};
+use selkie_wgpu::WgpuBackend;
 
 /// Whether `SELKIE_REQUIRE` names this backend.
 fn required(backend: &str) -> bool {
@@ -59,4 +60,10 @@ where
         Trial::test(format!("{name} {test}"), run).with_ignored_flag(ignored)
     };
     tests.into_iter().map(trial).collect()
+}
+
+/// The preferred adapter; `WGPU_ADAPTER` names another.
+pub fn wgpu() -> Result<WgpuBackend> {
+    let name = std::env::var("WGPU_ADAPTER").ok();
+    pollster::block_on(WgpuBackend::open(name.as_deref(), Default::default()))
 }

@@ -60,8 +60,8 @@ impl Case {
         self.plain_op().bindings()
     }
 
-    /// The op over handles without bytes behind them.
-    fn plain_op(&self) -> Op<Plain> {
+    /// The op over handles without bytes behind them: for what depends on shapes only, on f32 activations and states.
+    pub fn plain_op(&self) -> Op<Plain> {
         let d = crate::tensor::DType::F32;
         let host = self.spec.host(&Dtypes { act: d, kv: d, conv: d, state: d }, &mut Rng::new(&self.id()));
         let handle = |(id, image): (usize, Vec<u8>)| Some(Plain { id, bytes: image.len() as u64 });
@@ -71,8 +71,8 @@ impl Case {
 }
 
 /// A buffer of which only the size matters.
-#[derive(Clone)]
-struct Plain {
+#[derive(Clone, Debug)]
+pub struct Plain {
     id: usize,
     bytes: u64,
 }

@@ -1,0 +1,115 @@
+//! Which adapters there are, and opening one.
+
+use selkie_core::backend::DeviceInfo;
+use selkie_core::error::{Error, Result};
+
+/// How to open an adapter.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Ask for WebGPU's default limits even where the adapter has more.
+    pub force_default_limits: bool,
+}
+
+/// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.
+pub(crate) async fn list() -> Vec<wgpu::Adapter> {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
+    let mut all = instance.enumerate_adapters(wgpu::Backends::PRIMARY).await;
+    all.sort_by_key(|a| rank(a.get_info().device_type));
+    all
+}
+
+fn rank(kind: wgpu::DeviceType) -> usize {
+    match kind {
+        wgpu::DeviceType::DiscreteGpu => 0,
+        wgpu::DeviceType::IntegratedGpu => 1,
+        wgpu::DeviceType::VirtualGpu => 2,
+        wgpu::DeviceType::Other => 3,
+        wgpu::DeviceType::Cpu => 4,
+    }
+}
+
+/// Whether the adapter is a program on the CPU.
+pub(crate) fn is_software(info: &wgpu::AdapterInfo) -> bool {
+    info.device_type == wgpu::DeviceType::Cpu
+}
+
+/// Name, driver interface and, said so, a software device.
+pub(crate) fn describe(info: &wgpu::AdapterInfo) -> String {
+    let software = if is_software(info) { ", software" } else { "" };
+    format!("{} ({:?}{software})", info.name, info.backend)
+}
+
+/// Why the engine cannot run on an adapter, if so.
+fn usable(adapter: &wgpu::Adapter) -> Result<(), String> {
+    let (has, needs) = (adapter.limits(), wgpu::Limits::default());
+    let checks = [
+        (
+            "storage buffers per stage",
+            has.max_storage_buffers_per_shader_stage,
+            needs.max_storage_buffers_per_shader_stage,
+        ),
+        (
+            "invocations per workgroup",
+            has.max_compute_invocations_per_workgroup,
+            needs.max_compute_invocations_per_workgroup,
+        ),
+        ("bytes of workgroup memory", has.max_compute_workgroup_storage_size, needs.max_compute_workgroup_storage_size),
+        (
+            "workgroups per dimension",
+            has.max_compute_workgroups_per_dimension,
+            needs.max_compute_workgroups_per_dimension,
+        ),
+    ];
+    match checks.into_iter().find(|(_, has, needs)| has < needs) {
+        Some((what, has, needs)) => Err(format!("it has {has} {what}, and {needs} are needed")),
+        None => Ok(()),
+    }
+}
+
+/// The devices of this backend: discrete first, software last. One that says why if there is none.
+pub async fn devices() -> Vec<DeviceInfo> {
+    let adapters = list().await;
+    let info = |(index, adapter): (usize, &wgpu::Adapter)| DeviceInfo {
+        backend: "wgpu",
+        index,
+        name: describe(&adapter.get_info()),
+        memory: None,
+        usable: usable(adapter),
+    };
+    let mut all: Vec<DeviceInfo> = adapters.iter().enumerate().map(info).collect();
+    if all.is_empty() {
+        let why = "no Vulkan, Metal or DirectX 12 driver was found: install one (on Linux the loader libvulkan1 and the \
+                   GPU's driver, or mesa-vulkan-drivers for a software device)";
+        all.push(DeviceInfo { backend: "wgpu", index: 0, name: "none".into(), memory: None, usable: Err(why.into()) });
+    }
+    all
+}
+
+/// The adapter called `which`: its number in [`devices`], or a part of its name in any case. Without a name the first.
+pub(crate) async fn find(which: Option<&str>) -> Result<wgpu::Adapter> {
+    let no_device = |why: String| Error::NoDevice { backend: "wgpu", why };
+    let adapters = list().await;
+    let names = || adapters.iter().enumerate().map(|(i, a)| format!("{i}: {}", describe(&a.get_info())));
+    if adapters.is_empty() {
+        let none = devices().await.into_iter().find_map(|d| d.usable.err());
+        return Err(no_device(none.unwrap_or_else(|| "there is none".into())));
+    }
+    let index = match which {
+        None => adapters.iter().position(|a| usable(a).is_ok()).unwrap_or(0),
+        Some(name) => {
+            let by_number = name.parse().ok().filter(|i: &usize| *i < adapters.len());
+            let lower = name.to_lowercase();
+            let matches = |a: &wgpu::Adapter| describe(&a.get_info()).to_lowercase().contains(&lower);
+            let by_name = || adapters.iter().position(matches);
+            by_number.or_else(by_name).ok_or_else(|| {
+                no_device(format!(
+                    "no adapter is called {name:?}; there are {}",
+                    names().collect::<Vec<_>>().join(", ")
+                ))
+            })?
+        }
+    };
+    let adapter = adapters.into_iter().nth(index).expect("an index of the list");
+    usable(&adapter).map_err(|why| no_device(format!("{}: {why}", describe(&adapter.get_info()))))?;
+    Ok(adapter)
+}

@@ -1,0 +1,89 @@
+//! The driver's compiled pipelines in a file, where the device can save them: the second start compiles nothing.
+
+#[cfg(not(target_arch = "wasm32"))]
+pub use native::CacheFile;
+
+#[cfg(not(target_arch = "wasm32"))]
+mod native {
+    use std::cell::Cell;
+    use std::path::PathBuf;
+
+    /// A pipeline cache and the file it is kept in.
+    pub struct CacheFile {
+        cache: Option<(wgpu::PipelineCache, PathBuf)>,
+        changed: Cell<bool>,
+    }
+
+    impl CacheFile {
+        /// The cache of an adapter, under the user's cache directory; empty without one or without the feature.
+        pub fn open(device: &wgpu::Device, info: &wgpu::AdapterInfo) -> Self {
+            let path = wgpu::util::pipeline_cache_key(info).zip(directory()).map(|(name, dir)| dir.join(name));
+            let path = path.filter(|_| device.features().contains(wgpu::Features::PIPELINE_CACHE));
+            let cache = path.map(|path| {
+                let data = std::fs::read(&path).ok();
+                let desc =
+                    wgpu::PipelineCacheDescriptor { label: Some("selkie"), data: data.as_deref(), fallback: true };
+                // SAFETY: the data was written by `drop` below for an adapter with the same key; wgpu and the driver check
+                // its header, and with `fallback` they start empty if it does not fit.
+                (unsafe { device.create_pipeline_cache(&desc) }, path)
+            });
+            Self { cache, changed: Cell::new(false) }
+        }
+
+        /// What pipelines are compiled with.
+        pub fn get(&self) -> Option<&wgpu::PipelineCache> {
+            self.cache.as_ref().map(|(cache, _)| cache)
+        }
+
+        /// Pipelines were compiled: the file is written at the end.
+        pub fn changed(&self) {
+            self.changed.set(true);
+        }
+    }
+
+    impl Drop for CacheFile {
+        fn drop(&mut self) {
+            let Some((cache, path)) = self.cache.as_ref().filter(|_| self.changed.get()) else { return };
+            let Some(data) = cache.get_data() else { return };
+            // Written aside and renamed, so that no other process reads half of it.
+            let aside = path.with_extension(std::process::id().to_string());
+            let dir = path.parent().map_or(Ok(()), std::fs::create_dir_all);
+            let written = dir.and_then(|()| std::fs::write(&aside, data)).and_then(|()| std::fs::rename(&aside, path));
+            if let Err(e) = written {
+                tracing::debug!("pipeline cache {}: {e}", path.display());
+            }
+        }
+    }
+
+    fn directory() -> Option<PathBuf> {
+        let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let base = if cfg!(windows) {
+            var("LOCALAPPDATA")
+        } else if cfg!(target_os = "macos") {
+            var("HOME").map(|home| home.join("Library/Caches"))
+        } else {
+            var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|home| home.join(".cache")))
+        };
+        base.map(|dir| dir.join("selkie"))
+    }
+}
+
+/// Browsers keep compiled shaders themselves.
+#[cfg(target_arch = "wasm32")]
+pub struct CacheFile;
+
+#[cfg(target_arch = "wasm32")]
+impl CacheFile {
+    /// No cache.
+    pub fn open(_: &wgpu::Device, _: &wgpu::AdapterInfo) -> Self {
+        Self
+    }
+
+    /// None.
+    pub fn get(&self) -> Option<&wgpu::PipelineCache> {
+        None
+    }
+
+    /// Nothing to do.
+    pub fn changed(&self) {}
+}

@@ -1,0 +1,406 @@
+//! A dispatch as data: the shader with its constants, the views that it touches, its parameters and its grid.
+//!
+//! Buffers are bound whole (storage offsets need 256-byte alignment) and each buffer once, however many views an op has of
+//! it; offsets and row strides are parameters. The WGSL declarations and the accessors of every view (`x_at(i)`,
+//! `x_v4(i)`, `y_set(i, v)`, ...; `i` counts elements from the view's start) are generated here, so that shaders name
+//! views and never bindings. All of it works on any [`Handle`], so that tests build every kernel without a device.
+
+use std::fmt::Write;
+
+use selkie_core::backend::Handle;
+use selkie_core::ops::Access;
+use selkie_core::step::{Bucket, Step};
+use selkie_core::tensor::{DType, Tensor};
+
+/// Workgroups per grid axis that WebGPU guarantees.
+const MAX_GROUPS: usize = 65535;
+/// Bytes of a parameter block: one dynamic offset step of the strictest device.
+pub const PARAM_BYTES: usize = 256;
+
+/// A shader file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shader {
+    /// Stem of the file in `shaders/`.
+    pub stem: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+/// The shader `shaders/$stem.wgsl`.
+macro_rules! shader {
+    ($stem:literal) => {
+        $crate::kernel::Shader {
+            stem: $stem,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../shaders/", $stem, ".wgsl")),
+        }
+    };
+}
+pub(crate) use shader;
+
+/// How a view's elements are stored in its binding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Elem {
+    F32,
+    U32,
+    Atomic,
+    Bf16,
+    F16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct ViewSpec {
+    name: &'static str,
+    elem: Elem,
+    binding: usize,
+    access: ViewAccess,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum ViewAccess {
+    Read,
+    Write,
+    Both,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct BindingSpec {
+    elem: Elem,
+    /// The array's elements are vectors of four words.
+    wide: bool,
+    writable: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Const {
+    U32(u32),
+    Bool(bool),
+}
+
+/// What a pipeline is compiled from. Equal specs share one pipeline.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Spec {
+    shader: Shader,
+    consts: Vec<(&'static str, Const)>,
+    params: Vec<(&'static str, &'static str)>,
+    views: Vec<ViewSpec>,
+    bindings: Vec<BindingSpec>,
+}
+
+impl Spec {
+    /// A readable name: the stem and the constants.
+    pub fn label(&self) -> String {
+        let mut s = self.shader.stem.to_owned();
+        for (name, value) in &self.consts {
+            let _ = match value {
+                Const::U32(v) => write!(s, ".{}{v}", name.to_lowercase()),
+                Const::Bool(true) => write!(s, ".{}", name.to_lowercase()),
+                Const::Bool(false) => Ok(()),
+            };
+        }
+        s
+    }
+
+    /// Stem of the shader file.
+    pub fn stem(&self) -> &'static str {
+        self.shader.stem
+    }
+
+    /// Per storage binding, from binding 1 on: whether it is written.
+    pub fn layout(&self) -> Vec<bool> {
+        self.bindings.iter().map(|b| b.writable).collect()
+    }
+
+    /// The whole WGSL module.
+    pub fn source(&self) -> String {
+        let mut s = String::with_capacity(8192);
+        for (name, value) in &self.consts {
+            let _ = match value {
+                Const::U32(v) => writeln!(s, "const {name}: u32 = {v}u;"),
+                Const::Bool(v) => writeln!(s, "const {name}: bool = {v};"),
+            };
+        }
+        s.push_str("struct Params {\n");
+        for (name, ty) in &self.params {
+            let _ = writeln!(s, "  {name}: {ty},");
+        }
+        for v in &self.views {
+            let _ = writeln!(s, "  {0}_off: u32,\n  {0}_row: u32,", v.name);
+        }
+        s.push_str("}\n@group(0) @binding(0) var<uniform> P: Params;\n");
+        for (i, b) in self.bindings.iter().enumerate() {
+            let access = if b.writable { "read_write" } else { "read" };
+            let elem = match b.elem {
+                Elem::F32 => "f32",
+                Elem::Atomic => "atomic<u32>",
+                Elem::U32 | Elem::Bf16 | Elem::F16 => "u32",
+            };
+            let elem = if b.wide { format!("vec4<{elem}>") } else { elem.into() };
+            let _ = writeln!(s, "@group(0) @binding({}) var<storage, {access}> b{i}: array<{elem}>;", i + 1);
+        }
+        s.push_str(include_str!("../../shaders/common.wgsl"));
+        self.views.iter().for_each(|v| v.accessors(&self.bindings[v.binding], &mut s));
+        self.text(&mut s);
+        s
+    }
+
+    /// The file's text, with lines between `#if FLAG`, `#else` and `#endif` as the flags say: what is left out may name views
+    /// that the op does not have.
+    fn text(&self, s: &mut String) {
+        let mut keep = vec![];
+        for line in self.shader.text.lines() {
+            match line.trim_start().split_once(' ').unwrap_or((line.trim_start(), "")) {
+                ("#if", flag) => {
+                    let value = self.consts.iter().find(|(name, _)| *name == flag);
+                    let on = matches!(value, Some((_, Const::Bool(true))));
+                    assert!(value.is_some(), "{}: no flag {flag}", self.shader.stem);
+                    keep.push(on);
+                }
+                ("#else", _) => {
+                    let last = keep.last_mut().expect("#else follows #if");
+                    *last = !*last;
+                }
+                ("#endif", _) => drop(keep.pop()),
+                _ if keep.iter().all(|k| *k) => {
+                    s.push_str(line);
+                    s.push('\n');
+                }
+                _ => {}
+            }
+        }
+        assert!(keep.is_empty(), "{}: #if without #endif", self.shader.stem);
+    }
+}
+
+impl ViewSpec {
+    /// The functions through which the shader reads and writes the view.
+    fn accessors(&self, binding: &BindingSpec, s: &mut String) {
+        let (n, b) = (self.name, self.binding);
+        let at = format!("P.{n}_off + i");
+        let mut f = |text: String| {
+            s.push_str(&text);
+            s.push('\n');
+        };
+        match self.elem {
+            Elem::Atomic => {
+                f(format!("fn {n}_at(i: u32) -> u32 {{ return atomicLoad(&b{b}[{at}]); }}"));
+                f(format!("fn {n}_or(i: u32, v: u32) {{ atomicOr(&b{b}[{at}], v); }}"));
+                return;
+            }
+            Elem::Bf16 | Elem::F16 => {
+                let unpack = if self.elem == Elem::Bf16 { "bf16x4" } else { "f16x4" };
+                if binding.wide {
+                    f(format!(
+                        "fn {n}_v8(i: u32) -> mat2x4<f32> {{ let w = b{b}[({at}) >> 3u]; \
+                         return mat2x4<f32>({unpack}(w.xy), {unpack}(w.zw)); }}"
+                    ));
+                    f(format!(
+                        "fn {n}_v4(i: u32) -> vec4<f32> {{ let w = b{b}[({at}) >> 3u]; \
+                         return {unpack}(select(w.xy, w.zw, (({at}) & 4u) != 0u)); }}"
+                    ));
+                } else {
+                    f(format!(
+                        "fn {n}_v4(i: u32) -> vec4<f32> {{ let j = ({at}) >> 1u; \
+                         return {unpack}(vec2<u32>(b{b}[j], b{b}[j + 1u])); }}"
+                    ));
+                    f(format!("fn {n}_v8(i: u32) -> mat2x4<f32> {{ return mat2x4<f32>({n}_v4(i), {n}_v4(i + 4u)); }}"));
+                }
+                return;
+            }
+            Elem::F32 | Elem::U32 => {}
+        }
+        let t = if self.elem == Elem::F32 { "f32" } else { "u32" };
+        if self.access != ViewAccess::Write {
+            if binding.wide {
+                f(format!("fn {n}_at(i: u32) -> {t} {{ let j = {at}; return b{b}[j >> 2u][j & 3u]; }}"));
+                f(format!("fn {n}_v4(i: u32) -> vec4<{t}> {{ return b{b}[({at}) >> 2u]; }}"));
+            } else {
+                f(format!("fn {n}_at(i: u32) -> {t} {{ return b{b}[{at}]; }}"));
+                f(format!(
+                    "fn {n}_v4(i: u32) -> vec4<{t}> {{ let j = {at}; \
+                     return vec4<{t}>(b{b}[j], b{b}[j + 1u], b{b}[j + 2u], b{b}[j + 3u]); }}"
+                ));
+            }
+            if self.elem == Elem::F32 {
+                f(format!("fn {n}_v8(i: u32) -> mat2x4<f32> {{ return mat2x4<f32>({n}_v4(i), {n}_v4(i + 4u)); }}"));
+            }
+        }
+        if self.access != ViewAccess::Read {
+            if binding.wide {
+                // No single elements: another thread may own the rest of the vector.
+                f(format!("fn {n}_set4(i: u32, v: vec4<{t}>) {{ b{b}[({at}) >> 2u] = v; }}"));
+            } else {
+                f(format!("fn {n}_set(i: u32, v: {t}) {{ b{b}[{at}] = v; }}"));
+                f(format!(
+                    "fn {n}_set4(i: u32, v: vec4<{t}>) {{ let j = {at}; \
+                     b{b}[j] = v.x; b{b}[j + 1u] = v.y; b{b}[j + 2u] = v.z; b{b}[j + 3u] = v.w; }}"
+                ));
+            }
+        }
+    }
+}
+
+/// One dispatch.
+#[derive(Clone, Debug)]
+pub struct Kernel<B> {
+    /// The op it belongs to.
+    pub op: &'static str,
+    /// What it is compiled from.
+    pub spec: Spec,
+    /// Buffers by binding, from binding 1 on: first byte and number of bytes bound.
+    pub buffers: Vec<(B, u64, u64)>,
+    /// The words of `Params`.
+    pub params: Vec<u32>,
+    /// Workgroups.
+    pub grid: [u32; 3],
+}
+
+/// A [`Kernel`] being put together.
+pub struct Builder<'a, B> {
+    shader: Shader,
+    consts: Vec<(&'static str, Const)>,
+    params: Vec<(&'static str, &'static str, u32)>,
+    views: Vec<View<'a, B>>,
+}
+
+struct View<'a, B> {
+    name: &'static str,
+    tensor: &'a Tensor<B>,
+    access: Access,
+    /// The shader only uses groups of four elements at multiples of four within a row.
+    vector: bool,
+    atomic: bool,
+}
+
+impl<'a, B: Handle> Builder<'a, B> {
+    /// No constants, parameters or views yet.
+    pub fn new(shader: Shader) -> Self {
+        Self { shader, consts: vec![], params: vec![], views: vec![] }
+    }
+
+    /// `const NAME: u32`.
+    pub fn constant(mut self, name: &'static str, value: usize) -> Self {
+        self.consts.push((name, Const::U32(value as u32)));
+        self
+    }
+
+    /// `const NAME: bool`.
+    pub fn flag(mut self, name: &'static str, value: bool) -> Self {
+        self.consts.push((name, Const::Bool(value)));
+        self
+    }
+
+    /// `P.name: u32`.
+    pub fn param(mut self, name: &'static str, value: usize) -> Self {
+        self.params.push((name, "u32", value as u32));
+        self
+    }
+
+    /// `P.name: f32`.
+    pub fn float(mut self, name: &'static str, value: f32) -> Self {
+        self.params.push((name, "f32", value.to_bits()));
+        self
+    }
+
+    /// The view `name`, of which the shader uses single elements.
+    pub fn view(self, name: &'static str, access: Access, tensor: &'a Tensor<B>) -> Self {
+        self.push(name, access, tensor, false, false)
+    }
+
+    /// The view `name`, of which the shader uses groups of four elements at multiples of four within a row, and single
+    /// elements only to read.
+    pub fn vectors(self, name: &'static str, access: Access, tensor: &'a Tensor<B>) -> Self {
+        self.push(name, access, tensor, true, false)
+    }
+
+    /// The view `name` of words that several workgroups update.
+    pub fn atomics(self, name: &'static str, tensor: &'a Tensor<B>) -> Self {
+        self.push(name, Access::InPlace, tensor, false, true)
+    }
+
+    fn push(mut self, name: &'static str, access: Access, tensor: &'a Tensor<B>, vector: bool, atomic: bool) -> Self {
+        self.views.push(View { name, tensor, access, vector, atomic });
+        self
+    }
+
+    /// The step's integers as the view `ints`, and where its sections lie.
+    pub fn step(self, step: &'a Step<B>) -> Self {
+        let b: &Bucket = &step.bucket;
+        self.view("ints", Access::Read, &step.ints)
+            .param("tokens", b.tokens)
+            .param("rows", b.rows)
+            .param("pages", b.pages)
+            .param("positions", b.positions())
+            .param("token_row", b.token_row())
+            .param("chunk_table", b.chunk_table())
+            .param("row_table", b.row_table())
+            .param("output_token", b.output_token())
+            .param("output_lane", b.output_lane())
+            .param("page_table", b.page_table())
+    }
+
+    /// The kernel over `groups` workgroups, numbered by `group_index`. Buffers larger than `max_binding` are bound in part.
+    pub fn build(mut self, op: &'static str, groups: usize, max_binding: u64) -> Kernel<B> {
+        self.params.push(("groups", "u32", groups as u32));
+        let mut bindings: Vec<(BindingSpec, usize, B, u64, u64)> = vec![];
+        let mut views = vec![];
+        for v in &self.views {
+            let t = v.tensor;
+            let elem = match t.dtype {
+                _ if v.atomic => Elem::Atomic,
+                DType::F32 => Elem::F32,
+                DType::U32 => Elem::U32,
+                DType::Bf16 => Elem::Bf16,
+                DType::F16 => Elem::F16,
+            };
+            // A binding's element is 16 bytes: four words or eight halves.
+            let per_vector = 16 / t.dtype.bytes();
+            let aligned = t.offset % per_vector == 0 && (t.rows() <= 1 || t.row_stride % per_vector == 0);
+            let wide = v.vector && aligned && t.row_len() % per_vector == 0;
+            let (id, writable) = (t.buf.id(), v.access != Access::Read);
+            let (from, to) = (t.byte_offset() as u64, t.byte_end() as u64);
+            let binding = match bindings.iter().position(|(_, other, ..)| *other == id) {
+                Some(i) => {
+                    let (spec, _, _, first, last) = &mut bindings[i];
+                    assert!(spec.elem == elem, "{op}: views of one buffer have different dtypes");
+                    spec.wide &= wide;
+                    spec.writable |= writable;
+                    (*first, *last) = ((*first).min(from), (*last).max(to));
+                    i
+                }
+                None => {
+                    bindings.push((BindingSpec { elem, wide, writable }, id, t.buf.clone(), from, to));
+                    bindings.len() - 1
+                }
+            };
+            let access = match v.access {
+                Access::Read => ViewAccess::Read,
+                Access::Write => ViewAccess::Write,
+                Access::InPlace => ViewAccess::Both,
+            };
+            views.push(ViewSpec { name: v.name, elem, binding, access });
+        }
+        let mut params: Vec<u32> = self.params.iter().map(|p| p.2).collect();
+        let mut buffers = vec![];
+        for (_, _, buf, first, last) in &bindings {
+            // Storage that the device rounds up to vectors; see `Backend::alloc`.
+            let all = buf.bytes().max(1).next_multiple_of(16);
+            let from = if all <= max_binding { 0 } else { first / 256 * 256 };
+            let to = if all <= max_binding { all } else { last.next_multiple_of(16).min(all) };
+            buffers.push((buf.clone(), from, to - from));
+        }
+        for (v, spec) in self.views.iter().zip(&views) {
+            let from = buffers[spec.binding].1 as usize / v.tensor.dtype.bytes();
+            params.extend([(v.tensor.offset - from) as u32, v.tensor.row_stride as u32]);
+        }
+        assert!(4 * params.len() <= PARAM_BYTES, "{op}: {} parameters", params.len());
+        let spec = Spec {
+            shader: self.shader,
+            consts: self.consts,
+            params: self.params.iter().map(|p| (p.0, p.1)).collect(),
+            views,
+            bindings: bindings.into_iter().map(|b| b.0).collect(),
+        };
+        let rows = groups.div_ceil(MAX_GROUPS);
+        Kernel { op, spec, buffers, params, grid: [groups.div_ceil(rows.max(1)) as u32, rows as u32, 1] }
+    }
+}

@@ -1,0 +1,123 @@
+//! Embedding, norms, linear layers, pointwise activations, picking rows.
+
+use selkie_core::backend::Handle;
+use selkie_core::error::Result;
+use selkie_core::ops::Access::{InPlace, Read, Write};
+use selkie_core::ops::{Activation, Embed, Gather, Matmul, RmsNorm, RowBlock};
+
+use super::{Facts, act, eights, lanes, quads};
+use crate::kernel::{Builder, Kernel, shader};
+
+/// Most rows of a product that take the matrix-vector shader.
+const FEW_ROWS: usize = 8;
+
+pub(super) fn embed<B: Handle>(op: &Embed<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let kernel = |block: &RowBlock<B>| {
+        eights("embed", block, op.table.k)?;
+        Ok(Builder::new(shader!("embed"))
+            .param("first", block.col)
+            .param("count", block.w.rows())
+            .param("width", op.table.k)
+            .float("scale", op.scale)
+            .step(&op.step)
+            .view("last", Read, &op.last)
+            .vectors("table", Read, &block.w)
+            .vectors("out", Write, &op.out)
+            .build("embed", op.step.bucket.tokens, facts.max_binding))
+    };
+    op.table.blocks.iter().map(kernel).collect()
+}
+
+pub(super) fn gather<B: Handle>(op: &Gather<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    quads("gather", "the width", op.x.row_len())?;
+    Ok(vec![
+        Builder::new(shader!("gather"))
+            .param("width", op.x.row_len())
+            .step(&op.step)
+            .vectors("x", Read, &op.x)
+            .vectors("out", Write, &op.out)
+            .build("gather", op.step.bucket.outputs, facts.max_binding),
+    ])
+}
+
+pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let len = op.x.row_len() / op.groups;
+    quads("rms_norm", "a group", len)?;
+    let before = op.gate.as_ref().is_some_and(|g| g.before);
+    let mut b = Builder::new(shader!("rms_norm"))
+        .constant("WG", (len / 4).next_power_of_two().clamp(32, 256))
+        .flag("ADD", op.add.is_some())
+        .flag("GATE_BEFORE", before)
+        .flag("GATE_AFTER", op.gate.is_some() && !before)
+        .constant("ACT", op.gate.as_ref().map_or(0, |g| act(g.act)))
+        .param("len", len)
+        .param("parts", op.groups)
+        .param("shared_weight", usize::from(op.weight.len() == len))
+        .float("eps", op.eps)
+        .float("add_scale", op.add.as_ref().map_or(0.0, |(_, scale)| *scale))
+        .vectors("x", if op.add.is_some() { InPlace } else { Read }, &op.x)
+        .vectors("weight", Read, &op.weight)
+        .vectors("out", Write, &op.out);
+    if let Some((add, _)) = &op.add {
+        b = b.vectors("add", Read, add);
+    }
+    if let Some(gate) = &op.gate {
+        b = b.vectors("z", Read, &gate.z);
+    }
+    Ok(vec![b.build("rms_norm", op.x.rows() * op.groups, facts.max_binding)])
+}
+
+pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let width = op.out.row_len();
+    quads("activation", "the width", width)?;
+    let mut b = Builder::new(shader!("activation"))
+        .constant("ACT", act(op.act))
+        .flag("UP", op.up.is_some())
+        .flag("ROW_GATE", op.row_gate.is_some())
+        .param("tokens", op.out.rows())
+        .param("width", width)
+        .vectors("gate", Read, &op.gate)
+        .vectors("out", Write, &op.out);
+    if let Some(up) = &op.up {
+        b = b.vectors("up", Read, up);
+    }
+    if let Some(row_gate) = &op.row_gate {
+        b = b.view("row_gate", Read, row_gate);
+    }
+    Ok(vec![b.build("activation", (op.out.len() / 4).div_ceil(256), facts.max_binding)])
+}
+
+pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    op.w.blocks.iter().map(|block| product(op, block, facts)).collect()
+}
+
+fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {
+    let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
+    let eight = eights("matmul", block, k)?;
+    let few = m <= FEW_ROWS;
+    let mut b = Builder::new(if few { shader!("matmul_vec") } else { shader!("matmul_tile") })
+        .flag("BIAS", op.bias.is_some())
+        .flag("ACCUMULATE", op.accumulate)
+        .param("m", m)
+        .param("n", n)
+        .param("k", k)
+        .param("col", block.col)
+        .float("scale", op.scale)
+        .vectors("x", Read, &op.x)
+        .vectors("w", Read, &block.w)
+        .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
+    if let Some(bias) = &op.bias {
+        b = b.view("bias", Read, bias);
+    }
+    let groups = if few {
+        let lanes = lanes(k, if eight { 8 } else { 4 });
+        b = b.constant("LANES", lanes).constant("MR", m).flag("EIGHT", eight);
+        n.div_ceil(256 / lanes)
+    } else {
+        let tile = m.next_power_of_two().clamp(16, 64);
+        let m_tiles = m.div_ceil(tile);
+        b = b.constant("BM", tile).param("m_tiles", m_tiles);
+        m_tiles * n.div_ceil(64)
+    };
+    Ok(b.build("matmul", groups, facts.max_binding))
+}

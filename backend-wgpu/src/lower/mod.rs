@@ -1,0 +1,87 @@
+//! From ops to dispatches: which shader, with which constants, over which grid. Pure functions of an op's shapes and the
+//! device's [`Facts`], so that every kernel can be built and validated without a device.
+
+mod attention;
+mod choice;
+mod dense;
+mod experts;
+mod scan;
+
+use selkie_core::backend::Handle;
+use selkie_core::error::{Error, Result};
+use selkie_core::ops::{Act, Op, RowBlock};
+use selkie_core::tensor::DType;
+
+use crate::kernel::Kernel;
+
+/// What lowering depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts {
+    /// Largest storage binding in bytes.
+    pub max_binding: u64,
+}
+
+/// The dispatches of `op`, in order.
+///
+/// # Errors
+/// [`Error::Unsupported`] for shapes that no shader takes.
+pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let kernels = match op {
+        Op::Embed(op) => dense::embed(op, facts)?,
+        Op::RmsNorm(op) => dense::rms_norm(op, facts)?,
+        Op::Matmul(op) => dense::matmul(op, facts)?,
+        Op::Activation(op) => dense::activation(op, facts)?,
+        Op::Gather(op) => dense::gather(op, facts)?,
+        Op::RopeKv(op) => attention::rope_kv(op, facts)?,
+        Op::Attention(op) => attention::attention(op, facts)?,
+        Op::Conv1d(op) => scan::conv1d(op, facts),
+        Op::SelectiveScan(op) => scan::selective_scan(op, facts)?,
+        Op::GatedDelta(op) => scan::gated_delta(op, facts)?,
+        Op::Route(op) => choice::route(op, facts)?,
+        Op::Sample(op) => choice::sample(op, facts),
+        Op::ExpertMatmul(op) => experts::expert_matmul(op, facts)?,
+        // One device holds the whole sum.
+        Op::AllReduce(_) => vec![],
+    };
+    for k in &kernels {
+        if let Some((_, _, bytes)) = k.buffers.iter().find(|(_, _, bytes)| *bytes > facts.max_binding) {
+            let why = format!("it needs {bytes} bytes of a buffer, but a binding holds {}", facts.max_binding);
+            return Err(Error::Unsupported { what: format!("{} on this device", k.op), why });
+        }
+    }
+    Ok(kernels.into_iter().filter(|k| k.grid.iter().all(|n| *n > 0)).collect())
+}
+
+/// The number of an activation in the shaders.
+fn act(act: Act) -> usize {
+    match act {
+        Act::Identity => 0,
+        Act::Silu => 1,
+        Act::Sigmoid => 2,
+        Act::Relu2 => 3,
+        Act::Gelu => 4,
+    }
+}
+
+fn demand(ok: bool, op: &str, why: impl FnOnce() -> String) -> Result<()> {
+    if ok { Ok(()) } else { Err(Error::Unsupported { what: format!("{op} on the wgpu backend"), why: why() }) }
+}
+
+/// Sizes that shaders take four at a time.
+fn quads(op: &str, name: &str, n: usize) -> Result<()> {
+    demand(n.is_multiple_of(4), op, || format!("{name} is {n}, not a multiple of 4"))
+}
+
+/// Whether rows of a weight can be read eight elements at a time, and the whole block lies on word boundaries.
+fn eights<B: Handle>(op: &str, block: &RowBlock<B>, k: usize) -> Result<bool> {
+    quads(op, "the inner dimension", k)?;
+    let halves = block.w.dtype != DType::F32;
+    let odd = halves && !(block.w.offset.is_multiple_of(2) && block.w.row_stride.is_multiple_of(2));
+    demand(!odd, op, || "a row of a 16-bit weight starts inside a word".into())?;
+    Ok(k.is_multiple_of(8))
+}
+
+/// Threads that share a row of `k` weights, each taking `step` elements at a time: a power of two.
+fn lanes(k: usize, step: usize) -> usize {
+    k.div_ceil(step).next_power_of_two().clamp(8, 256)
+}

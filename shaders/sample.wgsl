@@ -1,0 +1,275 @@
+// One token per output row, by the rule of core/src/sample.rs: a workgroup of 256 threads per output. Thresholds are found
+// on keys, the scores' bits in an order that u32 comparison follows, four bits at a time; sums are made in a fixed order.
+
+const LOWEST_KEY: u32 = 0x007fffffu;
+
+var<workgroup> floats: array<f32, 256>;
+var<workgroup> words: array<u32, 256>;
+var<workgroup> bins: array<f32, 16u * 256u / 2u>;
+var<workgroup> chosen: u32;
+var<workgroup> shared_key: u32;
+var<workgroup> shared_float: f32;
+
+fn key_of(x: f32) -> u32 {
+    // Both zeros are equal.
+    let raw = bitcast<u32>(x);
+    let bits = select(raw, 0u, raw == 0x80000000u);
+    return select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u);
+}
+
+fn float_of(key: u32) -> f32 {
+    return bitcast<f32>(select(~key, key & 0x7fffffffu, (key & 0x80000000u) != 0u));
+}
+
+fn minus_infinity() -> f32 {
+    return float_of(LOWEST_KEY);
+}
+
+// The penalised logit of a token; NaN counts as minus infinity.
+fn score(o: u32, lane: u32, id: u32, penalty: f32) -> f32 {
+    var x = logits_at(o * P.logits_row + id);
+    if (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u {
+        return minus_infinity();
+    }
+    if penalty != 1.0 && ((seen_at(lane * P.seen_row + id / 32u) >> (id & 31u)) & 1u) == 1u {
+        x = select(x * penalty, x / penalty, x > 0.0);
+    }
+    return x;
+}
+
+fn mix_bits(x: u32) -> u32 {
+    var h = x;
+    h = (h ^ (h >> 16u)) * 0x85ebca6bu;
+    h = (h ^ (h >> 13u)) * 0xc2b2ae35u;
+    return h ^ (h >> 16u);
+}
+
+fn uniform_number(seed_low: u32, seed_high: u32, position: u32) -> f32 {
+    var h = mix_bits(seed_low ^ 0x9e3779b9u);
+    h = mix_bits(h ^ seed_high) + 0x7f4a7c15u;
+    h = mix_bits(h ^ position) + 0x165667b1u;
+    return f32(mix_bits(h) >> 8u) / 16777216.0;
+}
+
+// The number of scores, or with `weighted` the sum of their weights, per value of four bits below a known prefix; thread i
+// of the first 16 gets bin i. Scores below `least` are left out.
+fn histogram(o: u32, lane: u32, thread: u32, penalty: f32, prefix: u32, shift: u32, least: u32, scale: f32, largest: f32,
+             weighted: bool) {
+    var mine: array<f32, 16>;
+    for (var id = thread; id < P.vocab; id += 256u) {
+        let x = score(o, lane, id, penalty);
+        let key = key_of(x);
+        let above = select((key ^ prefix) >> (shift + 4u), 0u, shift == 28u);
+        if key >= least && above == 0u {
+            let w = select(1.0, exp((x - largest) * scale), weighted);
+            let bin = (key >> shift) & 15u;
+            for (var b = 0u; b < 16u; b++) {
+                mine[b] += select(0.0, w, b == bin);
+            }
+        }
+    }
+    // Half of the bins at a time, to stay within 16 KiB.
+    for (var part = 0u; part < 2u; part++) {
+        for (var b = 0u; b < 8u; b++) {
+            bins[b * 256u + thread] = mine[part * 8u + b];
+        }
+        workgroupBarrier();
+        for (var half = 128u; half > 0u; half /= 2u) {
+            if thread < half {
+                for (var b = 0u; b < 8u; b++) {
+                    bins[b * 256u + thread] += bins[b * 256u + thread + half];
+                }
+            }
+            workgroupBarrier();
+        }
+        if thread < 8u {
+            floats[part * 8u + thread] = bins[thread * 256u];
+        }
+        workgroupBarrier();
+    }
+}
+
+// The largest key whose scores from it on number (or weigh) at least `target`.
+fn find_key(o: u32, lane: u32, thread: u32, penalty: f32, least: u32, scale: f32, largest: f32, weighted: bool,
+            target_sum: f32) -> u32 {
+    var prefix = 0u;
+    var above = 0.0;
+    for (var level = 0u; level < 8u; level++) {
+        let shift = 28u - 4u * level;
+        histogram(o, lane, thread, penalty, prefix, shift, least, scale, largest, weighted);
+        if thread == 0u {
+            // Where rounding leaves the target out of reach, the lowest bin with anything in it.
+            var bin = 0u;
+            var sum = above;
+            for (var b = 16u; b > 0u; b--) {
+                if floats[b - 1u] > 0.0 {
+                    bin = b - 1u;
+                    if sum + floats[b - 1u] >= target_sum {
+                        break;
+                    }
+                    sum += floats[b - 1u];
+                }
+            }
+            // Out of reach: everything above the lowest bin stays above.
+            if bin < 15u {
+                sum = above;
+                for (var b = 15u; b > bin; b--) {
+                    sum += floats[b];
+                }
+            } else {
+                sum = above;
+            }
+            shared_key = prefix | (bin << shift);
+            shared_float = sum;
+        }
+        prefix = workgroupUniformLoad(&shared_key);
+        above = workgroupUniformLoad(&shared_float);
+    }
+    return prefix;
+}
+
+fn sum_all(thread: u32, value: f32) -> f32 {
+    floats[thread] = value;
+    workgroupBarrier();
+    for (var half = 128u; half > 0u; half /= 2u) {
+        if thread < half {
+            floats[thread] += floats[thread + half];
+        }
+        workgroupBarrier();
+    }
+    let result = floats[0];
+    workgroupBarrier();
+    return result;
+}
+
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let o = group_index(group, groups);
+    if o >= P.groups {
+        return;
+    }
+    let token = ints_at(P.output_token + o);
+    if token == NONE {
+        return;
+    }
+    let lane = ints_at(P.output_lane + o);
+    let parameters = lane * P.lanes_row;
+    let temperature = bitcast<f32>(lanes_at(parameters));
+    let top_p = bitcast<f32>(lanes_at(parameters + 1u));
+    let min_p = bitcast<f32>(lanes_at(parameters + 2u));
+    let penalty = bitcast<f32>(lanes_at(parameters + 3u));
+    let top_k = lanes_at(parameters + 4u);
+
+    // The largest score, the lowest id among equals.
+    var largest = LOWEST_KEY;
+    var best = 0u;
+    for (var id = thread; id < P.vocab; id += 256u) {
+        let key = key_of(score(o, lane, id, penalty));
+        if key > largest {
+            largest = key;
+            best = id;
+        }
+    }
+    words[thread] = largest;
+    floats[thread] = bitcast<f32>(best);
+    workgroupBarrier();
+    for (var half = 128u; half > 0u; half /= 2u) {
+        if thread < half {
+            let other = words[thread + half];
+            let a = bitcast<u32>(floats[thread]);
+            let b = bitcast<u32>(floats[thread + half]);
+            if other > words[thread] || (other == words[thread] && other != LOWEST_KEY && b < a) {
+                words[thread] = other;
+                floats[thread] = bitcast<f32>(b);
+            }
+        }
+        workgroupBarrier();
+    }
+    if thread == 0u {
+        // No score above minus infinity: token 0.
+        chosen = select(bitcast<u32>(floats[0]), 0u, words[0] == LOWEST_KEY);
+        shared_key = words[0];
+    }
+    largest = workgroupUniformLoad(&shared_key);
+    best = workgroupUniformLoad(&chosen);
+    let infinite = largest == LOWEST_KEY || largest == 0xff800000u;
+    if temperature > 0.0 && !infinite {
+        let top = float_of(largest);
+        let scale = 1.0 / temperature;
+        var least = LOWEST_KEY;
+        if top_k > 0u && top_k < P.vocab {
+            least = find_key(o, lane, thread, penalty, 0u, scale, top, false, f32(top_k));
+        }
+        if top_p < 1.0 {
+            var part = 0.0;
+            for (var id = thread; id < P.vocab; id += 256u) {
+                let x = score(o, lane, id, penalty);
+                part += select(0.0, exp((x - top) * scale), key_of(x) >= least);
+            }
+            let total = sum_all(thread, part);
+            least = find_key(o, lane, thread, penalty, least, scale, top, true, top_p * total);
+        }
+        if min_p > 0.0 {
+            let floor_key = key_of(top + log(min_p) * temperature);
+            least = max(least, select(largest, floor_key, min_p < 1.0));
+        }
+        // A block of ids per thread, so that the running sum follows the ids.
+        let block = (P.vocab + 255u) / 256u;
+        let first = min(thread * block, P.vocab);
+        let last = min(first + block, P.vocab);
+        var part = 0.0;
+        for (var id = first; id < last; id++) {
+            let x = score(o, lane, id, penalty);
+            part += select(0.0, exp((x - top) * scale), key_of(x) >= least);
+        }
+        floats[thread] = part;
+        workgroupBarrier();
+        if thread == 0u {
+            var sum = 0.0;
+            for (var i = 0u; i < 256u; i++) {
+                sum += floats[i];
+            }
+            let position = ints_at(P.positions + token) + 1u;
+            let target_sum = uniform_number(lanes_at(parameters + 5u), lanes_at(parameters + 6u), position) * sum;
+            // The block in which the sum passes the target; rounding may leave it to the last block with anything in it.
+            var before = 0.0;
+            var found = 0u;
+            var start = 0.0;
+            for (var i = 0u; i < 256u; i++) {
+                if floats[i] > 0.0 {
+                    found = i;
+                    start = before;
+                    before += floats[i];
+                    if before > target_sum {
+                        break;
+                    }
+                }
+            }
+            var running = start;
+            for (var id = found * block; id < min(found * block + block, P.vocab); id++) {
+                let x = score(o, lane, id, penalty);
+                if key_of(x) >= least {
+                    chosen = id;
+                    running += exp((x - top) * scale);
+                    if running > target_sum {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+    if thread == 0u {
+        let id = chosen;
+        ids_set(o * P.ids_row, id);
+        seen_or(lane * P.seen_row + id / 32u, 1u << (id & 31u));
+        // Of several outputs of a lane the last one counts.
+        var follows = false;
+        if o + 1u < P.groups {
+            follows = ints_at(P.output_token + o + 1u) != NONE && ints_at(P.output_lane + o + 1u) == lane;
+        }
+        if !follows {
+            last_set(lane * P.last_row, id);
+        }
+    }
+}
