@@ -5,7 +5,7 @@ use std::future::{Ready, ready};
 use std::rc::Rc;
 
 use super::simd::Isa;
-use super::{Buf, tasks, view};
+use super::{Buf, par, view};
 use crate::backend::{Backend, Caps, Handle, Ops};
 use crate::error::{Error, Result};
 use crate::ops::Op;
@@ -34,7 +34,7 @@ impl CpuBackend {
     /// A backend on all threads of this process' pool.
     pub fn new() -> Self {
         let memory = system::memory();
-        let threads = tasks::threads();
+        let threads = par::threads();
         let caps = Caps {
             backend: "cpu",
             device: format!(

@@ -21,6 +21,33 @@ pub fn dot<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
     s.reduce_sum(acc)
 }
 
+/// [`dot`] of `a` with the four rows of `b`, `[4, a.len()]`.
+#[inline(always)]
+pub fn dot4<S: Simd>(s: S, a: &[f32], b: &[f32]) -> [f32; 4] {
+    let n = a.len();
+    let (b0, b) = b.split_at(n);
+    let (b1, b) = b.split_at(n);
+    let (b2, b) = b.split_at(n);
+    let b = [b0, b1, b2, &b[..n]];
+    let mut acc = [s.zero(); 4];
+    let full = n / LANES * LANES;
+    let mut at = 0;
+    while at < full {
+        let x = s.load_partial(&a[at..at + LANES]);
+        for i in 0..4 {
+            acc[i] = s.fma(x, s.load_partial(&b[i][at..at + LANES]), acc[i]);
+        }
+        at += LANES;
+    }
+    if full < n {
+        let x = s.load_partial(&a[full..]);
+        for i in 0..4 {
+            acc[i] = s.fma(x, s.load_partial(&b[i][full..]), acc[i]);
+        }
+    }
+    s.reduce_sum4(acc)
+}
+
 /// `sum x[k]^2`.
 #[inline(always)]
 pub fn sum_squares<S: Simd>(s: S, x: &[f32]) -> f32 {
@@ -108,6 +135,11 @@ mod tests {
             let sum: Vec<f32> = (0..n).map(|k| 0.7f32.mul_add(b[k], a[k])).collect();
             for isa in Isa::all() {
                 assert_eq!(dispatch!(isa, |s| dot(s, &a, &b)).to_bits(), want.to_bits(), "{n} {}", isa.name());
+                let rows: Vec<f32> = [&b, &c, &a, &b].into_iter().flatten().copied().collect();
+                let four = dispatch!(isa, |s| dot4(s, &a, &rows));
+                for (row, got) in [&b, &c, &a, &b].into_iter().zip(four) {
+                    assert_eq!(got.to_bits(), lanes_dot(&a, row).to_bits(), "{n} {}", isa.name());
+                }
                 let mut h = a.clone();
                 let y = dispatch!(isa, |s| decay_add_dot(s, &mut h, 0.9, 0.7, &b, &c));
                 assert_eq!(h, state, "{n} {}", isa.name());

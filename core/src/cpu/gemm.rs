@@ -70,9 +70,9 @@ const ROW_BLOCK: usize = 128;
 const PANEL: usize = 24;
 /// Columns of a panel: a strip of it and the rows of x against it fit into the first-level cache.
 const DEPTH: usize = 640;
-/// Estimated nanoseconds below which a product stays on the calling thread: waking another costs 5 to 10 us on an idle
-/// machine and more on a busy one.
-const FORK_NS: usize = 20_000;
+/// Estimated nanoseconds below which a product stays on the calling thread: a fork costs about one microsecond while
+/// helpers are near.
+const FORK_NS: usize = 3_000;
 
 /// Computes `p` on the fastest instruction set with all threads.
 ///
@@ -148,21 +148,24 @@ unsafe fn piece<S: Simd, E: Elem>(
             } else {
                 many_rows::<S, E, 2, 3>(s, p, b, (from, to), block, scratch);
             }
-        } else if S::WIDE_TILE {
-            few_rows::<S, E, 4, 6>(s, p, b, (from, to));
+        } else if !S::WIDE_TILE {
+            few_rows::<S, E, 3>(s, p, b, (from, to), 2);
+        } else if p.m <= 4 {
+            few_rows::<S, E, 6>(s, p, b, (from, to), 4);
         } else {
-            few_rows::<S, E, 2, 3>(s, p, b, (from, to));
+            few_rows::<S, E, 3>(s, p, b, (from, to), 8);
         }
     }
 }
 
-/// All rows of x against weight rows `from..to`, read in place.
+/// All rows of x against weight rows `from..to`, read in place; at most `together` rows of x share a weight in registers.
 #[inline(always)]
-unsafe fn few_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
+unsafe fn few_rows<S: Simd, E: Elem, const NR: usize>(
     s: S,
     p: &Product<'_>,
     b: &WeightRows,
     (from, to): (usize, usize),
+    together: usize,
 ) {
     let mut n = from;
     while n < to {
@@ -175,7 +178,7 @@ unsafe fn few_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
         let cols = Rows { rows, next, elem: PhantomData::<E> };
         let mut m = 0;
         while m < p.m {
-            let mr = MR.min(p.m - m);
+            let mr = together.min(p.m - m);
             // SAFETY: rows m .. m + mr of x and the weight rows have k elements.
             unsafe {
                 let x = p.x.add(m * p.x_stride);
@@ -190,7 +193,12 @@ unsafe fn few_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
                     1 => rows_of_x!(1),
                     2 => rows_of_x!(2),
                     3 => rows_of_x!(3),
-                    _ => rows_of_x!(4),
+                    4 => rows_of_x!(4),
+                    5 if NR == 3 => rows_of_x!(5),
+                    6 if NR == 3 => rows_of_x!(6),
+                    7 if NR == 3 => rows_of_x!(7),
+                    _ if NR == 3 => rows_of_x!(8),
+                    _ => unreachable!("more than 4 rows of x with {NR} weight rows"),
                 }
             }
             m += mr;
@@ -323,13 +331,22 @@ unsafe fn finish<S: Simd, const MR: usize, const NR: usize>(
     col: usize,
     cols: usize,
 ) {
-    for i in 0..MR {
-        for j in 0..NR {
-            if j < cols {
+    let mut first = 0;
+    while first < MR * NR {
+        let mut four = [s.zero(); 4];
+        for (a, v) in four.iter_mut().enumerate() {
+            if first + a < MR * NR {
+                *v = acc[(first + a) / NR][(first + a) % NR];
+            }
+        }
+        let sums = s.reduce_sum4(four);
+        for (a, sum) in sums.into_iter().enumerate() {
+            let (i, j) = ((first + a) / NR, (first + a) % NR);
+            if i < MR && j < cols {
                 // SAFETY: row m + i and column col + j exist in out, and the column in the bias.
                 unsafe {
                     let out = p.out.add((m + i) * p.out_stride + col + j);
-                    let mut y = p.scale * s.reduce_sum(acc[i][j]);
+                    let mut y = p.scale * sum;
                     if !p.bias.is_null() {
                         y += *p.bias.add(col + j);
                     }
@@ -340,6 +357,7 @@ unsafe fn finish<S: Simd, const MR: usize, const NR: usize>(
                 }
             }
         }
+        first += 4;
     }
 }
 

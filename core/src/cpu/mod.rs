@@ -10,7 +10,8 @@ pub mod probe;
 pub mod simd;
 pub(crate) mod state;
 pub(crate) mod tables;
-pub(crate) mod tasks;
+#[cfg(not(target_arch = "wasm32"))]
+mod team;
 mod tile;
 pub(crate) mod view;
 pub(crate) mod weight;

@@ -1,4 +1,10 @@
-//! Fork and join over independent pieces of work.
+//! Fork and join over independent pieces of work. Results never depend on how it is split: every piece writes its own
+//! outputs.
+
+use std::cell::UnsafeCell;
+
+/// Multiply-adds (or elements of slower functions, weighted) below which a second thread costs more than it gains.
+const WORTH_A_THREAD: usize = 40_000;
 
 /// Threads that [`pieces`] uses.
 pub fn threads() -> usize {
@@ -10,31 +16,36 @@ pub fn threads() -> usize {
 
 /// Calls `f(i)` once for every `i < n` and returns when all calls have returned; `f` runs on several threads at once.
 ///
-/// The calling thread works too and pieces are handed out one by one, so a thread that wakes late costs little.
-/// `n <= 1` stays on the calling thread. Pieces must not depend on who runs them or in which order.
+/// The calling thread works too and pieces are handed out one by one, so a thread that comes late or not at all costs
+/// nothing. `n <= 1` stays on the calling thread. Pieces must not depend on who runs them or in which order.
 pub fn pieces(n: usize, f: impl Fn(usize) + Sync) {
     #[cfg(not(target_arch = "wasm32"))]
-    if n > 1 && threads() > 1 {
-        use std::sync::atomic::{AtomicUsize, Ordering};
-        let next = AtomicUsize::new(0);
-        let work = || {
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                if i >= n {
-                    break;
-                }
-                f(i);
-            }
-        };
-        rayon::in_place_scope(|scope| {
-            for _ in 1..threads().min(n) {
-                scope.spawn(|_| work());
-            }
-            work();
-        });
+    if n > 1 && threads() > 1 && super::team::fork(n, threads(), &f) {
         return;
     }
     (0..n).for_each(f);
+}
+
+/// A task until a piece takes it.
+struct Slot<T>(UnsafeCell<Option<T>>);
+
+// SAFETY: a slot is touched by the one piece that has its number.
+unsafe impl<T: Send> Sync for Slot<T> {}
+
+/// Runs `f(i, task)` on every task, on several threads where `work` (about the multiply-adds of all tasks) is worth it.
+pub(crate) fn for_each<T: Send>(tasks: Vec<T>, work: usize, f: impl Fn(usize, T) + Send + Sync) {
+    if tasks.len() <= 1 || work < WORTH_A_THREAD || threads() == 1 {
+        tasks.into_iter().enumerate().for_each(|(i, task)| f(i, task));
+        return;
+    }
+    let slots: Vec<Slot<T>> = tasks.into_iter().map(|task| Slot(UnsafeCell::new(Some(task)))).collect();
+    pieces(slots.len(), |i| {
+        let slot = &slots[i];
+        // SAFETY: each piece runs once.
+        if let Some(task) = unsafe { (*slot.0.get()).take() } {
+            f(i, task);
+        }
+    });
 }
 
 #[cfg(test)]
@@ -51,5 +62,42 @@ mod tests {
             });
             assert!(seen.iter().all(|s| s.load(Ordering::Relaxed) == 1));
         }
+    }
+
+    #[test]
+    fn forks_of_many_threads_do_not_mix() {
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for n in (0..200).cycle().take(5000) {
+                        let sum = AtomicU32::new(0);
+                        pieces(n, |i| {
+                            sum.fetch_add(i as u32 + 1, Ordering::Relaxed);
+                        });
+                        assert_eq!(sum.into_inner(), (n * (n + 1) / 2) as u32);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn forks_within_a_piece_run() {
+        let sum = AtomicU32::new(0);
+        pieces(10, |_| {
+            pieces(10, |_| {
+                sum.fetch_add(1, Ordering::Relaxed);
+            });
+        });
+        assert_eq!(sum.into_inner(), 100);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_next_fork_works() {
+        for bad in [0, 50, 99] {
+            let result = std::panic::catch_unwind(|| pieces(100, |i| assert!(i != bad, "piece {bad}")));
+            assert!(result.is_err());
+        }
+        for_each((0..100).collect(), usize::MAX, |i, task: usize| assert_eq!(i, task));
     }
 }

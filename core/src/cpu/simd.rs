@@ -208,6 +208,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// The sum of the lanes: lanes `j` and `j + 8` are added first, then `j` and `j + 4`, `j + 2`, `j + 1`.
     fn reduce_sum(self, v: Self::V) -> f32;
 
+    /// [`Simd::reduce_sum`] of four vectors.
+    #[inline(always)]
+    fn reduce_sum4(self, v: [Self::V; 4]) -> [f32; 4] {
+        [self.reduce_sum(v[0]), self.reduce_sum(v[1]), self.reduce_sum(v[2]), self.reduce_sum(v[3])]
+    }
+
     /// The largest lane, compared in the tree of [`Simd::reduce_sum`] with [`Simd::max`].
     #[inline(always)]
     fn reduce_max(self, v: Self::V) -> f32 {

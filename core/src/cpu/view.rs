@@ -220,6 +220,11 @@ impl<T: Elem> RowsMut<'_, T> {
         self.rows
     }
 
+    /// Elements of a row.
+    pub fn row_len(&self) -> usize {
+        self.len
+    }
+
     /// Row `i`.
     pub fn row(&self, i: usize) -> &[T] {
         assert!(i < self.rows, "row {i} of {}", self.rows);

@@ -20,14 +20,3 @@ pub(crate) fn load<S: Simd>(s: S, bytes: &[u8], dtype: DType) -> S::V {
         }
     }
 }
-
-/// `Σ x[k] w[k]` in the one order of dot products.
-#[inline(always)]
-pub(crate) fn dot<S: Simd>(s: S, x: &[f32], w: &[u8], dtype: DType) -> f32 {
-    let step = LANES * dtype.bytes();
-    let mut acc = s.zero();
-    for (i, w) in w.chunks(step).enumerate() {
-        acc = s.fma(s.load_partial(&x[i * LANES..]), load(s, w, dtype), acc);
-    }
-    s.reduce_sum(acc)
-}

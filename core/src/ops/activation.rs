@@ -3,7 +3,7 @@
 use super::{Access, Cost, expect, moved};
 use crate::backend::Handle;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
-use crate::cpu::{self, math, tasks, view};
+use crate::cpu::{self, math, par, view};
 use crate::tensor::Tensor;
 
 /// A pointwise function, computed in f32.
@@ -84,7 +84,7 @@ impl Activation<cpu::Buf> {
         let up = self.up.as_ref().map(view::read);
         let row_gate = self.row_gate.as_ref().map(view::read);
         let mut out = view::write(&self.out);
-        tasks::for_each(out.rows().tiles(TILE, self.out.row_len()), 8 * self.out.len(), |i, mut tile| {
+        par::for_each(out.rows().tiles(TILE, self.out.row_len()), 8 * self.out.len(), |i, mut tile| {
             for r in 0..tile.rows() {
                 let t = i * TILE + r;
                 let scale = row_gate.as_ref().map(|g| math::sigmoid_scalar(g.row(t)[0]));

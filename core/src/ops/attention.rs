@@ -5,7 +5,7 @@ use crate::backend::Handle;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
-use crate::cpu::{self, dot, tasks, view};
+use crate::cpu::{self, dot, par, view};
 use crate::step::{NONE, PAGE, Step};
 use crate::tensor::Tensor;
 
@@ -76,7 +76,7 @@ impl Attention<cpu::Buf> {
             scale: self.scale,
             window: self.window,
         };
-        tasks::for_each(out.rows().tiles(TILE, columns), 2 * seen * self.q.row_len(), |i, out| {
+        par::for_each(out.rows().tiles(TILE, columns), 2 * seen * self.q.row_len(), |i, out| {
             dispatch!(Isa::best(), |s| inputs.run(s, i % kv_heads, i / kv_heads * TILE, out));
         });
     }
@@ -173,8 +173,17 @@ fn attend<S: Simd>(
     let hd = q.len();
     let mut scores = [f32::NEG_INFINITY; PAGE];
     let mut max = running.max;
-    for (k, score) in keys.chunks(hd).zip(&mut scores[from..]) {
-        *score = dot::dot(s, q, k) * scale;
+    let seen = &mut scores[from..from + keys.len() / hd];
+    let (fours, rest) = seen.as_chunks_mut::<4>();
+    let (key_fours, key_rest) = keys.split_at(fours.len() * 4 * hd);
+    for (k, four) in key_fours.chunks_exact(4 * hd).zip(fours) {
+        *four = dot::dot4(s, q, k);
+    }
+    for (k, score) in key_rest.chunks_exact(hd).zip(rest) {
+        *score = dot::dot(s, q, k);
+    }
+    for score in seen {
+        *score *= scale;
         max = if *score > max { *score } else { max };
     }
     let mut sum = s.zero();
@@ -192,10 +201,25 @@ fn attend<S: Simd>(
         running.max = max;
     }
     running.sum += s.reduce_sum(sum);
-    for (i, x) in out.chunks_mut(LANES).enumerate() {
+    let (wide, rest) = out.as_chunks_mut::<{ 4 * LANES }>();
+    let narrow = wide.len() * 4 * LANES;
+    for (i, x) in wide.iter_mut().enumerate() {
+        let x = x.as_chunks_mut::<LANES>().0;
+        let mut acc = [s.load(&x[0]), s.load(&x[1]), s.load(&x[2]), s.load(&x[3])];
+        for (v, p) in values.chunks_exact(hd).zip(&scores[from..]) {
+            let (v, p) = (v[i * 4 * LANES..].as_chunks::<LANES>().0, s.splat(*p));
+            for c in 0..4 {
+                acc[c] = s.fma(p, s.load(&v[c]), acc[c]);
+            }
+        }
+        for c in 0..4 {
+            s.store(acc[c], &mut x[c]);
+        }
+    }
+    for (i, x) in rest.chunks_mut(LANES).enumerate() {
         let mut acc = s.load_partial(x);
-        for (v, p) in values.chunks(hd).zip(&scores[from..]) {
-            acc = s.fma(s.splat(*p), s.load_partial(&v[i * LANES..]), acc);
+        for (v, p) in values.chunks_exact(hd).zip(&scores[from..]) {
+            acc = s.fma(s.splat(*p), s.load_partial(&v[narrow + i * LANES..]), acc);
         }
         s.store_partial(acc, x);
     }

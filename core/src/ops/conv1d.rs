@@ -9,7 +9,7 @@ use crate::backend::Handle;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
-use crate::cpu::{self, tasks, view};
+use crate::cpu::{self, par, view};
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
@@ -65,7 +65,7 @@ impl Conv1d<cpu::Buf> {
         let (mut pool, mut out) = (view::write(&self.pool), view::write(&self.out));
         let pools = pool.rows().tiles(usize::MAX, TILE * (taps - 1));
         let tiles = pools.into_iter().zip(out.rows().tiles(usize::MAX, TILE)).collect();
-        tasks::for_each(tiles, self.x.len() * (taps + 8), |i, (mut pool, mut out)| {
+        par::for_each(tiles, self.x.len() * (taps + 8), |i, (mut pool, mut out)| {
             let band = Band { tables: &tables, x: &x, weight: &weight, first: i * TILE, act };
             for from in (0..out.row(0).len()).step_by(LANES) {
                 let (pool, out) = (&mut pool, &mut out);
@@ -99,11 +99,12 @@ impl Band<'_> {
     fn run<S: Simd, const K: usize>(&self, s: S, from: usize, pool: &mut RowsMut<'_>, out: &mut RowsMut<'_>) {
         let lanes = (out.row(0).len() - from).min(LANES);
         let channel = self.first + from;
-        let taps: [S::V; K] = std::array::from_fn(
-            #[inline(always)]
-            |j| gather(s, lanes, |lane| self.weight.row(channel + lane)[j]),
-        );
-        let bias = gather(s, lanes, |lane| self.weight.row(channel + lane)[K]);
+        let weight = &self.weight.flat()[channel * (K + 1)..(channel + lanes) * (K + 1)];
+        let mut taps = [s.zero(); K];
+        for j in 0..K {
+            taps[j] = gather(s, weight, K + 1, j);
+        }
+        let bias = gather(s, weight, K + 1, K);
         for row in self.tables.rows() {
             // The last K inputs, oldest first; before a token is taken in, the oldest has no use.
             let mut window = [s.zero(); K];
@@ -111,13 +112,15 @@ impl Band<'_> {
                 if i == 0
                     && let Some(src @ 1..) = chunk.src
                 {
-                    let state = &pool.row(src)[from * (K - 1)..];
-                    for (j, v) in window[1..].iter_mut().enumerate() {
-                        *v = gather(s, lanes, |lane| state[lane * (K - 1) + j]);
+                    let state = &pool.row(src)[from * (K - 1)..(from + lanes) * (K - 1)];
+                    for j in 1..K {
+                        window[j] = gather(s, state, K - 1, j - 1);
                     }
                 }
                 for t in chunk.start..chunk.start + chunk.len {
-                    window.copy_within(1.., 0);
+                    for j in 1..K {
+                        window[j - 1] = window[j];
+                    }
                     window[K - 1] = s.load_partial(&self.x.row(t)[channel..channel + lanes]);
                     let mut v = bias;
                     for j in 0..K {
@@ -126,10 +129,11 @@ impl Band<'_> {
                     s.store_partial(self.act.apply(s, v), &mut out.row_mut(t)[from..from + lanes]);
                 }
                 if chunk.dst != 0 {
-                    let state = &mut pool.row_mut(chunk.dst)[from * (K - 1)..];
-                    for (j, v) in window[1..].iter().enumerate() {
-                        for (lane, v) in s.to_array(*v)[..lanes].iter().enumerate() {
-                            state[lane * (K - 1) + j] = *v;
+                    let state = &mut pool.row_mut(chunk.dst)[from * (K - 1)..(from + lanes) * (K - 1)];
+                    for j in 1..K {
+                        let inputs = s.to_array(window[j]);
+                        for (state, input) in state.chunks_exact_mut(K - 1).zip(inputs) {
+                            state[j - 1] = input;
                         }
                     }
                 }
@@ -141,12 +145,12 @@ impl Band<'_> {
     }
 }
 
-/// A vector of the first `lanes` values of `at`, then zeros.
+/// Column `j` of at most 16 rows of `columns` elements, then zeros.
 #[inline(always)]
-fn gather<S: Simd>(s: S, lanes: usize, at: impl Fn(usize) -> f32) -> S::V {
+fn gather<S: Simd>(s: S, rows: &[f32], columns: usize, j: usize) -> S::V {
     let mut v = [0.0; LANES];
-    for (lane, v) in v.iter_mut().enumerate().take(lanes) {
-        *v = at(lane);
+    for (v, row) in v.iter_mut().zip(rows.chunks_exact(columns)) {
+        *v = row[j];
     }
     s.load(&v)
 }

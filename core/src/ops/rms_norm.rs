@@ -5,7 +5,7 @@
 use super::{Access, Act, Cost, ensure, expect, moved};
 use crate::backend::Handle;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
-use crate::cpu::{self, tasks, view};
+use crate::cpu::{self, par, view};
 use crate::tensor::{DType, Tensor};
 
 /// A gate on a norm: `act(z)` multiplies the norm's input (Mamba-2) or its output (Gated DeltaNet).
@@ -87,7 +87,7 @@ impl RmsNorm<cpu::Buf> {
             let add = view::read(add);
             let mut x = view::write(&self.x);
             let tiles = x.rows().tiles(TILE, d).into_iter().zip(out).collect();
-            tasks::for_each(tiles, work, |i, (mut x, mut out)| {
+            par::for_each(tiles, work, |i, (mut x, mut out)| {
                 for r in 0..x.rows() {
                     let t = i * TILE + r;
                     dispatch!(Isa::best(), |s| add_scaled(s, *scale, add.row(t), x.row_mut(r)));
@@ -96,7 +96,7 @@ impl RmsNorm<cpu::Buf> {
             });
         } else {
             let x = view::read(&self.x);
-            tasks::for_each(out, work, |i, mut out| {
+            par::for_each(out, work, |i, mut out| {
                 for r in 0..out.rows() {
                     norm(x.row(i * TILE + r), i * TILE + r, out.row_mut(r));
                 }

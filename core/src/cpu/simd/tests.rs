@@ -106,5 +106,14 @@ fn sums_follow_the_tree() {
     for isa in Isa::all() {
         let got = dispatch!(isa, |s| s.reduce_sum(s.load(&x)));
         assert_eq!(got.to_bits(), want.to_bits(), "{}", isa.name());
+        let four = [v(9), v(10), v(11), v(12)];
+        let got = dispatch!(isa, |s| {
+            let v = [s.load(&four[0]), s.load(&four[1]), s.load(&four[2]), s.load(&four[3])];
+            s.reduce_sum4(v)
+        });
+        for (x, got) in four.iter().zip(got) {
+            let want = dispatch!(isa, |s| s.reduce_sum(s.load(x)));
+            assert_eq!(got.to_bits(), want.to_bits(), "{}", isa.name());
+        }
     }
 }

@@ -128,6 +128,34 @@ impl Simd for Avx512 {
     fn reduce_sum(self, v: __m512) -> f32 {
         proven!(sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
     }
+
+    #[inline(always)]
+    fn reduce_sum4(self, v: [__m512; 4]) -> [f32; 4] {
+        proven!({
+            // Lower and upper halves of two vectors side by side, added: lanes j and j + 8 of both.
+            let a = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0b01_00_01_00>(v[0], v[1]),
+                _mm512_shuffle_f32x4::<0b11_10_11_10>(v[0], v[1]),
+            );
+            let b = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0b01_00_01_00>(v[2], v[3]),
+                _mm512_shuffle_f32x4::<0b11_10_11_10>(v[2], v[3]),
+            );
+            // Even and odd quarters: lanes j and j + 4 of all four.
+            let v =
+                _mm512_add_ps(_mm512_shuffle_f32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b));
+            let v = _mm512_add_ps(v, _mm512_permute_ps::<0b00_00_11_10>(v));
+            let v = _mm512_add_ps(v, _mm512_permute_ps::<0b00_00_00_01>(v));
+            // Lane 0 of each quarter.
+            let v = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, v));
+            [
+                _mm_cvtss_f32(v),
+                _mm_cvtss_f32(_mm_permute_ps::<1>(v)),
+                _mm_cvtss_f32(_mm_permute_ps::<2>(v)),
+                _mm_cvtss_f32(_mm_permute_ps::<3>(v)),
+            ]
+        })
+    }
 }
 
 /// The sum of 8 lanes, halves first. Needs AVX.
