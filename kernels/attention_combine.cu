@@ -8,28 +8,37 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(Step st, const float *pa
     int h = unit % HEADS, lane = threadIdx.x % 32;
     if (t >= st.tokens || st.token_row(t) == NONE) return;
     const float *p = partial + unit * SPLITS * (HEAD_DIM + 4);
-    float top = -INF;
-    for (int s = lane; s < SPLITS; s += 32) top = fmaxf(top, p[s * (HEAD_DIM + 4)]);
+    // Weights of up to 64 runs, two a lane.
+    float top = -INF, tops[2], weights[2], sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int s = lane + 32 * i;
+        tops[i] = s < SPLITS ? p[s * (HEAD_DIM + 4)] : -INF;
+        weights[i] = s < SPLITS ? p[s * (HEAD_DIM + 4) + 1] : 0.f;
+        top = fmaxf(top, tops[i]);
+    }
     top = warp_max(top);
-    float sum = 0.f;
-    for (int s = lane; s < SPLITS; s += 32) {
-        float m = p[s * (HEAD_DIM + 4)];
-        sum += m == -INF ? 0.f : p[s * (HEAD_DIM + 4) + 1] * __expf(m - top);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float f = tops[i] == -INF ? 0.f : __expf(tops[i] - top);
+        sum += f * weights[i];
+        weights[i] = f;
     }
     sum = warp_sum(sum);
-    for (int c = lane * 4; c < HEAD_DIM; c += 128) {
+    float scale = sum > 0.f ? 1.f / sum : 0.f;
+    for (int base = 0; base < HEAD_DIM; base += 128) {
+        int c = base + lane * 4;
+        bool in = c < HEAD_DIM;
         float o[4] = {};
+#pragma unroll 8
         for (int s = 0; s < SPLITS; s++) {
-            const float *ps = p + s * (HEAD_DIM + 4);
-            float m = ps[0], v[4];
-            if (m == -INF) continue;
-            float w = __expf(m - top);
-            load<4>(ps + 4 + c, v);
+            float w = __shfl_sync(0xffffffffu, s < 32 ? weights[0] : weights[1], s % 32), v[4] = {};
+            if (in) load<4>(p + s * (HEAD_DIM + 4) + 4 + c, v);
 #pragma unroll
             for (int e = 0; e < 4; e++) o[e] += w * v[e];
         }
 #pragma unroll
-        for (int e = 0; e < 4; e++) o[e] = sum > 0.f ? o[e] / sum : 0.f;
-        store<4>(out + t * out_stride + h * HEAD_DIM + c, o);
+        for (int e = 0; e < 4; e++) o[e] *= scale;
+        if (in) store<4>(out + t * out_stride + h * HEAD_DIM + c, o);
     }
 }

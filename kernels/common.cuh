@@ -100,8 +100,17 @@ template <int N, class T> DEV void store_zero(T *p) {
     store<N, T>(p, z);
 }
 
-DEV float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
-DEV float silu(float x) { return x / (1.f + __expf(-x)); }
+// 2^x, to 2 ulp; 0 for -inf.
+DEV float ex2(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+constexpr float LOG2E = 1.44269504f;
+
+// Approximate quotients, to 2 ulp; a denominator beyond 2^126 gives 0, as it should here.
+DEV float sigmoid(float x) { return __fdividef(1.f, 1.f + ex2(-x * LOG2E)); }
+DEV float silu(float x) { return __fdividef(x, 1.f + ex2(-x * LOG2E)); }
 DEV float softplus(float x) { return x > 20.f ? x : log1pf(__expf(x)); }
 
 constexpr int ACT_IDENTITY = 0, ACT_SILU = 1, ACT_SIGMOID = 2, ACT_RELU2 = 3, ACT_GELU = 4;
@@ -114,13 +123,6 @@ template <int A> DEV float activate(float x) {
     }
     if constexpr (A == ACT_GELU) return 0.5f * x * (1.f + erff(x * 0.70710678f));
     return x;
-}
-
-// 2^x, to 2 ulp; 0 for -inf.
-DEV float ex2(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
 }
 
 DEV float warp_sum(float x) {
@@ -171,12 +173,37 @@ struct Chunk {
     DEV Chunk(const u32 *w) : row(w[0]), start(w[1]), len(w[2]), src(w[3]), dst(w[4]) {}
 };
 
-// Zeroes `cols` columns of the padding tokens in `first .. first + n`. Called by all threads of a block.
-template <int VEC, class T>
-DEV void zero_padding(const Step &st, T *out, i64 stride, int first, int n, int col, int cols, int threads) {
-    for (int t = first; t < first + n && t < st.tokens; t++) {
+// The k-th row with more than `least` tokens, or -1. Called by whole warps.
+DEV int long_row(const Step &st, u32 least, int k) {
+    for (int base = 0; base < st.rows; base += 32) {
+        int r = base + threadIdx.x % 32;
+        u32 mask = __ballot_sync(0xffffffffu, r < st.rows && st.row(min(r, st.rows - 1))[1] > least);
+        if (k >= __popc(mask)) {
+            k -= __popc(mask);
+            continue;
+        }
+        for (; k > 0; k--) mask &= mask - 1;
+        return base + __ffs(mask) - 1;
+    }
+    return -1;
+}
+
+// Tokens that a padding block looks through.
+constexpr int PADDING_SPAN = 1024;
+
+// Zeroes columns `col .. col + cols` of the padding tokens of span `span`. Called by all threads of a block.
+template <int THREADS, class T> DEV void zero_padding(const Step &st, T *out, i64 stride, int span, int col, int cols) {
+    int first = span * PADDING_SPAN, last = min(first + PADDING_SPAN, st.tokens);
+    bool padding = false;
+#pragma unroll
+    for (int i = 0; i < PADDING_SPAN; i += THREADS) {
+        int t = first + i + threadIdx.x;
+        padding |= t < last && st.token_row(t) == NONE;
+    }
+    if (!__syncthreads_or(padding)) return;
+    for (int t = first + threadIdx.x / 32; t < last; t += THREADS / 32) {
         if (st.token_row(t) != NONE) continue;
-        for (int i = threadIdx.x * VEC; i < cols; i += threads * VEC) store_zero<VEC, T>(out + t * stride + col + i);
+        for (int i = threadIdx.x % 32; i < cols; i += 32) out[t * stride + col + i] = from_f32<T>(0.f);
     }
 }
 

@@ -1,7 +1,7 @@
 // Depthwise causal convolution. A block owns all tokens of a chunk for a tile of channels: SUBS groups of COLS threads,
 // each VEC channels and 64 / SUBS tokens. All of a block's state reads come before its writes, so that a slot may be
 // updated in place. Grid (chunks + padding blocks, channel tiles).
-// VEC, CHANNELS, TAPS, SUBS, COLS, ACT; x_t, pool_t, out_t.
+// VEC, CHANNELS, TAPS, SUBS, COLS, LOADS (tokens in flight), PACKED_WEIGHT (its row stride is TAPS + 1), ACT; x_t, pool_t, out_t.
 
 constexpr int RUN = PAGE / SUBS;
 constexpr int BACK = TAPS - 1;
@@ -12,9 +12,11 @@ extern "C" __global__ void __launch_bounds__(SUBS *COLS)
     int sub = threadIdx.x / COLS, c = (blockIdx.y * COLS + threadIdx.x % COLS) * VEC;
     bool active = c < CHANNELS;
     if (blockIdx.x >= st.chunks) {
-        if (!active) return;
-        int first = (blockIdx.x - st.chunks) * PAGE;
-        for (int t = first + sub; t < first + PAGE && t < st.tokens; t += SUBS)
+        int first = (blockIdx.x - st.chunks) * PAGE, last = min(first + PAGE, st.tokens);
+        bool padding = false;
+        for (int t = first + threadIdx.x; t < last; t += SUBS * COLS) padding |= st.token_row(t) == NONE;
+        if (!__syncthreads_or(padding) || !active) return;
+        for (int t = first + sub; t < last; t += SUBS)
             if (st.token_row(t) == NONE) store_zero<VEC>(out + t * out_stride + c);
         return;
     }
@@ -45,13 +47,25 @@ extern "C" __global__ void __launch_bounds__(SUBS *COLS)
     __syncthreads();
     if (!active) return;
     float w[TAPS + 1][VEC];
+    if constexpr (PACKED_WEIGHT) {
+        // The thread's channels lie one after the other.
+        float flat[VEC * (TAPS + 1)];
+        constexpr int WIDTH = VEC * (TAPS + 1) % 4 == 0 ? 4 : 1;
 #pragma unroll
-    for (int i = 0; i < VEC; i++)
+        for (int i = 0; i < VEC * (TAPS + 1); i += WIDTH) load<WIDTH>(weight + c * (TAPS + 1) + i, flat + i);
 #pragma unroll
-        for (int j = 0; j <= TAPS; j++) w[j][i] = weight[(c + i) * weight_stride + j];
+        for (int i = 0; i < VEC; i++)
+#pragma unroll
+            for (int j = 0; j <= TAPS; j++) w[j][i] = flat[i * (TAPS + 1) + j];
+    } else {
+#pragma unroll
+        for (int i = 0; i < VEC; i++)
+#pragma unroll
+            for (int j = 0; j <= TAPS; j++) w[j][i] = weight[(c + i) * weight_stride + j];
+    }
     const x_t *px = x + (i64)ch.start * x_stride + c;
     out_t *po = out + (i64)ch.start * out_stride + c;
-    constexpr int AHEAD = RUN < 4 ? RUN : 4;
+    constexpr int AHEAD = RUN < LOADS ? RUN : LOADS;
     for (int t0 = begin; t0 < end; t0 += AHEAD) {
         Packed<VEC, x_t> in[AHEAD];
 #pragma unroll

@@ -1,7 +1,8 @@
 // Gated delta rule, token by token, with the state in registers: decode, verification, short rows, and every shape that
 // the chunked kernel does not take. Columns of S are independent, so a block owns COLS columns of one head of one
 // sequence and walks its chunks in order. One reduction a token: o = qᵀS' = e^g qᵀS + (q·k) δ.
-// Grid (chunks + padding blocks, heads * column tiles).
+// Grid (heads * column tiles, chunks, or rows with MAX_TOKENS, + padding
+// blocks): neighbouring blocks stream neighbouring memory.
 // HEADS, DK, DV, COLS, HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are someone else's);
 // q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
 
@@ -17,15 +18,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           i64 a_stride, const b_t *b, i64 b_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride,
           out_t *out, i64 out_stride, float beta_scale) {
     __shared__ float ks[DK], qs[DK], dots[WARPS][3], parts[WARPS][LANES][8];
-    int h = blockIdx.y / TILES, tile = blockIdx.y % TILES * COLS;
-    if (blockIdx.x >= st.chunks) {
-        zero_padding<1>(st, out, out_stride, (blockIdx.x - st.chunks) * PAGE, PAGE, h * DV + tile, min(COLS, DV - tile),
-                        THREADS);
+    int h = blockIdx.x / TILES, tile = blockIdx.x % TILES * COLS, c = blockIdx.y;
+    int blocks = MAX_TOKENS ? st.rows : st.chunks;
+    if (c >= blocks) {
+        zero_padding<THREADS>(st, out, out_stride, c - blocks, h * DV + tile, min(COLS, DV - tile));
         return;
     }
-    Chunk ch(st.chunk(blockIdx.x));
+    if constexpr (MAX_TOKENS > 0) {
+        // Rows instead of chunks: most of the many chunks are someone else's.
+        const u32 *row = st.row(c);
+        if (row[3] == 0 || row[1] > MAX_TOKENS) return;
+        c = row[2];
+    }
+    Chunk ch(st.chunk(c));
     if (ch.len == 0 || ch.src == CARRY) return;
-    if (MAX_TOKENS && st.row(ch.row)[1] > MAX_TOKENS) return;
     int tid = threadIdx.x, warp = tid / 32, lane = tid % LANES, group = tid / LANES;
     int col = tile + lane * 4;
     bool active = col < DV;
@@ -42,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
     float a_neg = par[h], dt_bias = par[par_stride + h];
-    for (int c = blockIdx.x;;) {
+    for (;;) {
         for (int i = 0; i < (int)ch.len; i++) {
             i64 t = ch.start + i;
             float kk = 0.f, qq = 0.f, kq = 0.f, vv[4] = {0.f, 0.f, 0.f, 0.f};

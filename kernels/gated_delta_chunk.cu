@@ -1,11 +1,12 @@
 // Second half of the chunked gated delta rule on tensor cores: a block owns DB columns of the state of one head of one
-// sequence, keeps them in registers and walks the chunks in order; the next chunk is copied to shared memory meanwhile.
+// sequence, keeps them in registers and walks the chunks in order; four more warps copy the next chunk to shared memory meanwhile.
 // Per chunk, with f the factors of the first half: R = V - f_k ⊙ (K S); Δ = T R; O = f_q ⊙ (Q S) + M Δ;
-// S = decay S + Kᵀ (f_s ⊙ Δ). Grid (R, heads * DV / DB). Rows of at most MIN_TOKENS are someone else's.
+// S = decay S + Kᵀ (f_s ⊙ Δ). Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to others.
 // HEADS, DK, DV, DB, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS.
 
 constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * WARPS;              // that compute; COPY more threads copy
+constexpr int COPY = 128;
 constexpr int Q = PAGE;
 constexpr int K_PITCH = DK + 8;
 constexpr int D_PITCH = DB + 8;
@@ -20,50 +21,68 @@ constexpr int S_ROWS = DK / WARPS;               // rows of S that a warp holds
 constexpr int BLOCKS = DV / DB;
 static_assert(S_ROWS == 16, "a warp holds one tile of rows");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS + COPY)
     ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k, i64 k_stride, const bf16 *v, i64 v_stride,
           const u8 *scratch, float *pool, i64 slot_stride, bf16 *out, i64 out_stride) {
     extern __shared__ __align__(16) u8 shared[];
     bf16 *stages = reinterpret_cast<bf16 *>(shared), *s16 = stages + 2 * STAGE, *r16 = s16 + DK * D_PITCH,
          *d16 = r16 + Q * D_PITCH, *w16 = d16 + Q * D_PITCH;
-    const u32 *row = st.row(blockIdx.x);
+    int r = long_row(st, MIN_TOKENS, blockIdx.x);
+    if (r < 0) return;
+    const u32 *row = st.row(r);
     int chunks = row[3];
-    if (row[1] <= MIN_TOKENS || chunks == 0) return;
+    if (chunks == 0) return;
     int first = row[2];
     const u32 *table = st.chunk(first);
     int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, c = lane % 4;
     int h = blockIdx.y / BLOCKS, col0 = blockIdx.y % BLOCKS * DB;
     int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
 
-    auto fetch = [&](int i) {
-        int start = table[5 * i + 1], len = table[5 * i + 2];
-        bf16 *sk = stages + i % 2 * STAGE, *sq = sk + Q * K_PITCH, *sv = sq + Q * K_PITCH, *stt = sv + Q * D_PITCH,
-             *sm = stt + Q * T_PITCH, *sf = sm + Q * T_PITCH;
+    if (warp >= WARPS) {
+        int copier = tid - THREADS;
+        int start = table[1], len = table[2];
+        for (int i = 0; i <= chunks; i++) {
+            if (i < chunks) {
+                bf16 *sk = stages + i % 2 * STAGE, *sq = sk + Q * K_PITCH, *sv = sq + Q * K_PITCH,
+                     *stt = sv + Q * D_PITCH, *sf = stt + 2 * Q * T_PITCH;
+#pragma unroll 4
+                for (int j = copier; j < Q * DK / 8; j += COPY) {
+                    int t = j / (DK / 8), x = j % (DK / 8) * 8;
+                    bool in = t < len;
+                    i64 at = in ? start + t : start;
+                    cp_async16(smem_addr(sk + t * K_PITCH + x), k + at * k_stride + key + x, in);
+                    cp_async16(smem_addr(sq + t * K_PITCH + x), q + at * q_stride + key + x, in);
+                }
 #pragma unroll
-        for (int j = tid; j < Q * DK / 8; j += THREADS) {
-            int t = j / (DK / 8), x = j % (DK / 8) * 8;
-            bool in = t < len;
-            i64 at = in ? start + t : start;
-            cp_async16(smem_addr(sk + t * K_PITCH + x), k + at * k_stride + key + x, in);
-            cp_async16(smem_addr(sq + t * K_PITCH + x), q + at * q_stride + key + x, in);
+                for (int j = copier; j < Q * DB / 8; j += COPY) {
+                    int t = j / (DB / 8), x = j % (DB / 8) * 8;
+                    bool in = t < len;
+                    i64 at = in ? start + t : start;
+                    cp_async16(smem_addr(sv + t * D_PITCH + x), v + at * v_stride + h * DV + col0 + x, in);
+                }
+                const u8 *unit = scratch + ((i64)(first + i) * HEADS + h) * UNIT_BYTES;
+                // T, then M: 128 rows of 64.
+#pragma unroll 4
+                for (int j = copier; j < 2 * Q * Q / 8; j += COPY)
+                    cp_async16(smem_addr(stt + j / (Q / 8) * T_PITCH + j % (Q / 8) * 8), unit + j * 16);
+                if (copier < Q) cp_async16(smem_addr(sf + copier * 8), unit + 2 * Q * Q * 2 + copier * 16);
+                cp_async_commit();
+                if (i + 1 < chunks) {
+                    start = table[5 * i + 6];
+                    len = table[5 * i + 7];
+                }
+            }
+            if (i > 0) {
+                __syncthreads();
+                __syncthreads();
+            }
+            if (i == chunks) return;
+            cp_async_wait<0>();
+            __syncthreads();
         }
-        for (int j = tid; j < Q * DB / 8; j += THREADS) {
-            int t = j / (DB / 8), x = j % (DB / 8) * 8;
-            bool in = t < len;
-            cp_async16(smem_addr(sv + t * D_PITCH + x), v + (i64)(in ? start + t : start) * v_stride + h * DV + col0 + x, in);
-        }
-        const u8 *unit = scratch + ((i64)(first + i) * HEADS + h) * UNIT_BYTES;
-#pragma unroll
-        for (int j = tid; j < 2 * Q * Q / 8; j += THREADS) {
-            // T, then M: 128 rows of 64.
-            int t = j / (Q / 8), x = j % (Q / 8) * 8;
-            cp_async16(smem_addr(stt + t * T_PITCH + x), unit + j * 16);
-        }
-        if (tid < Q) cp_async16(smem_addr(sf + tid * 8), unit + 2 * Q * Q * 2 + tid * 16);
-        cp_async_commit();
-    };
+        return;
+    }
 
-    fetch(0);
     float s[2 * TILES][4];
     u32 src = table[3];
     int sr = warp * 16;
@@ -84,12 +103,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int a_row = brow + block % 2 * 8, a_col = block / 2 * 8;
     int b_row = brow + block / 2 * 8, b_col = block % 2 * 8;
 
+    int start = table[1], len = table[2];
+    u32 dst = table[4];
+    // Three barriers a chunk: it has arrived, R is complete, Δ is complete.
     for (int i = 0; i < chunks; i++) {
-        int start = table[5 * i + 1], len = table[5 * i + 2];
-        u32 dst = table[5 * i + 4];
-        cp_async_wait<0>();
         __syncthreads();
-        if (i + 1 < chunks) fetch(i + 1);
         bf16 *sk = stages + i % 2 * STAGE, *sq = sk + Q * K_PITCH, *sv = sq + Q * K_PITCH, *stt = sv + Q * D_PITCH,
              *sm = stt + Q * T_PITCH;
         const float *f = reinterpret_cast<const float *>(sm + Q * T_PITCH);
@@ -191,5 +209,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     *reinterpret_cast<float2 *>(pool + dst * slot_stride + ((i64)h * DK + r) * DV + col0 + x) =
                         make_float2(s[n][2 * e], s[n][2 * e + 1]);
             }
+        if (i + 1 < chunks) {
+            start = table[5 * i + 6];
+            len = table[5 * i + 7];
+            dst = table[5 * i + 9];
+        }
     }
 }

@@ -1,73 +1,111 @@
 // out = scale x Wᵀ (+ bias) (+ out) for at most 8 rows of x: reads W once, at memory speed. bf16 W and x.
-// A block owns 16 * MT rows of W; its warps split K and add up in a fixed order, so a row's result does not depend on the
-// number of rows. W is the A operand of the mma: a thread loads 8 consecutive k of a row (16 bytes) and the same 8 of x,
-// which permutes k alike on both sides. Grid (row tiles of W).
-// K, M, MT, WARPS, ACCUMULATE, HAS_BIAS; out_t.
+// A block takes tiles of 16 * MT rows of W in turn; its warps share the inner dimension in slices of DEPTH and add up in a
+// fixed order, so a result does not depend on the number of rows of x. Each warp copies its slices of W and x through its own
+// cp.async ring, which runs on across tiles: the memory never waits for a sum. W is the A operand of the mma, x the B operand.
+// Grid (blocks that fit on the device at once, at most the tiles).
+// K, M, MT, WARPS, STAGES, DEPTH, X_RESIDENT (x is copied once, not with every slice), ACCUMULATE, HAS_BIAS; out_t.
 
-constexpr int UNROLL = 4;
-constexpr int STEP = 32 * UNROLL;     // k that a warp takes at a time
+constexpr int SLICES_ALL = div_up(div_up(K, DEPTH), WARPS);
 constexpr int ROWS = 16 * MT;
-
-DEV uint4 load_stream(const bf16 *p) {
-    uint4 r;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-                 : "l"(p));
-    return r;
-}
+constexpr int PITCH = DEPTH + 8;
+constexpr int STAGE = (ROWS + (X_RESIDENT ? 0 : 8)) * PITCH;
+constexpr int FETCHED = ROWS + (X_RESIDENT ? 0 : M);      // rows of a slice; what stands in rows M .. 7 of x reaches no result
+constexpr int X_PITCH = DEPTH * WARPS * SLICES_ALL + 8;
+constexpr int VECS = DEPTH / 8;
+constexpr int SLICES = SLICES_ALL;               // of a warp, per tile
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *bias, out_t *out,
           i64 out_stride, float scale) {
-    __shared__ float part[WARPS][8][ROWS + 1];
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ float part[2][WARPS][M][ROWS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    int n0 = blockIdx.x * ROWS;
-    const bf16 *wr[2 * MT];
+    bf16 *resident = reinterpret_cast<bf16 *>(shared) + WARPS * STAGES * STAGE;
+    bf16 *ring = reinterpret_cast<bf16 *>(shared) + warp * STAGES * STAGE;
+    int tiles = div_up(n, ROWS);
+    int mine = blockIdx.x < tiles ? div_up(tiles - (int)blockIdx.x, (int)gridDim.x) : 0;
+    int total = mine * SLICES;
+    int f_tile = blockIdx.x, f_slice = 0;         // what is fetched next
+    auto fetch = [&](int stage) {
+        int k0 = (f_slice * WARPS + warp) * DEPTH, n0 = f_tile * ROWS;
+        bf16 *sw = ring + stage * STAGE;
 #pragma unroll
-    for (int i = 0; i < 2 * MT; i++) wr[i] = w + min(n0 + g + 8 * i, n - 1) * w_stride + q * 8;
-    const bf16 *xr = x + (g < M ? g : 0) * x_stride + q * 8;
-    float acc[MT][4];
-#pragma unroll
-    for (int i = 0; i < MT; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.f;
-    for (int k0 = warp * STEP; k0 < K; k0 += WARPS * STEP) {
-        uint4 a[UNROLL][2 * MT], b[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            int k = k0 + u * 32;
-            bool in = (K % (WARPS * STEP) == 0) || k + q * 8 < K;
-#pragma unroll
-            for (int i = 0; i < 2 * MT; i++) a[u][i] = in ? load_stream(wr[i] + k) : make_uint4(0, 0, 0, 0);
-            b[u] = in && g < M ? *reinterpret_cast<const uint4 *>(xr + k) : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < div_up(FETCHED * VECS, 32); i++) {
+            int v = i * 32 + lane, r = v / VECS, k = v % VECS * 8;
+            if (FETCHED * VECS % 32 && v >= FETCHED * VECS) break;
+            bool in = K % (DEPTH * WARPS) == 0 || k0 + k < K;
+            const bf16 *from = r < ROWS ? w + (i64)min(n0 + r, n - 1) * w_stride : x + (r - ROWS) * x_stride;
+            cp_async16(smem_addr(sw + r * PITCH + k), in ? from + k0 + k : x, in);
         }
+        if (++f_slice == SLICES) {
+            f_slice = 0;
+            f_tile += gridDim.x;
+        }
+    };
+    if constexpr (X_RESIDENT) {
+        for (int v = threadIdx.x; v < M * (X_PITCH / 8 - 1); v += 32 * WARPS) {
+            int r = v / (X_PITCH / 8 - 1), k = v % (X_PITCH / 8 - 1) * 8;
+            cp_async16(smem_addr(resident + r * X_PITCH + k), k < K ? x + r * x_stride + k : x, k < K);
+        }
+    }
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s < total) fetch(s);
+        cp_async_commit();
+    }
+    int block = lane / 8, brow = lane % 8;
+    int a_at = (brow + block % 2 * 8) * PITCH + block / 2 * 8;
+    // Eight rows of x, 32 k at once; rows that are not there repeat the first.
+    int b_at = X_RESIDENT ? (brow < M ? brow : 0) * X_PITCH + block * 8 : (ROWS + brow) * PITCH + block * 8;
+    if constexpr (X_RESIDENT) {
+        cp_async_wait<0>();
+        __syncthreads();
+    }
+    int done = 0;
+    for (int i = 0; i < mine; i++) {
+        int n0 = (blockIdx.x + i * gridDim.x) * ROWS;
+        float acc[MT][4];
 #pragma unroll
-            for (int i = 0; i < MT; i++) {
-                u32 lo[4] = {a[u][2 * i].x, a[u][2 * i + 1].x, a[u][2 * i].y, a[u][2 * i + 1].y};
-                u32 hi[4] = {a[u][2 * i].z, a[u][2 * i + 1].z, a[u][2 * i].w, a[u][2 * i + 1].w};
-                mma_bf16(acc[i], lo, b[u].x, b[u].y);
-                mma_bf16(acc[i], hi, b[u].z, b[u].w);
+        for (int m = 0; m < MT; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.f;
+        for (int s = 0; s < SLICES; s++, done++) {
+            cp_async_wait<STAGES - 2>();
+            __syncwarp();
+            if (done + STAGES - 1 < total) fetch((done + STAGES - 1) % STAGES);
+            cp_async_commit();
+            bf16 *at = ring + done % STAGES * STAGE;
+            bf16 *bx = X_RESIDENT ? resident + (s * WARPS + warp) * DEPTH : at;
+#pragma unroll
+            for (int k = 0; k < DEPTH; k += 32) {
+                u32 b[4];
+                ldmatrix_x4(b, smem_addr(bx + b_at + k));
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    u32 a[4];
+                    ldmatrix_x4(a, smem_addr(at + a_at + m * 16 * PITCH + k));
+                    mma_bf16(acc[m], a, b[0], b[1]);
+                    ldmatrix_x4(a, smem_addr(at + a_at + m * 16 * PITCH + k + 16));
+                    mma_bf16(acc[m], a, b[2], b[3]);
+                }
             }
         }
-    }
+        float (*sum)[M][ROWS] = part[i % 2];
 #pragma unroll
-    for (int i = 0; i < MT; i++) {
-        part[warp][2 * q][16 * i + g] = acc[i][0];
-        part[warp][2 * q + 1][16 * i + g] = acc[i][1];
-        part[warp][2 * q][16 * i + g + 8] = acc[i][2];
-        part[warp][2 * q + 1][16 * i + g + 8] = acc[i][3];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < M * ROWS; i += 32 * WARPS) {
-        int m = i / ROWS, r = i % ROWS;
-        if (n0 + r >= n) continue;
-        float s = 0.f;
+        for (int m = 0; m < MT; m++)
 #pragma unroll
-        for (int j = 0; j < WARPS; j++) s += part[j][m][r];
-        s *= scale;
-        if constexpr (HAS_BIAS) s += bias[n0 + r];
-        out_t *o = out + m * out_stride + n0 + r;
-        if constexpr (ACCUMULATE) s += to_f32(*o);
-        *o = from_f32<out_t>(s);
+            for (int e = 0; e < 4; e++)
+                if (2 * q + e % 2 < M) sum[warp][2 * q + e % 2][16 * m + g + e / 2 * 8] = acc[m][e];
+        __syncthreads();
+        for (int j = threadIdx.x; j < M * ROWS; j += 32 * WARPS) {
+            int m = j / ROWS, r = j % ROWS;
+            if (n0 + r >= n) continue;
+            float v = 0.f;
+#pragma unroll
+            for (int k = 0; k < WARPS; k++) v += sum[k][m][r];
+            v *= scale;
+            if constexpr (HAS_BIAS) v += bias[n0 + r];
+            out_t *o = out + m * out_stride + n0 + r;
+            if constexpr (ACCUMULATE) v += to_f32(*o);
+            *o = from_f32<out_t>(v);
+        }
     }
 }

@@ -1,6 +1,7 @@
 // Selective scan, token by token, with the state in registers: decode, verification, short rows, and every shape that the
 // chunked kernel does not take. A block owns a tile of (head, p) rows of one sequence and walks its chunks in order.
-// Each thread reads its part of the state before it writes it. Grid (chunks + padding blocks, row tiles).
+// Each thread reads its part of the state before it writes it. Grid (row tiles, chunks, or
+// rows with MAX_TOKENS, + padding blocks): neighbouring blocks stream neighbouring memory.
 // HEADS, P, N, LANES (that share a row), RPT (rows per thread), THREADS, VEC, HEADS_PER_GROUP, FIRST_HEAD, PER_CHANNEL,
 // SHARED_BC, SHARED_HEAD (a thread's rows have one group, one head), MAX_TOKENS (longer rows are someone else's);
 // x_t, b_t, c_t, dt_t, pool_t, y_t.
@@ -19,15 +20,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(Step st, const x_t *x, i64 x_stride, const b_t *b, i64 b_stride, const c_t *cc, i64 c_stride, const dt_t *dt,
           i64 dt_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride, y_t *y, i64 y_stride,
           float dt_min, float dt_max) {
-    if (blockIdx.x >= st.chunks) {
-        int col = blockIdx.y * TILE;
-        zero_padding<1>(st, y, y_stride, (blockIdx.x - st.chunks) * PAGE, PAGE, col, min(TILE, ROWS - col), THREADS);
+    int tile = blockIdx.x, c = blockIdx.y, blocks = MAX_TOKENS ? st.rows : st.chunks;
+    if (c >= blocks) {
+        zero_padding<THREADS>(st, y, y_stride, c - blocks, tile * TILE, min(TILE, ROWS - tile * TILE));
         return;
     }
-    Chunk ch(st.chunk(blockIdx.x));
+    if constexpr (MAX_TOKENS > 0) {
+        // Rows instead of chunks: most of the many chunks are someone else's.
+        const u32 *row = st.row(c);
+        if (row[3] == 0 || row[1] > MAX_TOKENS) return;
+        c = row[2];
+    }
+    Chunk ch(st.chunk(c));
     if (ch.len == 0 || ch.src == CARRY) return;
-    if (MAX_TOKENS && st.row(ch.row)[1] > MAX_TOKENS) return;
-    int lane = threadIdx.x % LANES, first = blockIdx.y * TILE + threadIdx.x / LANES * RPT;
+    int lane = threadIdx.x % LANES, first = tile * TILE + threadIdx.x / LANES * RPT;
     float s[RPT][ELEMS], a[PER_CHANNEL ? RPT : 1][PER_CHANNEL ? ELEMS : 1];
 #pragma unroll
     for (int r = 0; r < RPT; r++) {
@@ -46,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     const float *d_par = par + (PER_CHANNEL ? N : 1) * par_stride, *bias_par = d_par + par_stride;
-    for (int c = blockIdx.x;;) {
+    for (;;) {
         for (int i = 0; i < (int)ch.len; i++) {
             i64 t = ch.start + i;
             float bv[ELEMS], cv[ELEMS], yv[RPT];

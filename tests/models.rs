@@ -17,6 +17,7 @@ use selkie_core::engine::direct::{Direct, LayerValues, Sequence};
 use selkie_core::models::{self, Limits};
 use selkie_core::source::Dir;
 use selkie_core::weights::Loader;
+use selkie_cuda::{Cuda, Options};
 
 const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
 /// A greedy token must agree where the reference's best logit leads by more than this, in units of the logits.
@@ -192,7 +193,8 @@ fn main() {
     // A device is opened once per thread, and the CPU backend has threads of its own.
     args.test_threads.get_or_insert(1);
     let mut trials = models_on("cpu", || Ok(CpuBackend::new()), Tolerance { logits: 1e-4, states: 1e-4 });
-    trials.push(common::absent("cuda", "this version has no CUDA backend".into()));
+    let f32 = || Cuda::open(Options { f32: true, ..Options::default() });
+    trials.extend(models_on("cuda-f32", f32, Tolerance { logits: 1e-3, states: 1e-3 }));
     trials.extend(models_on("wgpu", common::wgpu, Tolerance { logits: 2e-3, states: 2e-3 }));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -54,9 +54,9 @@ fn variant<B: Address>(a: &Attention<B>, target: &Target) -> Variant {
     let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= target.shared);
     let stages = [3, 2].into_iter().find(|&s| decode_shared(hd, group, s) <= target.shared);
     match (tiles, stages) {
-        (Some(tiles), _) if tensor_cores && tokens > PAGE => Variant::Prefill { tiles },
+        (Some(tiles), _) if tensor_cores && tokens > PAGE && tokens > a.step.bucket.rows => Variant::Prefill { tiles },
         (_, Some(stages)) if tensor_cores && group <= 16 => {
-            Variant::Decode { splits: splits(tokens * kv_heads, pages, target.sms, 2), stages }
+            Variant::Decode { splits: splits(tokens * kv_heads, pages, target.sms, 1), stages }
         }
         _ => Variant::Generic { splits: splits(tokens * heads, pages, target.sms, 8) },
     }
@@ -66,7 +66,7 @@ pub(super) fn scratch<B: Address>(a: &Attention<B>, target: &Target) -> u64 {
     if variant(a, target).splits() == 1 && a.step.bucket.tokens > 8 * target.sms {
         return 0;
     }
-    // Units times splits stays below this for every number of tokens, so a smaller step fits too.
+    // Units times splits stays below this for every number of tokens that is split, so a smaller step fits too.
     let heads = a.q.row_len() / a.head_dim;
     ((8 * target.sms).max(2 * target.sms * heads) * (a.head_dim + 4) * 4) as u64
 }
@@ -128,6 +128,7 @@ mod tests {
 
     #[test]
     fn splits_fill_the_device_and_never_exceed_the_pages() {
+        assert_eq!(splits(8, 512, 132, 1), 16);
         assert_eq!(splits(8, 512, 132, 2), 33);
         assert_eq!(splits(8, 4, 132, 2), 4);
         assert_eq!(splits(512, 64, 132, 2), 1);

@@ -25,7 +25,9 @@ enum Path {
 
 fn path<B: Address>(a: &Matmul<B>, block: &RowBlock<B>, out: &Tensor<B>, target: &Target) -> Path {
     let inputs = target.tuned && wide(&[&a.x, &block.w]) && a.w.k.is_multiple_of(8);
-    if inputs && a.x.rows() <= FEW {
+    let (m, k) = (a.x.rows(), a.w.k);
+    // Reading x again with every slice is dear beyond two rows; then the library is faster.
+    if inputs && (m <= 2 || m <= FEW && (!target.blas || few_shape(m, k, target.shared).resident)) {
         Path::Few
     } else if inputs
         && target.blas
@@ -38,9 +40,34 @@ fn path<B: Address>(a: &Matmul<B>, block: &RowBlock<B>, out: &Tensor<B>, target:
     }
 }
 
-/// 16-row tiles of W in a block: two where that still gives every multiprocessor a block, which halves the reads of x.
-fn tiles(n: usize, m: usize, sms: usize) -> usize {
-    if m > 4 && n.div_ceil(32) >= sms { 2 } else { 1 }
+/// How a block of the kernel for few rows is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FewShape {
+    warps: usize,
+    stages: usize,
+    /// Inner dimension of a slice.
+    depth: usize,
+    /// x is copied once instead of with every slice.
+    resident: bool,
+    /// Dynamic shared memory.
+    shared: usize,
+    /// Blocks of a multiprocessor.
+    blocks: usize,
+}
+
+fn few_shape(m: usize, k: usize, shared: usize) -> FewShape {
+    let depth = if k >= 4096 { 128 } else { 64 };
+    let warps = if k <= 1024 { 4 } else { 8 };
+    let x_bytes = m * (k.next_multiple_of(depth * warps) + 8) * 2;
+    // A small x fits beside the rings; the x of one row is cheap to copy again.
+    let resident = (m > 1 || (4096..=8192).contains(&k)) && x_bytes <= 68 << 10 && x_bytes * 2 <= shared;
+    let fixed = 2 * warps * m * 16 * 4 + 1024;
+    let bytes = |warps: usize, stages: usize| {
+        warps * stages * (16 + if resident { 0 } else { 8 }) * (depth + 8) * 2 + if resident { x_bytes } else { 0 }
+    };
+    let stages = [4, 3, 2].into_iter().find(|&s| bytes(warps, s) + fixed <= shared).unwrap_or(2);
+    let dynamic = bytes(warps, stages);
+    FewShape { warps, stages, depth, resident, shared: dynamic, blocks: (shared / (dynamic + fixed)).clamp(1, 4) }
 }
 
 pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<Work>> {
@@ -52,18 +79,22 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
         let bias = a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64);
         match path(a, block, &out, target) {
             Path::Few => {
-                let mt = tiles(n, m, target.sms);
-                let warps = if k <= 1024 { 4 } else { 8 };
+                let f = few_shape(m, k, target.shared);
                 let spec = Spec::new(File::MatmulFew)
                     .int("K", k)
                     .int("M", m)
-                    .int("MT", mt)
-                    .int("WARPS", warps)
+                    .int("MT", 1)
+                    .int("WARPS", f.warps)
+                    .int("STAGES", f.stages)
+                    .int("DEPTH", f.depth)
+                    .flag("X_RESIDENT", f.resident)
                     .flag("ACCUMULATE", a.accumulate)
                     .flag("HAS_BIAS", a.bias.is_some())
                     .ty("out_t", out.dtype);
                 let args = Args::new().rows(&a.x).rows(&block.w).int(n as u64).int(bias).rows(&out).float(a.scale);
-                work.push(Work::Kernel(Launch::new(spec, [n.div_ceil(16 * mt), 1, 1], 32 * warps, args)));
+                let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
+                let launch = Launch::new(spec, grid, 32 * f.warps, args).with_shared(f.shared);
+                work.push(Work::Kernel(launch));
             }
             Path::Library => {
                 work.push(Work::Gemm(Gemm {
@@ -101,4 +132,23 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
         }
     }
     Ok(work)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_rows_fit_into_shared_memory() {
+        for shared in [99 << 10, 163 << 10, 227 << 10] {
+            for k in [768, 2048, 4096, 8192, 21504] {
+                for m in 1..=FEW {
+                    let f = few_shape(m, k, shared);
+                    assert!(f.shared + 2 * f.warps * m * 64 <= shared, "{m} x {k}: {f:?}");
+                }
+            }
+        }
+        assert!(few_shape(8, 4096, 227 << 10).resident);
+        assert!(!few_shape(8, 21504, 227 << 10).resident);
+    }
 }

@@ -3,7 +3,6 @@
 use selkie_core::{
     Result,
     ops::{Activation, Embed, Gather, RmsNorm, RopeKv, Route, Sample},
-    step::PAGE,
     tensor::DType,
 };
 
@@ -176,9 +175,4 @@ pub(super) fn sample<B: Address>(a: &Sample<B>) -> Result<Vec<Work>> {
     let spec = Spec::new(File::Sample).int("V", a.logits.row_len());
     let args = Args::new().step(&a.step).rows(&a.logits).rows(&a.lanes).rows(&a.seen).at(&a.last).at(&a.ids);
     Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, 1, 1], 1024, args))])
-}
-
-/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks.
-pub(super) fn padding_blocks(tokens: usize) -> usize {
-    tokens.div_ceil(PAGE)
 }

@@ -3,40 +3,47 @@
 use selkie_core::{
     Error, Result,
     ops::{Conv1d, GatedDelta, ScanForm, SelectiveScan},
-    step::PAGE,
+    step::{Bucket, PAGE},
     tensor::DType,
 };
 
-use super::{Target, act, aligned, pointwise::padding_blocks, vector, wide};
+use super::{Target, act, aligned, vector, wide};
 use crate::{
     launch::{Address, Args, Launch, Work},
     spec::{File, Spec},
 };
 
-/// Threads along the channels and groups of tokens of a convolution block, for `chunks` chunks.
-fn conv_shape(tokens: usize, chunks: usize) -> (usize, usize) {
-    // Decode: nothing to split along the tokens. Prefill: four groups of 16 tokens.
-    if tokens <= 2 * chunks { (1, 128) } else { (4, 64) }
+/// How a convolution block is cut: channels of a thread, threads along the channels, tokens in flight.
+fn conv_shape(tokens: usize, chunks: usize, widest: usize) -> (usize, usize, usize) {
+    // Decode has one token a chunk and wants many blocks; prefill wants long runs and few loads of weights.
+    if tokens <= 2 * chunks { (widest.min(2), 128, 1) } else { (widest.min(4), 128, 8) }
 }
 
 pub(super) fn conv1d<B: Address>(a: &Conv1d<B>) -> Result<Vec<Work>> {
     let (tokens, chunks) = (a.step.bucket.tokens, a.step.bucket.chunks);
     let (channels, taps) = (a.x.row_len(), a.weight.row_len() - 1);
-    let (subs, cols) = conv_shape(tokens, chunks);
-    let vec = vector(channels, &[&a.x, &a.out]).min(if subs == 1 { 2 } else { 4 });
+    let (vec, cols, loads) = conv_shape(tokens, chunks, vector(channels, &[&a.x, &a.out]));
+    let packed = a.weight.row_stride == taps + 1 && a.weight.offset.is_multiple_of(4);
     let spec = Spec::new(File::Conv1d)
         .int("VEC", vec)
         .int("CHANNELS", channels)
         .int("TAPS", taps)
-        .int("SUBS", subs)
+        .int("SUBS", 1)
         .int("COLS", cols)
+        .int("LOADS", loads)
+        .flag("PACKED_WEIGHT", packed)
         .int("ACT", act(a.act))
         .ty("x_t", a.x.dtype)
         .ty("pool_t", a.pool.dtype)
         .ty("out_t", a.out.dtype);
     let args = Args::new().step(&a.step).rows(&a.x).rows(&a.weight).rows(&a.pool).rows(&a.out);
-    let grid = [chunks + padding_blocks(tokens), channels.div_ceil(cols * vec), 1];
-    Ok(vec![Work::Kernel(Launch::new(spec, grid, subs * cols, args))])
+    let grid = [chunks + tokens.div_ceil(PAGE), channels.div_ceil(cols * vec), 1];
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args))])
+}
+
+/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks: PADDING_SPAN tokens each.
+fn padding_blocks(tokens: usize) -> usize {
+    tokens.div_ceil(1024)
 }
 
 /// How a scan block holds its part of the state.
@@ -49,26 +56,44 @@ struct ScanShape {
     threads: usize,
 }
 
-fn scan_shape(n: usize, p: usize, per_channel: bool) -> ScanShape {
+/// `units` sequences share the device with `sms` multiprocessors.
+fn scan_shape(n: usize, all_rows: usize, per_channel: bool, units: usize, sms: usize) -> ScanShape {
+    let threads = 128;
     let lanes = [32, 16, 8, 4, 2].into_iter().find(|l| n.is_multiple_of(4 * l)).unwrap_or(1);
-    let elems = n / lanes;
-    // 32 values of state a thread, so that 8 loads of 16 bytes are in flight.
-    let rows = if per_channel { 1 } else { (32 / elems).clamp(1, 8) };
-    let threads = if (256 / lanes * rows) > p && p > 1 { 128 } else { 256 };
-    ScanShape { lanes, rows: if rows.is_power_of_two() { rows } else { rows.next_power_of_two() / 2 }, threads }
+    // 64 values of state a thread, so that 16 loads of 16 bytes are in flight; fewer where that leaves the device empty.
+    let mut rows = if per_channel { 1 } else { (64 / (n / lanes)).clamp(1, 16) };
+    if !rows.is_power_of_two() {
+        rows = rows.next_power_of_two() / 2;
+    }
+    while rows > 2 && 2 * units * all_rows.div_ceil(threads / lanes * rows) <= sms {
+        rows /= 2;
+    }
+    ScanShape { lanes, rows, threads }
 }
 
 /// Rows of at most this many tokens are cheaper token by token.
 const SHORT: usize = 16;
 
+/// Whether a step may hold a row that is worth a chunked kernel: not where every row has one token.
+fn may_be_long(b: &Bucket) -> bool {
+    b.tokens > PAGE && b.tokens > b.rows
+}
+
+/// Most rows of a step that are not short.
+fn long_rows(b: &Bucket) -> usize {
+    b.rows.min(b.tokens / (SHORT + 1))
+}
+
 /// Columns of P that a block of the chunked scan owns, and its shared memory, if it takes this shape.
 fn scan_block(p: usize, n: usize, shared: usize) -> Option<(usize, usize)> {
-    let bytes = |pb: usize| 2 * (2 * (2 * PAGE * (n + 8) + PAGE * (pb + 8)) + pb * (n + 8) + PAGE * (pb + 8));
+    let bytes = |pb: usize| {
+        2 * (2 * (2 * PAGE * (n + 8) + PAGE * (pb + 8)) + pb * (n + 8) + PAGE * (pb + 8) + PAGE * (PAGE + 8))
+    };
     [64, 32]
         .into_iter()
         .find(|&pb| {
             p.is_multiple_of(pb)
-                && n.is_multiple_of(16)
+                && n.is_multiple_of(32)
                 && (n * pb).is_multiple_of(2048)
                 && n * pb <= 8192
                 && bytes(pb) + 2048 <= shared
@@ -86,12 +111,12 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
     let bucket = &a.step.bucket;
     let long = target.tuned
         && !per_channel
-        && bucket.tokens > PAGE
+        && may_be_long(bucket)
         && a.dt.dtype == DType::Bf16
         && wide(&[&a.x, &a.b, &a.c, &a.y])
         && a.pool.dtype == DType::F32;
     let chunked = scan_block(p, n, target.shared).filter(|_| long);
-    let shape = scan_shape(n, p, per_channel);
+    let shape = scan_shape(n, heads * p, per_channel, bucket.chunks, target.sms);
     let tile = shape.threads / shape.lanes * shape.rows;
     let spec = Spec::new(File::SelectiveScan)
         .int("HEADS", heads)
@@ -127,7 +152,8 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         .rows(&a.y)
         .float(a.dt_limit.0)
         .float(a.dt_limit.1);
-    let grid = [bucket.chunks + padding_blocks(bucket.tokens), (heads * p).div_ceil(tile), 1];
+    let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
+    let grid = [(heads * p).div_ceil(tile), units + padding_blocks(bucket.tokens), 1];
     let mut work = vec![Work::Kernel(Launch::new(spec, grid, shape.threads, args.clone()))];
     if let Some((pb, shared)) = chunked {
         let spec = Spec::new(File::SelectiveScanChunk)
@@ -138,15 +164,15 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
             .int("HEADS_PER_GROUP", a.heads_per_group)
             .int("FIRST_HEAD", a.first_head)
             .int("MIN_TOKENS", SHORT);
-        let grid = [bucket.rows, heads * p / pb, 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 256, args).with_shared(shared)));
+        let grid = [long_rows(bucket), heads * p / pb, 1];
+        work.push(Work::Kernel(Launch::new(spec, grid, 384, args).with_shared(shared)));
     }
     Ok(work)
 }
 
 /// Columns of the state that a block of the delta rule owns: few when there are few sequences.
 fn delta_columns(dv: usize, blocks_at_32: usize, sms: usize) -> usize {
-    if !dv.is_multiple_of(32) || blocks_at_32 < 2 * sms { 16 } else { 32 }
+    if !dv.is_multiple_of(32) || 2 * blocks_at_32 <= sms { 16 } else { 32 }
 }
 
 /// Bytes that the first half of the chunked delta rule leaves for the second, per chunk and head.
@@ -164,7 +190,7 @@ fn delta_shared() -> (usize, usize) {
 fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> bool {
     let &[_, _, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     target.tuned
-        && a.step.bucket.tokens > PAGE
+        && may_be_long(&a.step.bucket)
         && dk == 128
         && dv % DELTA_COLUMNS == 0
         && a.a.dtype == DType::Bf16
@@ -213,7 +239,8 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .rows(&a.pool)
         .rows(&a.out)
         .float(a.beta_scale);
-    let grid = [bucket.chunks + padding_blocks(bucket.tokens), heads * dv.div_ceil(columns), 1];
+    let units = if chunked { bucket.rows } else { bucket.chunks };
+    let grid = [heads * dv.div_ceil(columns), units + padding_blocks(bucket.tokens), 1];
     let mut work = vec![Work::Kernel(Launch::new(spec, grid, 128, args))];
     if chunked {
         let constants = |file| {
@@ -232,12 +259,35 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         work.push(Work::Kernel(launch));
         let spec = constants(File::GatedDeltaChunk).int("DV", dv).int("DB", DELTA_COLUMNS);
         let args = args.rows(&a.v).int(target.scratch).rows(&a.pool).rows(&a.out);
-        let grid = [bucket.rows, heads * dv / DELTA_COLUMNS, 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 256, args).with_shared(second)));
+        let grid = [long_rows(bucket), heads * dv / DELTA_COLUMNS, 1];
+        work.push(Work::Kernel(Launch::new(spec, grid, 384, args).with_shared(second)));
     }
     Ok(work)
 }
 
 fn unsupported(op: &str, what: String) -> Error {
     Error::Unsupported { what: format!("{op} with {what}"), why: "the CUDA kernels take multiples of 4".into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scans_hold_64_values_a_thread_unless_the_device_stays_empty() {
+        let shape = |n, rows, units| scan_shape(n, rows, false, units, 132);
+        assert_eq!(shape(128, 8192, 1), ScanShape { lanes: 32, rows: 16, threads: 128 });
+        assert_eq!(shape(128, 768, 1), ScanShape { lanes: 32, rows: 2, threads: 128 });
+        assert_eq!(shape(20, 96, 64), ScanShape { lanes: 1, rows: 2, threads: 128 });
+        assert_eq!(scan_shape(16, 4096, true, 1, 132), ScanShape { lanes: 4, rows: 1, threads: 128 });
+    }
+
+    #[test]
+    fn chunked_blocks_fit() {
+        assert_eq!(scan_block(64, 128, 227 << 10).map(|b| b.0), Some(64));
+        assert_eq!(scan_block(64, 256, 227 << 10).map(|b| b.0), Some(32));
+        assert_eq!(scan_block(80, 128, 227 << 10), None);
+        assert_eq!(scan_block(64, 128, 99 << 10), None);
+        assert!(delta_shared().1 <= 227 << 10);
+    }
 }

@@ -148,6 +148,13 @@ pub(super) fn cases(to: &mut Table) {
     to.add("dk 64, dv 64", Delta { dk: 64, dv: 64, ..base.clone() });
     to.add("dk 96, dv 192", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 96, dv: 192, ..base.clone() });
     to.add("dk 128, dv 128", Delta { key_heads: 1, heads: 2, dk: 128, dv: 128, ..base.clone() });
+    let common = Delta { key_heads: 1, heads: 2, dk: 128, dv: 128, ..base.clone() };
+    for (name, batch) in stateful() {
+        to.sized(Size::Large, &format!("dk 128, dv 128, {name}"), Delta { batch, ..common.clone() });
+    }
+    for (name, decay) in Decay::ALL {
+        to.sized(Size::Large, &format!("dk 128, dv 128, {name}"), Delta { decay, ..common.clone() });
+    }
     to.add("dk 256, dv 128", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 256, dv: 128, ..base.clone() });
     to.add("last block of heads", Delta { key_heads: 4, first_head: 6, heads: 2, ..base.clone() });
     to.add("a block across key heads", Delta { key_heads: 4, first_head: 3, heads: 3, ..base.clone() });

@@ -162,6 +162,13 @@ pub(super) fn cases(to: &mut Table) {
     to.add("odd sizes", Scan { layer_heads: 6, heads: 6, p: 12, n: 20, groups: 3, ..base.clone() });
     to.add("p 64, n 128", Scan { layer_heads: 2, heads: 2, p: 64, n: 128, groups: 1, ..base.clone() });
     to.add("p 32, n 64", Scan { layer_heads: 3, heads: 3, p: 32, n: 64, groups: 1, ..base.clone() });
+    let common = Scan { layer_heads: 2, heads: 2, p: 64, n: 128, groups: 1, ..base.clone() };
+    for (name, batch) in stateful() {
+        to.sized(Size::Large, &format!("p 64, n 128, {name}"), Scan { batch, ..common.clone() });
+    }
+    for (name, decay) in Decay::ALL {
+        to.sized(Size::Large, &format!("p 64, n 128, {name}"), Scan { decay, ..common.clone() });
+    }
     to.sized(Size::Large, "p 128, n 256", Scan { layer_heads: 2, heads: 2, p: 128, n: 256, groups: 1, ..base.clone() });
     to.add("p 80, n 128", Scan { layer_heads: 1, heads: 1, p: 80, n: 128, groups: 1, ..base.clone() });
     to.add("views", Scan { views: true, ..base.clone() });
