@@ -164,11 +164,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // The largest score, the lowest id among equals.
     var largest = LOWEST_KEY;
     var best = 0u;
-    for (var id = thread; id < P.vocab; id += 256u) {
-        let key = key_of(score(o, lane, id, penalty));
-        if key > largest {
-            largest = key;
-            best = id;
+    for (var id = thread; id < P.vocab; id += 1024u) {
+        // Four loads in flight.
+        var keys: array<u32, 4>;
+        for (var i = 0u; i < 4u; i++) {
+            if id + 256u * i < P.vocab {
+                keys[i] = key_of(score(o, lane, id + 256u * i, penalty));
+            }
+        }
+        for (var i = 0u; i < 4u; i++) {
+            if keys[i] > largest {
+                largest = keys[i];
+                best = id + 256u * i;
+            }
         }
     }
     words[thread] = largest;

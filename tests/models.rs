@@ -18,6 +18,7 @@ use selkie_core::models::{self, Limits};
 use selkie_core::source::Dir;
 use selkie_core::weights::Loader;
 use selkie_cuda::{Cuda, Options};
+use selkie_wgpu::WgpuBackend;
 
 const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
 /// A greedy token must agree where the reference's best logit leads by more than this, in units of the logits.
@@ -29,6 +30,9 @@ struct Tolerance {
     logits: f32,
     states: f32,
 }
+
+/// f32 everywhere, in another order than the reference.
+const WGPU: Tolerance = Tolerance { logits: 2e-3, states: 2e-3 };
 
 /// The reference of one prompt.
 struct Prompt {
@@ -119,7 +123,13 @@ fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f
 }
 
 /// Runs one folder; `steps` cuts the prompts.
-async fn check<B: Backend>(backend: &B, dir: &Path, tolerance: Tolerance, steps: &[usize]) -> Result<String, Failed> {
+async fn check<B: Backend>(
+    backend: &B,
+    dir: &Path,
+    tolerance: Tolerance,
+    slots: usize,
+    steps: &[usize],
+) -> Result<String, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
     let checkpoint = Checkpoint::open(Rc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
@@ -130,7 +140,7 @@ async fn check<B: Backend>(backend: &B, dir: &Path, tolerance: Tolerance, steps:
     let vocab = model.spec().vocab;
     let mut worst = [0f32; 3];
     for (i, prompt) in references(dir).iter().enumerate() {
-        let mut direct = Direct::new(backend, model.as_ref(), LIMITS, 2, 8).map_err(text)?;
+        let mut direct = Direct::new(backend, model.as_ref(), LIMITS, slots, 8).map_err(text)?;
         let mut sequence = Sequence::default();
         let logits = direct.prompt(&mut sequence, &prompt.ids, steps).await.map_err(text)?;
         let found = error(&logits, &prompt.logits)?;
@@ -178,7 +188,7 @@ fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance:
             let test = format!("{}{label}", dir.file_name().expect("a folder").to_string_lossy());
             let (id, dir) = (format!("{name} {test}"), dir.clone());
             let run = move |backend: &B| {
-                let found = pollster::block_on(check(backend, &dir, tolerance, steps))?;
+                let found = pollster::block_on(check(backend, &dir, tolerance, 2, steps))?;
                 eprintln!("{id}: {found}");
                 Ok(())
             };
@@ -188,6 +198,27 @@ fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance:
     common::on(name, open, tests)
 }
 
+/// WebGPU's default limits, and weights, states and KV pages in pieces of at most `BYTES`: every pool and the larger weights
+/// are split.
+fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
+    common::wgpu_with(selkie_wgpu::Options { force_default_limits: true, max_piece: Some(BYTES) })
+}
+
+fn split(name: &'static str, open: fn() -> Result<WgpuBackend>, slots: usize, which: &[&str]) -> Vec<Trial> {
+    let test = |dir: PathBuf| {
+        let test = dir.file_name().expect("a folder").to_string_lossy().into_owned();
+        let id = format!("{name} {test}");
+        let run = move |backend: &WgpuBackend| {
+            let found = pollster::block_on(check(backend, &dir, WGPU, slots, &[]))?;
+            eprintln!("{id}: {found}");
+            Ok(())
+        };
+        (test, false, run)
+    };
+    let chosen = folders().into_iter().filter(|dir| which.iter().any(|w| dir.ends_with(w)));
+    common::on(name, open, chosen.map(test))
+}
+
 fn main() {
     let mut args = Arguments::from_args();
     // A device is opened once per thread, and the CPU backend has threads of its own.
@@ -195,6 +226,9 @@ fn main() {
     let mut trials = models_on("cpu", || Ok(CpuBackend::new()), Tolerance { logits: 1e-4, states: 1e-4 });
     let f32 = || Cuda::open(Options { f32: true, ..Options::default() });
     trials.extend(models_on("cuda-f32", f32, Tolerance { logits: 1e-3, states: 1e-3 }));
-    trials.extend(models_on("wgpu", common::wgpu, Tolerance { logits: 2e-3, states: 2e-3 }));
+    trials.extend(models_on("wgpu", common::wgpu, WGPU));
+    // One head of each pool per piece, with this many slots.
+    trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));
+    trials.extend(split("wgpu-split-80k", in_pieces::<80_000>, 40, &["qwen3_next"]));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -6,11 +6,13 @@
 mod common;
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use selkie_core::Result;
 use selkie_core::backend::Backend;
 use selkie_core::cases::{self, Size};
 use selkie_core::cpu::CpuBackend;
+use selkie_core::tensor::{DType, Tensor};
+use selkie_core::{Error, Result};
 use selkie_cuda::{Cuda, Options};
+use selkie_wgpu::WgpuBackend;
 
 fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size) -> Vec<Trial> {
     let test = |(i, case): (usize, cases::Case)| {
@@ -34,6 +36,36 @@ fn bindings() -> Result<(), Failed> {
     Ok(())
 }
 
+type Check = fn(&WgpuBackend) -> Result<(), Failed>;
+
+/// What goes wrong becomes an error that names the op or the buffer, and no later call pretends otherwise.
+fn wgpu_failures() -> Vec<(String, bool, Check)> {
+    let memory: Check = |b| match b.alloc("a pool", 1 << 50) {
+        Err(Error::OutOfMemory { what, asked, .. }) if what == "a pool" && asked == 1 << 50 => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    };
+    let outside: Check = |b| {
+        let buf = b.alloc("x", 16).map_err(|e| e.to_string())?;
+        match b.write(&buf, 8, &[0; 12]) {
+            Err(Error::Device { op, .. }) if op == "write" => Ok(()),
+            other => Err(format!("{other:?}").into()),
+        }
+    };
+    let lost: Check = |_| {
+        // Of its own, since nothing works on it any more.
+        let b = common::wgpu().map_err(|e| e.to_string())?;
+        let buf = b.alloc("x", 16).map_err(|e| e.to_string())?;
+        b.lose();
+        match pollster::block_on(b.read(&Tensor::new(buf, DType::F32, &[4]))) {
+            Err(Error::Device { .. }) => Ok(()),
+            other => Err(format!("{other:?}").into()),
+        }
+    };
+    [("an allocation that no device has room for", memory), ("a write past the end", outside), ("a lost device", lost)]
+        .map(|(name, check)| (format!("fails: {name}"), false, check))
+        .into()
+}
+
 /// On a software device only correctness counts.
 fn wgpu_sizes() -> Size {
     if common::wgpu().is_ok_and(|b| b.is_software()) { Size::Small } else { Size::Bench }
@@ -49,5 +81,6 @@ fn main() {
     trials.extend(ops_on("cuda-generic", || Cuda::open(Options { generic: true, ..Options::default() }), Size::Large));
     trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
     trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
+    trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -8,6 +8,8 @@ use selkie_core::error::{Error, Result};
 pub struct Options {
     /// Ask for WebGPU's default limits even where the adapter has more.
     pub force_default_limits: bool,
+    /// Split pools and weights as if a binding held only this many bytes: for tests of the splits on small models.
+    pub max_piece: Option<u64>,
 }
 
 /// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.

@@ -76,7 +76,7 @@ impl WgpuBackend {
             kv: DType::F32,
             conv: DType::F32,
             state: DType::F32,
-            max_binding,
+            max_binding: options.max_piece.map_or(max_binding, |piece| piece.min(max_binding)),
             asynchronous: true,
         };
         let cache = CacheFile::open(&device, &info);
@@ -103,6 +103,11 @@ impl WgpuBackend {
     /// Pipelines compiled so far.
     pub fn pipelines(&self) -> usize {
         self.pipelines.borrow().len()
+    }
+
+    /// Destroys the device under the backend, as a driver's reset does: for tests of what follows.
+    pub fn lose(&self) {
+        self.gpu.device.destroy();
     }
 
     fn lowered(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Vec<Kernel<Buf>>> {

@@ -62,9 +62,7 @@ impl Gpu {
         }));
         let d = deferred.clone();
         device.set_device_lost_callback(move |reason, message| {
-            if reason != wgpu::DeviceLostReason::Destroyed {
-                d.set("device", format!("the device was lost: {message}"));
-            }
+            d.set("device", format!("the device was lost ({reason:?}): {message}"));
         });
         #[cfg(not(target_arch = "wasm32"))]
         let waiter = waiter::Waiter::new(device.clone(), deferred.clone());

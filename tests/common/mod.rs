@@ -10,7 +10,7 @@ use std::rc::Rc;
 use libtest_mimic::{Failed, Trial};
 use selkie_core::backend::Backend;
 use selkie_core::{Error, Result};
-use selkie_wgpu::WgpuBackend;
+use selkie_wgpu::{Options, WgpuBackend};
 
 /// Whether `SELKIE_REQUIRE` names this backend.
 fn required(backend: &str) -> bool {
@@ -64,6 +64,11 @@ where
 
 /// The preferred adapter; `WGPU_ADAPTER` names another.
 pub fn wgpu() -> Result<WgpuBackend> {
+    wgpu_with(Options::default())
+}
+
+/// The same with limits of the caller's.
+pub fn wgpu_with(options: Options) -> Result<WgpuBackend> {
     let name = std::env::var("WGPU_ADAPTER").ok();
-    pollster::block_on(WgpuBackend::open(name.as_deref(), Default::default()))
+    pollster::block_on(WgpuBackend::open(name.as_deref(), options))
 }
