@@ -2,20 +2,25 @@
 //!
 //! Random requests that share prefixes, fork, grow, stop and are cancelled run through an engine of random size with every
 //! free slot and page filled with NaN between steps; tokens **and logits** of each must equal those of the same request run
-//! alone in a large engine with the cache off. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
+//! alone in a large engine with the cache off. Every other case runs as on a device behind the host's back: the next step
+//! is planned before the last one's tokens are known. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
 
 use std::collections::HashMap;
 use std::rc::Rc;
 
 use pollster::block_on;
+use selkie_core::backend::{Backend, Caps};
 use selkie_core::checkpoint::Checkpoint;
 use selkie_core::config::Config;
-use selkie_core::cpu::CpuBackend;
+use selkie_core::cpu::{Buf, CpuBackend, Rec, Tape};
 use selkie_core::engine::{Engine, EngineOptions, Event, FinishReason, Request, SeqId};
+use selkie_core::error::Result;
 use selkie_core::models::{self, Architecture};
+use selkie_core::ops::Op;
 use selkie_core::sample::Sampling;
-use selkie_core::source::{Dir, read_small};
+use selkie_core::source::{Bytes, Dir, read_small};
 use selkie_core::state::CapturePolicy;
+use selkie_core::tensor::Tensor;
 
 /// A small generator of our own, so that a seed names a case for good (splitmix64).
 struct Random(u64);
@@ -36,6 +41,61 @@ impl Random {
     }
     fn pick<T: Clone>(&mut self, of: &[T]) -> T {
         of[self.below(of.len())].clone()
+    }
+}
+
+/// The CPU, which runs each step at once, under the name of a device that does not.
+struct Behind {
+    cpu: CpuBackend,
+    caps: Caps,
+}
+
+impl Behind {
+    fn new(asynchronous: bool) -> Self {
+        let cpu = CpuBackend::new();
+        let caps = Caps { asynchronous, ..cpu.caps().clone() };
+        Self { cpu, caps }
+    }
+}
+
+impl Backend for Behind {
+    type Buf = Buf;
+    type Rec<'a> = Rec<'a>;
+    type Tape = Tape;
+    type Read = <CpuBackend as Backend>::Read;
+
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+    fn free_memory(&self) -> Option<u64> {
+        self.cpu.free_memory()
+    }
+    fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
+        self.cpu.alloc(label, bytes)
+    }
+    fn adopt(&self, bytes: &Bytes) -> Option<Buf> {
+        self.cpu.adopt(bytes)
+    }
+    fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        self.cpu.write(dst, at, bytes)
+    }
+    fn scratch(&self, op: &Op<Buf>) -> u64 {
+        self.cpu.scratch(op)
+    }
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        self.cpu.reserve(bytes)
+    }
+    fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
+        self.cpu.run(f)
+    }
+    fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
+        self.cpu.record(f)
+    }
+    fn play(&self, tape: &Tape) -> Result<()> {
+        self.cpu.play(tape)
+    }
+    fn read(&self, src: &Tensor<Buf>) -> Self::Read {
+        self.cpu.read(src)
     }
 }
 
@@ -62,12 +122,9 @@ impl TestModel {
         }
     }
 
-    fn engine(&self, options: &EngineOptions) -> Engine<CpuBackend> {
-        let mut report = |_| {};
-        let (architecture, checkpoint) = (&self.architecture, &self.checkpoint);
-        let load =
-            Engine::load(CpuBackend::new(), architecture, checkpoint, self.name.as_bytes(), options, &mut report);
-        block_on(load).unwrap()
+    fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
+        let (backend, name, mut report) = (Behind::new(asynchronous), self.name.as_bytes(), |_| {});
+        block_on(Engine::load(backend, &self.architecture, &self.checkpoint, name, options, &mut report)).unwrap()
     }
 }
 
@@ -97,7 +154,7 @@ type Output = (Vec<u32>, Vec<Box<[f32]>>);
 
 /// The same requests again and again: what each gives alone, cache off.
 struct Alone<'a> {
-    engine: Engine<CpuBackend>,
+    engine: Engine<Behind>,
     known: HashMap<String, Output>,
     model: &'a TestModel,
 }
@@ -112,7 +169,7 @@ impl<'a> Alone<'a> {
             logits: true,
             ..EngineOptions::default()
         };
-        Self { engine: model.engine(&options), known: HashMap::new(), model }
+        Self { engine: model.engine(&options, false), known: HashMap::new(), model }
     }
 
     fn run(&mut self, request: &Request) -> Output {
@@ -148,7 +205,8 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Request> {
         let more = random.pick(&[1, 3, 17, 63, 64, 65, 90, 128, 200]);
         let mut boundaries = vec![prompt.len()];
         prompt.extend((0..more).map(|_| random.below(vocab) as u32));
-        prompt.truncate(context - 90);
+        let max_tokens = random.pick(&[1, 2, 9, 40, 80]);
+        prompt.truncate(context - max_tokens);
         boundaries.push(prompt.len());
         texts.push(prompt.clone());
         let sampled = random.one_in(3);
@@ -160,7 +218,6 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Request> {
             ..Sampling::default()
         };
         let stop_ids = if random.one_in(4) { vec![random.below(vocab) as u32] } else { Vec::new() };
-        let max_tokens = random.pick(&[1, 2, 9, 40, 80]);
         let namespace = random.pick(&["", "", "", "tenant"]).to_string();
         boundaries.retain(|_| !random.one_in(3));
         out.push(Request { prompt, max_tokens, namespace, boundaries, sampling, stop_ids });
@@ -190,8 +247,9 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
     let vocab = model.architecture.spec().vocab;
     let requests = requests(&mut random, vocab, context);
     let options = options(&mut random, &requests, context);
-    let label = format!("{}, seed {seed}, {options:?}", model.name);
-    let mut engine = model.engine(&options);
+    let pipelined = seed.is_multiple_of(2);
+    let label = format!("{}, seed {seed}, pipelined {pipelined}, {options:?}", model.name);
+    let mut engine = model.engine(&options, pipelined);
     let mut waiting: Vec<(usize, Request)> = requests.iter().cloned().enumerate().rev().collect();
     let mut running: HashMap<SeqId, (usize, Output)> = HashMap::new();
     let (mut reused, mut prompt_tokens, mut cancelled) = (0, 0, false);
@@ -209,6 +267,9 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
             ids.sort();
             engine.cancel(random.pick(&ids));
             cancelled = true;
+        }
+        if random.one_in(100) {
+            engine.clear_cache();
         }
         engine.poison_free().unwrap();
         for event in block_on(engine.step()).unwrap_or_else(|e| panic!("{label}: {e}")) {
@@ -251,7 +312,7 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
     for layer in engine.runner().pools() {
         let kv = layer.kv.iter().flat_map(|kv| [&kv.k, &kv.v]);
         for pool in layer.conv.iter().chain(&layer.recurrent).chain(kv) {
-            let null = block_on(selkie_core::backend::Backend::read(engine.runner().backend(), &pool.head(1))).unwrap();
+            let null = block_on(engine.runner().backend().read(&pool.head(1))).unwrap();
             assert!(null.iter().all(|&b| b == 0), "{label}: entry 0 of a pool was written");
         }
     }
