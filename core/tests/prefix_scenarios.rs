@@ -112,13 +112,31 @@ fn at_least_one_token_is_left_to_compute() {
 #[test]
 fn equal_prompts_arriving_together_compute_the_common_part_once() {
     for kind in [HYBRID, RECURRENT, ATTENTION] {
-        for step_tokens in [33, 64, 301, 512, 4096] {
-            let mut sim = sim(kind, Limits { step_tokens, ..limits() });
-            let outcomes = sim.run(&vec![job(text(1, 301), 20); 8]);
-            let reused: Vec<_> = outcomes.iter().map(|o| o.report.unwrap().reused).collect();
-            assert_eq!(reused, [0, 256, 256, 256, 256, 256, 256, 256], "{kind:?} {step_tokens}");
-            assert_eq!(sim.scheduler.stats().tokens_prefilled, 301 + 7 * 45);
+        for step_tokens in [33, 64, 100, 301, 512, 4096] {
+            for policy in [CapturePolicy::Default, CapturePolicy::OnePerPrefill] {
+                let mut sim = sim(kind, Limits { step_tokens, policy, ..limits() });
+                let outcomes = sim.run(&vec![job(text(1, 301), 20); 8]);
+                let reused: Vec<_> = outcomes.iter().map(|o| o.report.unwrap().reused).collect();
+                assert_eq!(reused, [0, 256, 256, 256, 256, 256, 256, 256], "{kind:?} {step_tokens} {policy:?}");
+                assert_eq!(sim.scheduler.stats().tokens_prefilled, 301 + 7 * 45);
+            }
         }
+    }
+}
+
+#[test]
+fn so_they_do_where_the_tree_has_their_pages_but_lost_the_states() {
+    for step_tokens in [33, 100, 150, 512] {
+        let mut sim = sim(HYBRID, Limits { step_tokens, slots: 9, ..limits() });
+        reused(&mut sim, &[job(text(1, 301), 1)]);
+        // States of others push out the only one of that path.
+        let others: Vec<_> = (2..12).map(|i| job(text(i, 70), 1)).collect();
+        reused(&mut sim, &others);
+        let outcomes = sim.run(&vec![job(text(1, 301), 2); 4]);
+        let first = outcomes[0].report.unwrap();
+        assert_eq!((first.matched, first.reused, first.reason), (256, 0, Reason::Evicted));
+        let reused: Vec<_> = outcomes.iter().map(|o| o.report.unwrap().reused).collect();
+        assert_eq!(reused, [0, 256, 256, 256], "{step_tokens}");
     }
 }
 

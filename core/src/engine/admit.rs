@@ -31,7 +31,7 @@ impl Scheduler {
             let pages = seq.matchable_pages();
             seq.extend_hashes(pages);
             found = self.cache.find(&seq.namespace, seq.named_pages(pages), self.step);
-            if found.pending {
+            if found.pending || self.running.iter().any(|other| other.will_capture(seq, found.hit, pages)) {
                 return false;
             }
         }

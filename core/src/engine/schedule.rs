@@ -5,8 +5,9 @@
 //! the victim of a pre-emption is the latest arrival among those running.
 //!
 //! Decisions where the contract leaves room:
-//! * A request whose match meets a page or state that another row of the same step computes waits for the next step,
-//!   and so do those behind it: equal prompts arriving together compute their common part once, whatever the step budget.
+//! * A request whose match meets a page or state that another row of the same step computes waits for the next step, and so
+//!   does one that a running prefill is about to leave a deeper state for; those behind it wait too. Equal prompts arriving
+//!   together compute their common part once, whatever the step budget, the policy and what is left of their path.
 //! * Prompt pages enter the tree when their step is planned, for nobody of that step; generated pages when the host has
 //!   read their ids. A plan must therefore run.
 //! * A step in which a sequence was pre-empted admits nobody, unless it would be empty.

@@ -150,6 +150,16 @@ impl Sequence {
         self.hashes[..pages].iter().copied().zip(self.tokens.chunks_exact(GRID))
     }
 
+    /// Whether this one's prefill is still to leave a state on the path of `later`, beyond the `hit` pages that the tree can
+    /// give now and within the `pages` that `later` may match.
+    pub fn will_capture(&self, later: &Self, hit: usize, pages: usize) -> bool {
+        let ahead = |w: &&Wanted| w.take && w.position > self.done && (hit + 1..=pages).contains(&(w.position / GRID));
+        self.wanted.iter().rev().filter(ahead).any(|w| {
+            let last = w.position / GRID - 1;
+            self.hashes[last] == later.hashes[last]
+        })
+    }
+
     /// Brings the tree up to date with what is known and computed: enters whole pages of committed tokens, takes the
     /// tree's page where it has one already, and attaches the captures on the way. Pages given up in exchange are
     /// pushed to `swapped`: a row that is planned already may still write them.
