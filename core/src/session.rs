@@ -46,7 +46,7 @@ pub struct Ask {
     pub prompt: Prompt,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Most tokens to generate; `None`: [`DEFAULT_MAX_TOKENS`], or what the context leaves.
+    /// Most tokens to generate; `None`: [`DEFAULT_MAX_TOKENS`], or what the context and the KV pages leave.
     pub max_tokens: Option<usize>,
     /// Texts before which the answer ends. They need a tokenizer.
     pub stop: Vec<String>,
@@ -203,7 +203,7 @@ impl<B: Backend> Session<B> {
         let (ids, boundaries) = self.encode(prompt)?;
         check_ids(&ids, self.engine.spec().vocab)?;
         let stream = TextStream::new(if continues { &ids } else { &[] });
-        let left = self.engine.sizes().shape.context.saturating_sub(ids.len());
+        let left = self.engine.sizes().longest().saturating_sub(ids.len());
         let max_tokens = max_tokens.unwrap_or_else(|| left.clamp(1, DEFAULT_MAX_TOKENS));
         let stop_ids = self.stop_ids.clone();
         let id = self.engine.submit(Request { prompt: ids, boundaries, sampling, max_tokens, stop_ids, namespace })?;

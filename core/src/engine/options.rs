@@ -4,7 +4,7 @@ use crate::backend::Caps;
 use crate::error::Result;
 use crate::models::ModelSpec;
 use crate::state::budget::Split;
-use crate::state::{CapturePolicy, Limits, StateShape};
+use crate::state::{CapturePolicy, GRID, Limits, StateShape};
 
 use super::pools;
 
@@ -63,6 +63,16 @@ pub struct Sizes {
     pub budget: u64,
 }
 
+impl Sizes {
+    /// Most tokens of one sequence, prompt and completion together: what the context and the pages hold. The last token is
+    /// sampled and never computed.
+    pub fn longest(&self) -> usize {
+        let pages =
+            if self.shape.has_pages() { self.split.pages.saturating_mul(GRID).saturating_add(1) } else { usize::MAX };
+        self.shape.context.min(pages)
+    }
+}
+
 impl EngineOptions {
     /// The budget and its split for a model on a device with `free` bytes left.
     ///
@@ -84,7 +94,7 @@ impl EngineOptions {
             policy: self.policy,
             ..Limits::default()
         };
-        let useful = Split::useful_bytes(&shape, &limits);
+        let useful = Split::useful_bytes(&shape, &limits, self.slots, self.kv_pages);
         let budget = self.memory.unwrap_or_else(|| match (caps.backend, free) {
             ("cpu", Some(free)) => useful.min(free / 4),
             (_, Some(free)) => free / 100 * 85,

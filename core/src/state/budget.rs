@@ -54,19 +54,30 @@ impl Split {
         };
         let short = (shape.has_slots() && slots == 0) || (shape.has_pages() && pages == 0);
         if short {
-            let asked = 2 * (slot + page);
-            return Err(Error::OutOfMemory { what: "one slot and one KV page".into(), asked, free: bytes });
+            let (slots, pages) = (slots.max(1), pages.max(1));
+            let of = |count: u64, size: u64| (count.saturating_add(1)).saturating_mul(size);
+            let asked = of(slots, slot).saturating_add(of(pages, page));
+            let what = match (shape.has_slots(), shape.has_pages()) {
+                (true, false) => format!("{slots} slots"),
+                (false, true) => format!("{pages} KV pages"),
+                _ => format!("{slots} slots and {pages} KV pages"),
+            };
+            return Err(Error::OutOfMemory { what, asked, free: bytes });
         }
         // Ids are u32, and nobody can use more than that.
         let count = |n: u64| n.min(u64::from(u32::MAX / 2)) as usize;
         Ok(Self { slots: count(slots), pages: count(pages) })
     }
 
-    /// What the batch and the context can use at most: `max_batch` cached paths, the null slot and page included.
-    pub fn useful_bytes(shape: &StateShape, limits: &Limits) -> u64 {
-        (Self::path_bytes(shape, limits).saturating_mul(limits.max_batch as u64))
-            .saturating_add(shape.slot_bytes)
-            .saturating_add(shape.page_bytes)
+    /// What the batch and the context can use at most, the null slot and page included: `max_batch` cached paths, or
+    /// `slots` and `pages` where they are given, so that an override of one pool leaves the other what it needs.
+    pub fn useful_bytes(shape: &StateShape, limits: &Limits, slots: Option<usize>, pages: Option<usize>) -> u64 {
+        let pool = |given: Option<usize>, per_path: u64, size: u64| {
+            let count = given.map_or_else(|| per_path.saturating_mul(limits.max_batch as u64), |n| n as u64);
+            count.saturating_add(1).saturating_mul(size)
+        };
+        let slots = pool(slots, Self::path_slots(limits), shape.slot_bytes);
+        slots.saturating_add(pool(pages, Self::path_pages(shape), shape.page_bytes))
     }
 
     /// Bytes of both pools, the null slot and page included.
@@ -148,6 +159,19 @@ mod tests {
     }
 
     #[test]
+    fn an_override_of_one_pool_leaves_the_other_what_it_needs() {
+        let shape = StateShape { slot_bytes: 100, page_bytes: 10, context: 640 };
+        let limits = Limits { max_batch: 4, ..Limits::default() };
+        for (slots, pages) in
+            [(None, None), (Some(1000), None), (None, Some(1000)), (Some(1), None), (Some(7), Some(3))]
+        {
+            let bytes = Split::useful_bytes(&shape, &limits, slots, pages);
+            let expected = Split { slots: slots.unwrap_or(40), pages: pages.unwrap_or(40) };
+            assert_eq!(Split::new(&shape, &limits, bytes, slots, pages).unwrap(), expected);
+        }
+    }
+
+    #[test]
     fn overrides_win() {
         let shape = StateShape { slot_bytes: 100, page_bytes: 10, context: 640 };
         let limits = Limits::default();
@@ -158,6 +182,8 @@ mod tests {
         assert!(new(Some(0), None).is_err());
         let pure = StateShape { slot_bytes: 0, ..shape };
         assert_eq!(Split::new(&pure, &limits, 1010, Some(7), None).unwrap(), Split { slots: 0, pages: 100 });
+        let error = new(Some(99), None).unwrap_err().to_string();
+        assert!(error.contains("99 slots and 1 KV pages"), "{error}");
         assert_eq!(Split { slots: 3, pages: 20 }.sequences(&shape, 300), 3);
         assert_eq!(Split { slots: 9, pages: 20 }.sequences(&shape, 300), 4);
     }
