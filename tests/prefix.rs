@@ -1,0 +1,160 @@
+//! The prefix cache through `selkie batch`: what is reused, why, and that no answer changes, on every kind of model.
+
+mod binary;
+
+use std::fs;
+
+use binary::*;
+use serde_json::{Value, json};
+
+/// A hybrid, others with a gated delta rule and experts, one without attention and one with nothing else.
+const FAMILIES: [&str; 5] = ["nemotron_h", "granitemoehybrid", "qwen3_next", "mamba2", "llama"];
+
+/// `count` ids that no other number gives.
+fn ids(of: u32, count: u32) -> Vec<u32> {
+    let mut x = of.wrapping_mul(0x9e37_79b9) | 1;
+    let mut next = || {
+        x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (x >> 16) % 280 + 4
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn request(prompt: &[u32], max_tokens: usize) -> Value {
+    json!({ "prompt_ids": prompt, "max_tokens": max_tokens })
+}
+
+/// Answers and counters of a run; every line must succeed.
+fn batch(family: &str, requests: &[Value], more: &[&str]) -> (Vec<Value>, Value) {
+    let dir = TempDir::new(&format!("prefix-{family}-{:?}", std::thread::current().id()));
+    let (model, stats) = (repository(&format!("tests/golden/{family}")), dir.arg("stats.json"));
+    let model = model.to_str().unwrap();
+    let input: String = requests.iter().map(|r| format!("{r}\n")).collect();
+    let args = ["batch", "-", "-o", "-", "--backend", "cpu", "-m", model, "--stats", &stats];
+    let out = run_with_input(&[&args[..], more].concat(), &input);
+    let answers: Vec<Value> = stdout(out).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(answers.len(), requests.len());
+    let stats: Value = serde_json::from_slice(&fs::read(stats).unwrap()).unwrap();
+    for answer in &answers {
+        assert_eq!(answer["usage"]["cached_tokens"], answer["cache"]["reused_tokens"], "{answer}");
+    }
+    let sum = |path: &str| answers.iter().map(|a| a.pointer(path).unwrap().as_u64().unwrap()).sum::<u64>();
+    let served = stats["tokens_prefilled"].as_u64().unwrap() + sum("/cache/reused_tokens");
+    assert_eq!(served, sum("/usage/prompt_tokens"), "{family} {more:?}: {stats}");
+    let reasons: u64 = stats["reasons"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+    assert_eq!(reasons, requests.len() as u64);
+    (answers, stats)
+}
+
+fn column(answers: &[Value], path: &str) -> Vec<Value> {
+    answers.iter().map(|a| a.pointer(path).unwrap().clone()).collect()
+}
+
+fn reused(answers: &[Value]) -> Value {
+    column(answers, "/cache/reused_tokens").into()
+}
+
+fn texts(answers: &[Value]) -> Vec<Value> {
+    column(answers, "/ids")
+}
+
+#[test]
+fn the_reference_scenario_on_every_kind_of_model() {
+    let digits: [&[u32]; 8] = [&[1, 2], &[1, 3], &[1, 4], &[1, 2, 5], &[1, 4, 5], &[1, 3, 5], &[1, 3], &[1, 3]];
+    let requests = digits.map(|digits| {
+        let body = digits.iter().flat_map(|&d| ids(d, 256));
+        request(&[ids(90, 7), body.collect(), ids(91, 6)].concat(), 3)
+    });
+    for family in FAMILIES {
+        let (alone, _) = batch(family, &requests, &["--sequential", "--no-prefix-cache"]);
+        assert!(column(&alone, "/cache/reason").iter().all(|r| r == "off"));
+        for (policy, expected) in [
+            ("one-per-prefill", json!([0, 0, 256, 512, 512, 256, 256, 512])),
+            ("default", json!([0, 0, 256, 512, 512, 512, 512, 512])),
+        ] {
+            let (answers, stats) = batch(family, &requests, &["--sequential", "--capture-policy", policy]);
+            let pages_only = family == "llama";
+            let expected = if pages_only { json!([0, 256, 256, 512, 512, 512, 512, 512]) } else { expected };
+            assert_eq!(reused(&answers), expected, "{family} {policy}");
+            assert_eq!(stats["states_held"], if pages_only { 0 } else { 7 }, "{family} {policy}");
+            assert_eq!(texts(&answers), texts(&alone), "{family} {policy}");
+        }
+    }
+}
+
+#[test]
+fn equal_prompts_are_computed_once_in_turn_and_together() {
+    for family in FAMILIES {
+        let (answers, _) = batch(family, &vec![request(&ids(1, 512), 2); 4], &["--sequential"]);
+        assert_eq!(reused(&answers), json!([0, 448, 448, 448]), "{family}");
+        for more in [&[] as &[&str], &["--step-tokens", "100", "--capture-policy", "one-per-prefill"]] {
+            let (answers, stats) = batch(family, &vec![request(&ids(2, 301), 9); 8], more);
+            assert_eq!(reused(&answers), json!([0, 256, 256, 256, 256, 256, 256, 256]), "{family} {more:?}");
+            assert_eq!(stats["tokens_prefilled"], 301 + 7 * 45);
+        }
+    }
+}
+
+#[test]
+fn a_prefix_of_200_or_210_tokens_reuses_192_and_short_prompts_have_nothing_to_reuse() {
+    for shared in [200, 210] {
+        let requests = [1, 2, 3].map(|i| request(&[ids(9, shared), ids(i, 40)].concat(), 2));
+        for step_tokens in ["7", "512"] {
+            let (answers, _) = batch("nemotron_h", &requests, &["--sequential", "--step-tokens", step_tokens]);
+            assert_eq!(reused(&answers), json!([0, 192, 192]), "{shared}");
+        }
+    }
+    let requests = [1, 63, 64, 65].map(|n| request(&ids(n, n), 1));
+    let (answers, _) = batch("nemotron_h", &requests, &["--sequential"]);
+    assert_eq!(column(&answers, "/cache/reason"), ["full", "full", "full", "first_sight"]);
+}
+
+#[test]
+fn the_smallest_pools_give_the_same_answers() {
+    let requests: Vec<Value> = (0..9u32)
+        .map(|i| {
+            let mut request = request(&[ids(i % 3, 90 + 64 * (i % 2)), ids(50 + i, 5 + i)].concat(), 70);
+            request["namespace"] = if i % 4 == 3 { "other".into() } else { "".into() };
+            if i % 2 == 1 {
+                (request["temperature"], request["seed"]) = (json!(0.8), json!(i));
+            }
+            request
+        })
+        .collect();
+    for family in FAMILIES {
+        let (alone, _) = batch(family, &requests, &["--sequential", "--no-prefix-cache"]);
+        // Four pages are what the longest of them needs.
+        for (slots, pages, step) in [("1", "4", "33"), ("2", "5", "64"), ("3", "9", "1"), ("600", "600", "512")] {
+            let more = ["--slots", slots, "--kv-pages", pages, "--step-tokens", step, "--max-batch", "4"];
+            let (answers, _) = batch(family, &requests, &more);
+            assert_eq!(texts(&answers), texts(&alone), "{family} {more:?}");
+        }
+        // More slots than batch and context can use leave the pages what they need.
+        batch(family, &requests, &["--slots", "700"]);
+    }
+}
+
+#[test]
+fn a_new_chat_under_the_same_system_prompt_reuses_it() {
+    let system = json!({ "role": "system", "content": "Answer in one short sentence and be kind. ".repeat(20) });
+    let turn = |i: usize| json!({ "role": "user", "content": format!("What is {i} + 25? Say it in a full sentence.") });
+    let (mut history, mut requests) = (vec![system.clone()], Vec::new());
+    for i in 0..14 {
+        history.push(turn(i));
+        requests.push(json!({ "messages": history, "max_tokens": 8 }));
+        history.push(json!({ "role": "assistant", "content": format!("{i} + 25 = {}.", i + 25) }));
+    }
+    requests.push(json!({ "messages": [system, { "role": "user", "content": "Hello!" }], "max_tokens": 8 }));
+    let input: String = requests.iter().map(|r| format!("{r}\n")).collect();
+    let out = run_with_input(&["batch", "-", "-o", "-", "--backend", "cpu", "--sequential"], &input);
+    let answers: Vec<Value> = stdout(out).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let tokens = |i: usize, path: &str| answers[i].pointer(path).unwrap().as_u64().unwrap();
+    for i in 1..14 {
+        // Every turn goes on from the last grid point of the one before.
+        let before = tokens(i - 1, "/usage/prompt_tokens");
+        assert!(tokens(i, "/cache/reused_tokens") >= (before - 1) / 64 * 64, "{}", answers[i]);
+    }
+    // The system prompt is all but the few tokens of the greeting.
+    let prompt = tokens(14, "/usage/prompt_tokens");
+    assert!(prompt > 192 && tokens(14, "/cache/reused_tokens") >= (prompt - 30) / 64 * 64, "{}", answers[14]);
+}
