@@ -168,7 +168,8 @@ impl Kernel {
             }
         };
         let kernel = Self { module, function };
-        if shared > 48 << 10 {
+        // The default limit of 48 KiB counts the kernel's static shared memory too, so any amount asks for itself.
+        if shared > 0 {
             let what = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is loaded.
             unsafe { result::function::set_function_attribute(function, what, shared as i32) }?;
