@@ -141,11 +141,10 @@ impl<B: Backend> Conversation<B> {
         let ask = Ask { prompt: Prompt::Messages(messages), ..self.ask.clone() };
         INTERRUPTED.store(false, Ordering::Relaxed);
         let mut text = String::new();
-        let outcome = self.session.submit(ask).map_err(Failure::from).and_then(|_| {
-            generate::answer(&mut self.session, |piece| {
+        let outcome = self.session.submit(ask).map_err(Failure::from).and_then(|id| {
+            generate::answer(&mut self.session, id, &INTERRUPTED, |piece| {
                 text += piece;
-                self.out.text(piece)?;
-                Ok(!INTERRUPTED.load(Ordering::Relaxed))
+                self.out.text(piece)
             })
         });
         let done = match outcome {

@@ -43,10 +43,24 @@ impl Failure {
     /// What to tell the user, if anything.
     pub fn message(&self) -> Option<String> {
         match self {
-            Self::Engine(e) => Some(e.to_string()),
+            Self::Engine(e) => Some(match advice(e) {
+                Some(advice) => format!("{e}; {advice}"),
+                None => e.to_string(),
+            }),
             Self::Other(text) | Self::Usage(text) => Some(text.clone()),
             Self::Reported | Self::OutputClosed => None,
         }
+    }
+}
+
+/// What to do about errors that do not say it themselves, in terms of this program's options.
+fn advice(e: &Error) -> Option<&'static str> {
+    match e {
+        Error::OutOfMemory { .. } => {
+            Some("give more with --memory, or need less: a smaller --context, --max-batch, --slots or --kv-pages")
+        }
+        Error::NoDevice { .. } => Some("`selkie devices` lists what there is"),
+        _ => None,
     }
 }
 

@@ -1,11 +1,15 @@
 //! `selkie generate`: one prompt, one answer.
 
-use std::{io::Read, rc::Rc};
+use std::{
+    io::Read,
+    rc::Rc,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use selkie_core::{
     backend::Backend,
     chat::Message,
-    engine::FinishReason,
+    engine::{FinishReason, SeqId},
     model_dir::ModelFiles,
     session::{Ask, Completion, Prompt, Session, Update},
 };
@@ -83,16 +87,17 @@ impl Job for Generate<'_> {
         let options = model::engine_options(&self.args.pool, 1);
         let mut session = model::load(backend, self.files, &options)?;
         let mut out = Output::new();
-        session.submit(self.ask)?;
+        let id = session.submit(self.ask)?;
+        let never = AtomicBool::new(false);
         let done = if self.args.json {
-            let done = answer(&mut session, |_| Ok(true))?;
+            let done = answer(&mut session, id, &never, |_| Ok(()))?;
             out.json(&completion_json(&done, &session))?;
             done
         } else {
             let mut last = '\n';
-            let done = answer(&mut session, |text| {
+            let done = answer(&mut session, id, &never, |text| {
                 last = text.chars().last().unwrap_or(last);
-                out.text(text).map(|()| true)
+                out.text(text)
             })?;
             if last != '\n' {
                 out.text("\n")?;
@@ -104,20 +109,23 @@ impl Job for Generate<'_> {
     }
 }
 
-/// Runs the session's only request to its end. `show` receives the text as it comes; false stops the answer.
+/// Runs the session until request `id` has ended. `show` receives its text as it comes; once `stop` is set, the request is
+/// cancelled.
 pub fn answer<B: Backend>(
     session: &mut Session<B>,
-    mut show: impl FnMut(&str) -> Outcome<bool>,
+    id: SeqId,
+    stop: &AtomicBool,
+    mut show: impl FnMut(&str) -> Outcome,
 ) -> Outcome<Completion> {
     loop {
+        if stop.load(Ordering::Relaxed) {
+            session.cancel(id);
+        }
         for update in pollster::block_on(session.step())? {
             match update {
-                Update::Text { id, text } => {
-                    if !show(&text)? {
-                        session.cancel(id);
-                    }
-                }
-                Update::Done { completion, .. } => return Ok(completion),
+                Update::Text { id: of, text } if of == id => show(&text)?,
+                Update::Done { id: of, completion } if of == id => return Ok(completion),
+                _ => {}
             }
         }
     }
@@ -150,8 +158,13 @@ pub fn completion_fields(done: &Completion) -> Value {
             "reused_tokens": done.reused(),
             "reason": end.cache.map(|c| c.reason.name()),
         },
-        "timing": { "queue_ms": t.queue_ms, "prefill_ms": t.prefill_ms, "decode_ms": t.decode_ms },
+        "timing": { "queue_ms": micro(t.queue_ms), "prefill_ms": micro(t.prefill_ms), "decode_ms": micro(t.decode_ms) },
     })
+}
+
+/// Milliseconds down to whole microseconds.
+fn micro(ms: f64) -> f64 {
+    (ms * 1e3).round() / 1e3
 }
 
 fn finish_name(reason: FinishReason) -> &'static str {

@@ -3,7 +3,7 @@
 
 mod binary;
 
-use std::{fs, process::Output};
+use std::{fs, path::Path, process::Output};
 
 use binary::*;
 use serde_json::json;
@@ -30,7 +30,8 @@ fn generate(dir: &TempDir) -> Output {
 
 /// The logits of two tokens with the model in `dir`, for models without a tokenizer; the output must not appear.
 fn logits(dir: &TempDir, ids: &str) -> Output {
-    let out = TempDir::new(&format!("{}.out", dir.path("").parent().unwrap().file_name().unwrap().to_str().unwrap()));
+    let name = Path::new(dir.dir()).file_name().unwrap().to_str().unwrap();
+    let out = TempDir::new(&format!("{name}.out"));
     let (ids, file) = (out.write("ids.json", ids), out.arg("logits.safetensors"));
     let result = run(&["logits", "-m", dir.dir(), "--backend", "cpu", "--ids", &ids, "--out", &file]);
     if !result.status.success() {
