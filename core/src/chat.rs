@@ -3,6 +3,8 @@
 //! Templates are programs from a file. They run with a limit on their steps, see nothing but the messages and the names of
 //! special tokens, and what messages contain can never act as a special token (see [`crate::tokenizer`]).
 
+mod python;
+
 use minijinja::{
     Environment, ErrorKind, Value, context,
     syntax::SyntaxConfig,
@@ -123,7 +125,7 @@ fn environment(source: &str, now: fn() -> u64) -> std::result::Result<Environmen
     let mut env = Environment::new();
     env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.set_unknown_method_callback(python::method);
     env.set_fuel(Some(FUEL));
     env.add_filter("tojson", to_json);
     env.add_function("raise_exception", |message: String| -> std::result::Result<Value, minijinja::Error> {
@@ -165,6 +167,7 @@ fn to_json(value: Value, options: Kwargs) -> std::result::Result<String, minijin
     let indent: Option<usize> = options.get("indent")?;
     let _: Option<bool> = options.get("ensure_ascii")?;
     let sort_keys: Option<bool> = options.get("sort_keys")?;
+    let separators: Option<Vec<String>> = options.get("separators")?;
     options.assert_all_used()?;
     let fault = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
     let mut value = serde_json::to_value(&value).map_err(fault)?;
@@ -178,26 +181,36 @@ fn to_json(value: Value, options: Kwargs) -> std::result::Result<String, minijin
             let formatter = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
             value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter))
         }
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Spaced)),
+        None => {
+            // Python's default separators.
+            let separators = separators.unwrap_or_else(|| vec![", ".into(), ": ".into()]);
+            let Ok([item, key]) = <[String; 2]>::try_from(separators) else {
+                return Err(minijinja::Error::new(ErrorKind::InvalidOperation, "separators are a pair of strings"));
+            };
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Separated { item, key }))
+        }
     }
     .map_err(fault)?;
     Ok(String::from_utf8(out).expect("JSON is UTF-8"))
 }
 
-/// Python's default separators, `, ` and `: `.
-struct Spaced;
+/// JSON on one line with these texts between items and behind keys.
+struct Separated {
+    item: String,
+    key: String,
+}
 
-impl serde_json::ser::Formatter for Spaced {
+impl serde_json::ser::Formatter for Separated {
     fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
+        if first { Ok(()) } else { out.write_all(self.item.as_bytes()) }
     }
 
     fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, out: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
+        if first { Ok(()) } else { out.write_all(self.item.as_bytes()) }
     }
 
     fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W) -> std::io::Result<()> {
-        out.write_all(b": ")
+        out.write_all(self.key.as_bytes())
     }
 }
 

@@ -104,6 +104,139 @@ fn templates_have_what_transformers_gives_them() {
     }
 }
 
+/// What published templates use of Python and Jinja.
+#[test]
+fn the_language_of_templates() {
+    let chat = [("system", " be nice "), ("user", "a</think>\nb"), ("assistant", "c")];
+    let mut wrong = String::new();
+    for (source, want) in [
+        ("{% for k, v in messages[0].items() %}{{ k }}={{ v.strip() }};{% endfor %}", "role=system;content=be nice;"),
+        ("{% for k, v in messages[0]|items %}{{ k }};{% endfor %}", "role;content;"),
+        (
+            "{{ messages[0].keys()|list|join(',') }}|{{ messages[0].get('x', 'd') }}|{{ messages[0].get('role') }}",
+            "role,content|d|system",
+        ),
+        (
+            "{{ messages[0] is mapping }}{{ messages[0].role is string }}{{ messages is iterable }}{{ messages is sequence }}{{ 1 is number }}",
+            "TrueTrueTrueTrueTrue",
+        ),
+        (
+            "{{ messages[0].content is not string }}{{ 'x' is mapping }}{{ none is none }}{{ true is boolean }}{{ 1 is integer }}",
+            "FalseFalseTrueTrueTrue",
+        ),
+        (
+            "{{ messages[1:]|length }}{{ messages[-1].role }}{{ messages[:1][0].role }}{{ 'abcdef'[1:-1] }}",
+            "2assistantsystembcde",
+        ),
+        (
+            "{% for m in messages %}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }};{% endfor %}",
+            "0TrueFalse3;1FalseFalse3;2FalseTrue3;",
+        ),
+        (
+            "{% for m in messages %}{% if loop.index0 %}{{ loop.previtem.role }}>{% endif %}{{ m.role }} {% endfor %}",
+            "system system>user user>assistant ",
+        ),
+        ("{% for m in messages if m.role != 'system' %}{{ m.role }},{% else %}none{% endfor %}", "user,assistant,"),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.role }},{%- endfor %}",
+            "system,assistant,",
+        ),
+        (
+            "{% set ns = namespace(found=false, l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m.role] %}{% endfor %}{{ ns.l|join('+') }}",
+            "system+user+assistant",
+        ),
+        ("{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='role')|list|length }}", "1"),
+        (
+            "{{ messages|rejectattr('role', 'equalto', 'user')|list|length }}{{ (messages|map(attribute='role')|list)[0] }}",
+            "2system",
+        ),
+        ("{{ 'a' ~ 1 ~ 'b' }}{{ 'a' + 'b' }}{{ 'ab' * 2 }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 3 }}", "a1bababab338"),
+        ("{{ 'x' if false }}{{ 'y' if true else 'z' }}{{ missing or 'd' }}{{ missing|default('e') }}", "yde"),
+        ("{{ ' Ab '.strip().upper() }}{{ 'Ab'.lower() }}{{ 'ab'.title() }}{{ 'ab'.capitalize() }}", "ABabAbAb"),
+        (
+            "{{ 'abc'.startswith('a') }}{{ 'abc'.endswith('c') }}{{ 'abc'.replace('b', '-') }}{{ 'a,b'.split(',')|length }}",
+            "TrueTruea-c2",
+        ),
+        ("{{ '<<a>>'.lstrip('<').rstrip('>') }}{{ 'a b  c'.split()|join('-') }}{{ 'abc'.find('c') }}", "aa-b-c2"),
+        (
+            "{{ 'a-b-c'.split('-', 1)[1] }}{{ 'x\\ny'.splitlines()|length }}{{ 'aXa'.count('a') }}{{ '12'.isdigit() }}",
+            "b-c22True",
+        ),
+        ("{{ '-'.join(['a', 'b']) }}{{ 'abc'|first }}{{ 'abc'|last }}{{ 'abc'|length }}", "a-bac3"),
+        (
+            "{{ messages|tojson(indent=2)|length > 20 }}{{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}",
+            "True{\"a\": 2, \"b\": 1}",
+        ),
+        ("{{ {'b': [1, 2]}|tojson(separators=(',', ':')) }}{{ 'é'|tojson(ensure_ascii=False) }}", "{\"b\":[1,2]}\"é\""),
+        (
+            "{{ {'a': {'b': []}, 'c': {}}|tojson(indent=4) }}",
+            "{\n    \"a\": {\n        \"b\": []\n    },\n    \"c\": {}\n}",
+        ),
+        ("{{ True }}{{ None }}{{ False == false }}{{ 1.0 }}{{ 3 / 2 }}", "TrueNoneTrue1.01.5"),
+        ("{{ ['a', 1, none, true] }}{{ {'k': 'v'} }}", "['a', 1, None, True]{'k': 'v'}"),
+        ("{% set x %}a\nb{% endset %}{{ x|replace('\\n', '/') }}{{ x|indent(2) }}", "a/ba\n  b"),
+        ("{%- macro f(a, b='d') -%}{{ a }}{{ b }}{%- endmacro -%}{{ f('x') }}{{ f('x', b='y') }}", "xdxy"),
+        ("{% macro r(n) %}{{ n }}{% if n > 0 %}{{ r(n - 1) }}{% endif %}{% endmacro %}{{ r(2) }}", "210"),
+        ("{% set a, b = 'x', 'y' %}{{ a }}{{ b }}{% for i in range(0, 6, 2) %}{{ i }}{% endfor %}", "xy024"),
+        (
+            "{{ (1, 2)[1] }}{{ [3, 1, 2]|sort|join }}{{ [1, 2]|reverse|list|join }}{{ [1, 2]|sum }}{{ '5'|int + 1 }}",
+            "21232136",
+        ),
+        ("{% if messages[0]['role'] in ['system', 'x'] and not (1 == 2) %}a{% elif 1 %}b{% else %}c{% endif %}", "a"),
+        ("{% if 'x' not in messages[0] and 'role' in messages[0] %}ok{% endif %}", "ok"),
+        ("{{- '  a' }}\n{#- comment -#}\n{{ 'b' -}}  \n c", "  abc"),
+        ("{{ messages[0].content | trim | upper }}{{ ''.join(['q']) }}{{ '%s-%s'|format('a', 1) }}", "BE NICEqa-1"),
+        ("{{ '{}:{}'.format('a', 2) }}{{ \"it's\" }}{{ 'a\\tb' }}", "a:2it'sa\tb"),
+        ("{% filter upper %}x{% endfilter %}{% with z = 1 %}{{ z }}{% endwith %}", "X1"),
+        ("{{ messages[1].content.split('</think>')|first }}{{ 'a' in 'abc' }}{{ 'abc' is in ['abc'] }}", "aTrueTrue"),
+        (
+            "{{ {'a': 1, 'b': 2}.values()|list|length }}{{ {'b': 1, 'a': 2}|dictsort|first|first }}{{ dict(a=1).a }}",
+            "2a1",
+        ),
+        (
+            "{{ messages[0].content is defined and messages[0].nothing is undefined }}{{ 1 is eq 1 }}{{ 4 is divisibleby 2 }}",
+            "TrueTrueTrue",
+        ),
+        (
+            "{{ [1, 2, 3][::-1]|join }}{{ [[1], [2]]|map('first')|join }}{{ ['a', 1]|select('string')|list|length }}",
+            "321121",
+        ),
+        (
+            "{{ strftime_now('%Y-%m-%d') }}{% if strftime_now is defined %}y{% endif %}{{ raise_exception is defined }}",
+            "2024-02-29yTrue",
+        ),
+        (
+            "{% set d = {'a': 1} %}{% set d = dict(d, b=2) %}{{ d.b }}{{ 'abc'|batch(2)|list|length }}{{ ['a','b'].index('b') }}",
+            "221",
+        ),
+        (
+            "{{ 'a.b'.rsplit('.', 1)[0] }}{{ 'Abc'.removeprefix('A') }}{{ 'abc'.rfind('c') }}{{ 'c'.removesuffix('c') }}",
+            "abc2",
+        ),
+        ("{{ 'a=b=c'.partition('=')[2] }}{{ 'a=b=c'.rpartition('=')|join }}{{ 'x'.partition('=')[0] }}", "b=ca=b=cx"),
+        ("{{ ' a b  c '.rsplit()|join('|') }}{{ 'a,b,c'.rsplit(',')|length }}{{ 'éa'.index('a') }}", "a|b|c31"),
+        ("{{ ''.rsplit(',')|length }}{{ ''.rsplit()|length }}{{ 'a b c'.rsplit(none, 1)|join('|') }}", "10a b|c"),
+        (
+            "{{ ['a', 'b', 'a']|unique|join }}{{ messages|groupby('role')|length }}{{ 3.7|int }}{{ 2.5|round }}{{ 'x'|string }}",
+            "ab332.0x",
+        ),
+        (
+            "{% for m in messages %}{{ loop.cycle('a', 'b') }}{% if loop.nextitem is defined %},{% endif %}{% endfor %}",
+            "a,b,a",
+        ),
+        (
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}{%- generation -%} x {%- endgeneration -%}",
+            " be nice x",
+        ),
+    ] {
+        match text(source, &chat) {
+            Ok(got) if got == want => {}
+            got => wrong += &format!("{source}\n  {got:?}, not {want:?}\n"),
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong}");
+}
+
 #[test]
 fn a_template_that_fails_names_its_file_and_reason() {
     for (source, expected) in [

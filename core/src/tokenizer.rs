@@ -165,7 +165,10 @@ impl Tokenizer {
 fn named_tokens(config: &Map<String, Value>) -> Vec<(String, String)> {
     let text = |v: &Value| v.as_str().or_else(|| v.get("content")?.as_str()).map(str::to_owned);
     let token = |name: &str| Some((name.to_owned(), text(config.get(name)?)?));
-    ["bos_token", "eos_token", "pad_token", "unk_token"].into_iter().filter_map(token).collect()
+    ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"]
+        .into_iter()
+        .filter_map(token)
+        .collect()
 }
 
 /// Checks ids that did not come from the model's own tokenizer.
