@@ -126,25 +126,25 @@ pub enum BackendName {
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// Most tokens to generate (default: 1024, or what the context leaves)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_parser = at_least_one, allow_negative_numbers = true, value_name = "N")]
     pub max_tokens: Option<usize>,
     /// 0 takes the likeliest token always
-    #[arg(long, value_name = "X")]
+    #[arg(long, allow_negative_numbers = true, value_name = "X")]
     pub temperature: Option<f32>,
     /// Draw from the K likeliest tokens only (0: from all)
-    #[arg(long, value_name = "K")]
+    #[arg(long, allow_negative_numbers = true, value_name = "K")]
     pub top_k: Option<u32>,
     /// Draw from the likeliest tokens that together have probability P
-    #[arg(long, value_name = "P")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
     pub top_p: Option<f32>,
     /// Draw only tokens at least P times as likely as the likeliest
-    #[arg(long, value_name = "P")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
     pub min_p: Option<f32>,
     /// Divide the logits of tokens that occurred already (1: off)
-    #[arg(long, value_name = "X")]
+    #[arg(long, allow_negative_numbers = true, value_name = "X")]
     pub repetition_penalty: Option<f32>,
     /// The same seed gives the same text (default: a new one every time)
-    #[arg(long, value_name = "N")]
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub seed: Option<u64>,
     /// Stop before this text (may be given several times)
     #[arg(long, value_name = "TEXT")]

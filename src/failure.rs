@@ -57,7 +57,7 @@ impl Failure {
 fn advice(e: &Error) -> Option<&'static str> {
     match e {
         Error::OutOfMemory { .. } => {
-            Some("give more with --memory, or need less: a smaller --context, --max-batch, --slots or --kv-pages")
+            Some("ask for less (--slots, --kv-pages, --max-batch, --context) or, if --memory is the limit, raise it")
         }
         Error::NoDevice { .. } => Some("`selkie devices` lists what there is"),
         _ => None,

@@ -219,11 +219,19 @@ fn impossible_sampling_values() {
         let out = run(&[&format!("{option}={value}"), "Hello"]);
         ends_with(&out, 2, &[&option[2..].replace('-', " ").split(' ').next().unwrap()[..3], value]);
     }
-    for (option, value) in [("--top-k", "-3"), ("--seed", "x"), ("--max-tokens", "many"), ("--memory", "4 apples")] {
-        ends_with(&run(&[&format!("{option}={value}"), "Hello"]), 2, &[option, value]);
+    // As two arguments too: a negative number is a value, not an option.
+    ends_with(&run(&["--temperature", "-1", "Hello"]), 2, &["temperature", "-1"]);
+    for (option, value) in [
+        ("--top-k", "-3"),
+        ("--seed", "x"),
+        ("--max-tokens", "many"),
+        ("--max-tokens", "-1"),
+        ("--max-tokens", "0"),
+        ("--memory", "4 apples"),
+    ] {
+        ends_with(&run(&[option, value, "Hello"]), 2, &[option, value]);
     }
     refused(&run(&["--stop", "", "Hello"]), &["stop string"]);
-    refused(&run(&["--max-tokens", "0", "Hello"]), &["max_tokens"]);
 }
 
 #[test]
@@ -262,6 +270,30 @@ fn not_enough_memory() {
     // Less than one sequence needs.
     let out = run(&["--backend", "cpu", "--memory", "1KiB", "Hello"]);
     refused(&out, &["memory", "asked", "free"]);
+    // More than any machine has; nothing of that size may be tried.
+    let out = run(&["--backend", "cpu", "--memory", "100000TiB", "Hello"]);
+    refused(&out, &["not enough memory for recurrent states and KV pages", "asked", "free"]);
+    let out = run(&["--backend", "cpu", "--memory", "40MiB", "--kv-pages", "1000000000", "Hello"]);
+    refused(&out, &["1000000000 KV pages", "41943040 bytes free"]);
+}
+
+/// A limit on the address space is what is free, and threads that cannot be made are done without.
+#[cfg(target_os = "linux")]
+#[test]
+fn limits_of_the_process() {
+    for kib in [31_000, 34_000, 40_000, 60_000] {
+        let script = format!("ulimit -v {kib} && exec \"$0\" --backend cpu Hello --max-tokens 2");
+        let binary = env!("CARGO_BIN_EXE_selkie");
+        let out = std::process::Command::new("sh").args(["-c", &script, binary]).output().unwrap();
+        let message = stderr(&out);
+        let free: Option<u64> = message.split("asked, ").nth(1).and_then(|m| m.split(' ').next()?.parse().ok());
+        match out.status.code() {
+            Some(0) => {}
+            Some(1) => assert!(free.is_some_and(|free| free < kib << 10), "{kib}: {message}"),
+            // Too little to load the program at all.
+            _ => assert!(!message.contains("panicked"), "{kib}: {message}"),
+        }
+    }
 }
 
 #[test]

@@ -97,6 +97,10 @@ impl Backend for CpuBackend {
         buf.ok_or_else(|| Error::OutOfMemory { what: label.into(), asked: bytes, free: free.unwrap_or(0) })
     }
 
+    fn free_memory(&self) -> Option<u64> {
+        self.free()
+    }
+
     fn adopt(&self, bytes: &Bytes) -> Option<Buf> {
         Some(Buf::adopted(bytes))
     }
@@ -155,14 +159,25 @@ mod system {
         Some(line.split_once(':')?.1.trim().to_owned())
     }
 
-    fn kib(name: &str) -> Option<u64> {
-        let bytes: u64 = proc_line("/proc/meminfo", name)?.split_whitespace().next()?.parse().ok()?;
+    fn kib(file: &str, name: &str) -> Option<u64> {
+        let bytes: u64 = proc_line(file, name)?.split_whitespace().next()?.parse().ok()?;
         Some(bytes * 1024)
     }
 
-    /// Main memory, where the system tells.
+    /// Main memory, where the system tells. A limit on the process' address space (`ulimit -v`) counts as well.
     pub fn memory() -> Option<Memory> {
-        Some(Memory { total: kib("MemTotal")?, available: kib("MemAvailable")? })
+        let available = kib("/proc/meminfo", "MemAvailable")?;
+        let available = available.min(address_space_left().unwrap_or(u64::MAX));
+        Some(Memory { total: kib("/proc/meminfo", "MemTotal")?, available })
+    }
+
+    fn address_space_left() -> Option<u64> {
+        let text =
+            if cfg!(target_os = "linux") { std::fs::read_to_string("/proc/self/limits").ok()? } else { return None };
+        let line = text.lines().find_map(|l| l.strip_prefix("Max address space"))?;
+        // `unlimited` is no number.
+        let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
+        Some(limit.saturating_sub(kib("/proc/self/status", "VmSize")?))
     }
 
     /// Name of the processor, else its architecture.

@@ -11,8 +11,17 @@ pub fn threads() -> usize {
     #[cfg(target_arch = "wasm32")]
     return 1;
     #[cfg(not(target_arch = "wasm32"))]
-    rayon::current_num_threads()
+    if rayon::current_thread_index().is_none() && !*HAVE_POOL { 1 } else { rayon::current_num_threads() }
 }
+
+/// Whether the process' pool exists. Where the system refuses threads (a limit on processes or memory), everything runs on the
+/// calling thread; rayon itself would panic at the first use.
+#[cfg(not(target_arch = "wasm32"))]
+static HAVE_POOL: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
+    let made = rayon::ThreadPoolBuilder::new().build_global();
+    // An error without a source says that the pool is there already.
+    made.err().is_none_or(|e| std::error::Error::source(&e).is_none())
+});
 
 /// Calls `f(i)` once for every `i < n` and returns when all calls have returned; `f` runs on several threads at once.
 ///

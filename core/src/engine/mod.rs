@@ -109,11 +109,14 @@ struct Flight<B: Backend> {
 ///
 /// ```
 /// # use std::rc::Rc;
-/// use selkie_core::{checkpoint::Checkpoint, config::Config, cpu::CpuBackend, engine::*, models, source::Dir};
+/// use selkie_core::{
+///     checkpoint::Checkpoint, config::Config, cpu::CpuBackend, engine::*, models, source::Dir, source::read_small,
+/// };
 ///
 /// # fn main() -> selkie_core::Result<()> { pollster::block_on(async {
 /// let dir = Rc::new(Dir::open("../tests/golden/nemotron_h")?);
-/// let config = Config::read(dir.as_ref()).await?;
+/// let config = read_small(&*dir, "config.json", 1 << 20).await?.expect("a model has one");
+/// let config = Config::parse("config.json", &config)?;
 /// let checkpoint = Checkpoint::open(dir).await?;
 /// let architecture = models::read(&config)?;
 /// let options = EngineOptions::default();
@@ -166,12 +169,14 @@ impl<B: Backend> Engine<B> {
         let fingerprint = [fingerprint, name.as_bytes()].concat();
         // Once before minutes of loading, so that options that can't work fail early, and once with what is left.
         let sizes = options.sizes(&spec, caps, backend.free_memory())?;
+        sizes.check(backend.free_memory())?;
         Scheduler::new(sizes.shape, sizes.limits, &fingerprint)?;
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: options.max_batch };
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
         let weight_bytes = loader.loaded();
         let sizes = options.sizes(&spec, backend.caps(), backend.free_memory())?;
+        sizes.check(backend.free_memory())?;
         let pools = pools::alloc(&backend, &spec, sizes.split.slots, sizes.split.pages)?;
         let mut pages = sizes.shape.context.div_ceil(crate::step::PAGE);
         if sizes.shape.has_pages() {

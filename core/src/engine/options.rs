@@ -1,7 +1,7 @@
 //! What is fixed when an engine is loaded.
 
 use crate::backend::Caps;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::models::ModelSpec;
 use crate::state::budget::Split;
 use crate::state::{CapturePolicy, GRID, Limits, StateShape};
@@ -70,6 +70,20 @@ impl Sizes {
         let pages =
             if self.shape.has_pages() { self.split.pages.saturating_mul(GRID).saturating_add(1) } else { usize::MAX };
         self.shape.context.min(pages)
+    }
+
+    /// Checks that the pools fit into `free` bytes, before anything of their size is made.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] with both numbers.
+    pub fn check(&self, free: Option<u64>) -> Result<()> {
+        let asked = self.split.bytes(&self.shape);
+        match free {
+            Some(free) if asked > free => {
+                Err(Error::OutOfMemory { what: "recurrent states and KV pages".into(), asked, free })
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -82,7 +82,8 @@ impl Split {
 
     /// Bytes of both pools, the null slot and page included.
     pub fn bytes(&self, shape: &StateShape) -> u64 {
-        (self.slots as u64 + 1) * shape.slot_bytes + (self.pages as u64 + 1) * shape.page_bytes
+        let pool = |count: usize, each: u64| (count as u64).saturating_add(1).saturating_mul(each);
+        pool(self.slots, shape.slot_bytes).saturating_add(pool(self.pages, shape.page_bytes))
     }
 
     /// How many sequences of `length` tokens can run at a time.
@@ -180,6 +181,9 @@ mod tests {
         assert_eq!(new(None, Some(50)).unwrap(), Split { slots: 5, pages: 50 });
         assert_eq!(new(Some(99), Some(99)).unwrap(), Split { slots: 99, pages: 99 });
         assert!(new(Some(0), None).is_err());
+        // What is asked is what was wanted, not the least that could run.
+        let Err(Error::OutOfMemory { what, asked, free }) = new(None, Some(1000)) else { panic!("that cannot fit") };
+        assert_eq!((what.as_str(), asked, free), ("1 slots and 1000 KV pages", 200 + 10_010, 1110));
         let pure = StateShape { slot_bytes: 0, ..shape };
         assert_eq!(Split::new(&pure, &limits, 1010, Some(7), None).unwrap(), Split { slots: 0, pages: 100 });
         let error = new(Some(99), None).unwrap_err().to_string();
