@@ -91,7 +91,7 @@ impl Architecture {
             width: config.usize("hidden_size|d_model")?,
             context: config.max_positions()?.unwrap_or(context),
             eos: config.eos_token_ids()?,
-            prefixes: &["model."],
+            prefixes: &["model.", "model.language_model.", "language_model.model."],
             embedding: &["embed_tokens.weight"],
             embedding_scale: 1.0,
             layers: Vec::new(),
