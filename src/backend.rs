@@ -51,6 +51,10 @@ fn auto<J: Job>(job: J) -> Outcome<J::Out> {
             Err(why) => tracing::info!("backend auto: not cuda: {why}"),
         }
     }
+    if !selkie_wgpu::may_have_hardware() {
+        tracing::info!("backend auto: not wgpu: this machine has no GPU");
+        return job.run(CpuBackend::new());
+    }
     match wgpu(None) {
         // The CPU backend is faster than a GPU that is a program on the CPU.
         Ok(backend) if backend.is_software() => {

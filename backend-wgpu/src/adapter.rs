@@ -68,6 +68,13 @@ fn usable(adapter: &wgpu::Adapter) -> Result<(), String> {
     }
 }
 
+/// Whether it is worth looking for a GPU. On Linux one shows as a device file, and asking the drivers takes a third of a
+/// second and makes some of them print; elsewhere the answer is always yes.
+pub fn may_have_hardware() -> bool {
+    !cfg!(target_os = "linux")
+        || ["/dev/dri", "/dev/nvidia0", "/dev/dxg"].iter().any(|p| std::path::Path::new(p).exists())
+}
+
 /// The devices of this backend: discrete first, software last. One that says why if there is none.
 pub async fn devices() -> Vec<DeviceInfo> {
     let adapters = list().await;

@@ -17,7 +17,7 @@ use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
-pub use adapter::{Options, devices};
+pub use adapter::{Options, devices, may_have_hardware};
 pub use backend::{Rec, Tape, WgpuBackend};
 pub use buffer::{Buf, Read};
 
