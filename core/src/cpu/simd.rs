@@ -1,6 +1,6 @@
 //! The 16-lane vector that all CPU code computes with, one implementation per instruction set.
 //!
-//! Kernels are written once, generic over a [`Simd`] token, and instantiated per instruction set by [`dispatch!`]:
+//! Kernels are written once, generic over a [`Simd`] token, and instantiated per instruction set by `dispatch!`:
 //!
 //! ```ignore
 //! use crate::cpu::simd::{Isa, Simd, dispatch};
@@ -27,8 +27,8 @@
 //! - `#[inline(always)]` on every generic function and on every closure that touches a vector
 //!   (`f(#[inline(always)] |v| ..)`); an outlined one would compute without the CPU's vector registers.
 //! - No vector operation inside a closure that the standard library calls (`map`, `fold`, `from_fn`, `LocalKey::with`):
-//!   those may be outlined and then run hundreds of times slower. Write loops; borrow thread-locals outside [`dispatch!`].
-//! - Take the token once, outside the loops; [`dispatch!`] costs a call that cannot be inlined.
+//!   those may be outlined and then run hundreds of times slower. Write loops; borrow thread-locals outside `dispatch!`.
+//! - Take the token once, outside the loops; `dispatch!` costs a call that cannot be inlined.
 //! - **Every operation gives the same bits on every instruction set**: all are IEEE operations rounded once, `fma` is
 //!   fused (but on wasm32, which has no fused multiply-add), [`Simd::reduce_sum`] adds in one fixed tree, and functions
 //!   such as [`Simd::exp`] are built from these. Tails go through the same operations as full vectors.
