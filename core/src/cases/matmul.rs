@@ -124,6 +124,12 @@ pub(super) fn cases(to: &mut Table) {
     for m in [1, 2, 3, 4, 8, 16, 33, 64, 130] {
         to.add(&format!("{m} rows"), Product { m, ..base.clone() });
     }
+    // A kernel for few rows that keeps x in shared memory is tightest at small inner dimensions.
+    for k in [256, 512, 768, 1024] {
+        for m in [3, 6, 8] {
+            to.add(&format!("few rows, {m} x {k}"), Product { m, k, ..base.clone() });
+        }
+    }
     for k in [4, 12, 60, 68, 252, 516, 2052] {
         for m in [1, 17] {
             to.add(&format!("inner dim {k}, {m} rows"), Product { k, m, ..base.clone() });
