@@ -56,18 +56,28 @@ struct FewShape {
 }
 
 fn few_shape(m: usize, k: usize, shared: usize) -> FewShape {
-    let depth = if k >= 4096 { 128 } else { 64 };
     let warps = if k <= 1024 { 4 } else { 8 };
-    let x_bytes = m * (k.next_multiple_of(depth * warps) + 8) * 2;
-    // A small x fits beside the rings; the x of one row is cheap to copy again.
-    let resident = (m > 1 || (4096..=8192).contains(&k)) && x_bytes <= 68 << 10 && x_bytes * 2 <= shared;
     let fixed = 2 * warps * m * 16 * 4 + 1024;
-    let bytes = |warps: usize, stages: usize| {
-        warps * stages * (16 + if resident { 0 } else { 8 }) * (depth + 8) * 2 + if resident { x_bytes } else { 0 }
-    };
-    let stages = [4, 3, 2].into_iter().find(|&s| bytes(warps, s) + fixed <= shared).unwrap_or(2);
-    let dynamic = bytes(warps, stages);
-    FewShape { warps, stages, depth, resident, shared: dynamic, blocks: (shared / (dynamic + fixed)).clamp(1, 4) }
+    // A small x fits beside the rings; the x of one row is cheap to copy again.
+    let wants_resident = m > 1 || (4096..=8192).contains(&k);
+    // Deep slices where the inner dimension is long, unless the device has too little shared memory for two of them.
+    for depth in if k >= 4096 { [128, 64] } else { [64, 64] } {
+        let x_bytes = m * (k.next_multiple_of(depth * warps) + 8) * 2;
+        for resident in [true, false] {
+            if resident && !(wants_resident && x_bytes <= 68 << 10 && x_bytes * 2 <= shared) {
+                continue;
+            }
+            for stages in [4, 3, 2] {
+                let ring = warps * stages * (16 + if resident { 0 } else { 8 }) * (depth + 8) * 2;
+                let dynamic = ring + if resident { x_bytes } else { 0 };
+                if dynamic + fixed <= shared {
+                    let blocks = (shared / (dynamic + fixed)).clamp(1, 4);
+                    return FewShape { warps, stages, depth, resident, shared: dynamic, blocks };
+                }
+            }
+        }
+    }
+    panic!("matmul: {m} rows of {k} do not fit into {shared} bytes of shared memory");
 }
 
 pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<Work>> {
