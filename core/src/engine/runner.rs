@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::backend::{Backend, Handle, Measure, Ops};
+use crate::backend::{Backend, Measure, Ops};
 use crate::error::Result;
 use crate::models::{LayerPools, Model};
 use crate::ops::{LANE_WORDS, Sample};
@@ -173,10 +173,5 @@ impl<B: Backend> Runner<B> {
     /// State and KV memory, a layer each.
     pub fn pools(&self) -> &[LayerPools<B::Buf>] {
         &self.pools
-    }
-
-    /// Bytes of the buffers that a step uses besides weights and pools.
-    pub fn step_bytes(&self) -> u64 {
-        [&self.lanes, &self.seen, &self.last, &self.ids].map(|t| t.buf.bytes()).iter().sum::<u64>() + self.ints.bytes()
     }
 }
