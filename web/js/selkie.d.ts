@@ -1,0 +1,284 @@
+/**
+ * selkie in a web page: a language model in a worker, on WebGPU or on the CPU.
+ *
+ * ```js
+ * import { load } from "./js/selkie.js";
+ *
+ * const engine = await load({ model: { url: "model/" }, onProgress: (p) => console.log(p.stage, p.loaded / p.total) });
+ * const answer = engine.generate({ messages: [{ role: "user", content: "What is 17 + 25?" }] });
+ * for await (const update of answer) if (update.type === "text") document.body.append(update.text);
+ * console.log((await answer.done).usage); // { promptTokens, completionTokens, matched, reused, computed, reason }
+ * ```
+ *
+ * The files beside this one (`worker.js`, `store.js`, the wasm module in `../pkg/`) are served from the page's own origin.
+ * No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
+ */
+
+/**
+ * Where a model is: the URL of a directory as published on Hugging Face (`config.json`, `tokenizer.json`, safetensors), or
+ * the files of such a directory, picked by the user. Files are told apart by their plain names.
+ */
+export type ModelSource = { url: string } | { files: File[] };
+
+/** `auto`: WebGPU where the browser has it, else the CPU. The other two never fall back. */
+export type Backend = "auto" | "wgpu" | "cpu";
+
+/**
+ * `download`: bytes of all files from the network, `file` is the one that is coming in; nothing is reported if the model is
+ * in storage already. `weights`: bytes on their way to the device. `pipelines`: shaders compiled (a count, not bytes).
+ * `total` may grow while the sizes of files become known; it is 0 if a server tells none.
+ */
+export interface Progress {
+  stage: "download" | "weights" | "pipelines";
+  file?: string;
+  loaded: number;
+  total: number;
+}
+
+export interface LoadOptions {
+  model: ModelSource;
+  /** Default `auto`. */
+  backend?: Backend;
+  /** Keep and reuse prefixes; default true. */
+  prefixCache?: boolean;
+  /** Memory for states and KV pages, in MiB; default: a budget that suits a page. */
+  memoryMiB?: number;
+  /** Longest sequence in tokens; default: the model's own limit. */
+  contextTokens?: number;
+  /** Sequences that run at a time; default 4. */
+  maxBatch?: number;
+  onProgress?(progress: Progress): void;
+  /** Aborting ends the load with a {@link SelkieError} `cancelled`; what was downloaded of a file is dropped. */
+  signal?: AbortSignal;
+}
+
+/**
+ * - `not_found`: the URL answers 404 for a file that every model has.
+ * - `network`: no answer, or a refusal by CORS; a page cannot tell the two apart and the message says so.
+ * - `cors`: the URL cannot be asked from this page at all (its scheme, or the page's Content-Security-Policy).
+ * - `missing_file`: a file that the model's other files name is not there.
+ * - `too_large`: the model exceeds the device's limits; the message has both numbers.
+ * - `unsupported`: a family, dtype or feature that selkie does not have, or no WebGPU where it was asked for.
+ * - `bad_model`: a file is damaged or contradicts another; the message names it.
+ * - `device_lost`: the GPU went away. The engine is of no use any more; `load` again, perhaps with `backend: "cpu"`.
+ * - `out_of_memory`: an allocation on the device failed.
+ * - `storage`: picked files can no longer be read (moved, changed).
+ * - `cancelled`: the caller aborted, or closed the engine.
+ * - `bad_request`: the request cannot be served (empty prompt, impossible sampling values, longer than the context).
+ * - `internal`: a fault of selkie.
+ */
+export type ErrorCode =
+  | "not_found" | "network" | "cors" | "missing_file" | "too_large" | "unsupported" | "bad_model" | "device_lost"
+  | "out_of_memory" | "storage" | "cancelled" | "bad_request" | "internal";
+
+/** Every rejection of this module. `message` is a sentence for the user. */
+export class SelkieError extends Error {
+  readonly code: ErrorCode;
+}
+
+/** What the headers of a model's files say. */
+export interface ModelInfo {
+  /** Last part of the URL, or the folder's name. */
+  name: string;
+  /** `model_type` of config.json. */
+  family: string;
+  /** Tensor bytes in the files. */
+  weightBytes: number;
+  parameters: number;
+  /** The model's own limit. */
+  contextTokens: number;
+  /** One letter per layer: M Mamba-2, G Gated DeltaNet, * attention, - MLP, E mixture of experts. */
+  layerMap: string;
+  /** Recurrent state of one sequence; 0 without recurrent layers. */
+  slotBytes: number;
+  /** Keys and values of 64 tokens; 0 without attention. */
+  pageBytes: number;
+  /** What would run it. */
+  backend: "wgpu" | "cpu";
+  device: string;
+  /** Whether it fits that device. */
+  fits: boolean;
+  /** If not: why, with numbers. */
+  problem: string | null;
+  /** Bytes that `load` would have to download; 0 if the model is in storage or from picked files. */
+  downloadBytes: number;
+}
+
+export interface InspectOptions {
+  backend?: Backend;
+  signal?: AbortSignal;
+}
+
+/**
+ * Reads headers only, by range requests where the server has them; says before a download what does not fit.
+ *
+ * Rejects as `load` does, but not with `too_large`: that is `fits: false`.
+ */
+export function inspect(model: ModelSource, options?: InspectOptions): Promise<ModelInfo>;
+
+/** Downloads the model if it is not in storage, and loads it in a worker of its own. */
+export function load(options: LoadOptions): Promise<Engine>;
+
+export interface EngineInfo {
+  /** See {@link ModelInfo.name}. */
+  name: string;
+  family: string;
+  layerMap: string;
+  weightBytes: number;
+  parameters: number;
+  /** Longest sequence of this engine, prompt and answer together. */
+  contextTokens: number;
+  backend: "wgpu" | "cpu";
+  /** Name of the GPU or of the software adapter; of the CPU backend's vector unit otherwise. */
+  device: string;
+  /** With `backend: "auto"` on the CPU: why not WebGPU, as a sentence. Else null. */
+  fallback: string | null;
+  /** Where the bytes came from; `memory`: downloaded, and the browser would not keep them (private window, storage full). */
+  from: "network" | "storage" | "files" | "memory";
+  /** If `from` is `memory`: why, as a sentence. Else null. */
+  storageProblem: string | null;
+  prefixCache: boolean;
+  /** Whether `messages` can be given. */
+  chat: boolean;
+  /** The model's own sampling values, which a request overrides one by one. */
+  defaults: Required<Omit<Sampling, "seed">>;
+  /** From the call of `load` to its end. */
+  loadMs: number;
+}
+
+export interface Sampling {
+  /** 0 takes the likeliest token always. */
+  temperature?: number;
+  /** Draw from the k likeliest tokens only; 0: from all. */
+  topK?: number;
+  /** Draw from the likeliest tokens that together have this probability. */
+  topP?: number;
+  /** Draw only tokens at least this times as likely as the likeliest. */
+  minP?: number;
+  /** Divide the logits of tokens that occurred already; 1: off. */
+  repetitionPenalty?: number;
+  /** A whole number, at most 2^53 - 1. The same seed gives the same text; default: a new one every time. */
+  seed?: number;
+}
+
+export interface Message {
+  role: "system" | "user" | "assistant" | string;
+  content: string;
+}
+
+/** `messages` for the model's chat template, or a `prompt` that is continued as it is. */
+export interface GenerateRequest extends Sampling {
+  messages?: Message[];
+  prompt?: string;
+  /** Default: 1024, or what the context leaves. */
+  maxTokens?: number;
+  /** Texts before which the answer ends. */
+  stop?: string[];
+  /** Prefixes are shared within a namespace only; default "". */
+  namespace?: string;
+}
+
+/** Why reuse ended: the first that applies. */
+export type Reason = "off" | "evicted" | "policy" | "no_state" | "full" | "first_sight";
+
+export interface Usage {
+  promptTokens: number;
+  /** An end-of-sequence token included. */
+  completionTokens: number;
+  /** Prompt tokens that the prefix tree knew. */
+  matched: number;
+  /** Prompt tokens that were not computed: a multiple of 64. */
+  reused: number;
+  /** Prompt tokens that were. */
+  computed: number;
+  /** null if the request was cancelled before it ran. */
+  reason: Reason | null;
+}
+
+export interface Completion {
+  type: "done";
+  /** All of the answer. */
+  text: string;
+  finish: "stop" | "length" | "cancelled";
+  usage: Usage;
+  /** From submission to the first token; null if none came. */
+  ttftMs: number | null;
+  /** Of the answer after its first token; null for fewer than two tokens. */
+  tokensPerSecond: number | null;
+}
+
+export type Update = { type: "text"; text: string } | Completion;
+
+/**
+ * An answer under way. It runs whether it is read or not; text that came in the meantime is delivered in one piece.
+ * Iterate once. Leaving the loop early cancels.
+ */
+export interface Generation extends AsyncIterable<Update> {
+  /** Ends it after the step that is running; the last update is a {@link Completion} with `finish: "cancelled"`. */
+  cancel(): void;
+  /** The last update. Rejects with the error that the loop throws. */
+  readonly done: Promise<Completion>;
+}
+
+/** A page of the prefix tree: 64 tokens after its parent's. */
+export interface TreeNode {
+  /** Chained hash over all tokens from the start; equal prompts have equal ids. */
+  id: string;
+  /** null for the first page of a prompt. */
+  parent: string | null;
+  /** Tokens from the start to the end of this page: 64, 128, ... */
+  tokens: number;
+  /** Whether a prompt can be continued from here without computing the recurrent state again. */
+  state: boolean;
+  /** Whether a running sequence holds its page or state. */
+  inUse: boolean;
+}
+
+export interface Stats {
+  backend: "wgpu" | "cpu";
+  device: string;
+  /** Recurrent states: of running sequences, kept ones, and how many there is room for. Zeros without recurrent layers. */
+  slots: { running: number; cached: number; total: number };
+  /** KV pages, likewise. Zeros without attention. */
+  pages: { running: number; cached: number; total: number };
+  /** The prefix tree, parents before children; at most 512 nodes, the most recently used. */
+  tree: TreeNode[];
+  /** Nodes that `tree` would have without that limit. */
+  treeNodes: number;
+  /** Totals since the load. */
+  totals: { steps: number; prefilled: number; reused: number; generated: number; captures: number; evicted: number };
+  /** Bytes of weights on the device, and of the pools of slots and pages. */
+  memory: { weights: number; pools: number; wasm: number };
+}
+
+export interface Engine {
+  readonly info: EngineInfo;
+  /** Queues a request; errors in it come from the iteration and from `done`. */
+  generate(request: GenerateRequest): Generation;
+  /** Cancels all requests. */
+  cancel(): void;
+  stats(): Promise<Stats>;
+  /** Forgets all kept prefixes that no running request holds. */
+  clearCache(): Promise<void>;
+  /** Ends the worker and frees the device; unfinished requests end with `cancelled`. */
+  close(): void;
+  /** Resolves with the reason when the engine fails as a whole (`device_lost`, `out_of_memory`, `internal`); else never. */
+  readonly failed: Promise<SelkieError>;
+}
+
+export interface Storage {
+  /** Models that are kept whole, by URL. */
+  models: { url: string; bytes: number }[];
+  /** Bytes that this origin uses and may use, as far as the browser tells; null if it does not. */
+  usage: number | null;
+  quota: number | null;
+  /** Where models are kept; `memory`: nowhere, `problem` says why. */
+  kind: "opfs" | "cache" | "memory";
+  problem: string | null;
+}
+
+/** What is kept in the browser. */
+export function storage(): Promise<Storage>;
+
+/** Deletes a model from storage; one that is not there is fine. */
+export function forget(url: string): Promise<void>;
