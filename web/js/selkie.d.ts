@@ -10,7 +10,7 @@
  * console.log((await answer.done).usage); // { promptTokens, completionTokens, matched, reused, computed, reason }
  * ```
  *
- * The files beside this one (`worker.js`, `store.js`, the wasm module in `../pkg/`) are served from the page's own origin.
+ * The files beside this one (`worker.js`, `store.js`) and the wasm module above it (`../selkie_web.js`) are served from the page's own origin.
  * No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
  */
 
@@ -48,7 +48,7 @@ export interface LoadOptions {
   /** Sequences that run at a time; default 4. */
   maxBatch?: number;
   onProgress?(progress: Progress): void;
-  /** Aborting ends the load with a {@link SelkieError} `cancelled`; what was downloaded of a file is dropped. */
+  /** Aborting ends the load with a {@link SelkieError} `cancelled`; the next load goes on where the download stopped. */
   signal?: AbortSignal;
 }
 
@@ -82,17 +82,15 @@ export interface ModelInfo {
   name: string;
   /** `model_type` of config.json. */
   family: string;
+  parameters: number;
   /** Tensor bytes in the files. */
   weightBytes: number;
-  parameters: number;
   /** The model's own limit. */
   contextTokens: number;
-  /** One letter per layer: M Mamba-2, G Gated DeltaNet, * attention, - MLP, E mixture of experts. */
-  layerMap: string;
   /** Recurrent state of one sequence; 0 without recurrent layers. */
-  slotBytes: number;
+  bytesPerSlot: number;
   /** Keys and values of 64 tokens; 0 without attention. */
-  pageBytes: number;
+  bytesPerPage: number;
   /** What would run it. */
   backend: "wgpu" | "cpu";
   device: string;
@@ -123,25 +121,32 @@ export interface EngineInfo {
   /** See {@link ModelInfo.name}. */
   name: string;
   family: string;
-  layerMap: string;
-  weightBytes: number;
   parameters: number;
+  weightBytes: number;
   /** Longest sequence of this engine, prompt and answer together. */
   contextTokens: number;
   backend: "wgpu" | "cpu";
-  /** Name of the GPU or of the software adapter; of the CPU backend's vector unit otherwise. */
+  /** Name of the GPU or of the software adapter; of the processor otherwise. */
   device: string;
   /** With `backend: "auto"` on the CPU: why not WebGPU, as a sentence. Else null. */
   fallback: string | null;
+  /** Whether the adapter is software: WebGPU, but no GPU. */
+  software: boolean;
+  /** Room for recurrent states and for KV pages of 64 tokens, and what each costs. */
+  slots: number;
+  pages: number;
+  bytesPerSlot: number;
+  bytesPerPage: number;
+  /** Bytes of both pools. */
+  memoryBytes: number;
+  /** Whether `messages` can be given. */
+  chat: boolean;
+  /** The model's own sampling values, which a request overrides one by one. */
+  defaults?: Required<Omit<Sampling, "seed">>;
   /** Where the bytes came from; `memory`: downloaded, and the browser would not keep them (private window, storage full). */
   from: "network" | "storage" | "files" | "memory";
   /** If `from` is `memory`: why, as a sentence. Else null. */
   storageProblem: string | null;
-  prefixCache: boolean;
-  /** Whether `messages` can be given. */
-  chat: boolean;
-  /** The model's own sampling values, which a request overrides one by one. */
-  defaults: Required<Omit<Sampling, "seed">>;
   /** From the call of `load` to its end. */
   loadMs: number;
 }
@@ -229,26 +234,31 @@ export interface TreeNode {
   /** Tokens from the start to the end of this page: 64, 128, ... */
   tokens: number;
   /** Whether a prompt can be continued from here without computing the recurrent state again. */
-  state: boolean;
+  hasState: boolean;
   /** Whether a running sequence holds its page or state. */
   inUse: boolean;
+  /** A clock that grows with every use, for the order. */
+  lastUse: number;
 }
 
 export interface Stats {
   backend: "wgpu" | "cpu";
   device: string;
-  /** Recurrent states: of running sequences, kept ones, and how many there is room for. Zeros without recurrent layers. */
-  slots: { running: number; cached: number; total: number };
+  /** Recurrent states: room, held by anything, of these kept by the tree. Zeros without recurrent layers. */
+  slots: { total: number; used: number; cached: number };
   /** KV pages, likewise. Zeros without attention. */
-  pages: { running: number; cached: number; total: number };
-  /** The prefix tree, parents before children; at most 512 nodes, the most recently used. */
+  pages: { total: number; used: number; cached: number };
+  /** The prefix tree, parents before children; at most 200 nodes. */
   tree: TreeNode[];
   /** Nodes that `tree` would have without that limit. */
   treeNodes: number;
-  /** Totals since the load. */
-  totals: { steps: number; prefilled: number; reused: number; generated: number; captures: number; evicted: number };
-  /** Bytes of weights on the device, and of the pools of slots and pages. */
-  memory: { weights: number; pools: number; wasm: number };
+  /** Totals since the load; prompt tokens are reused or computed. */
+  requests: number;
+  reusedTokens: number;
+  computedTokens: number;
+  generatedTokens: number;
+  /** Requests by reason. */
+  reasons: Record<Reason, number>;
 }
 
 export interface Engine {
@@ -260,7 +270,9 @@ export interface Engine {
   stats(): Promise<Stats>;
   /** Forgets all kept prefixes that no running request holds. */
   clearCache(): Promise<void>;
-  /** Ends the worker and frees the device; unfinished requests end with `cancelled`. */
+  /** Turns reuse on or off for the requests that follow. */
+  setPrefixCache(on: boolean): Promise<void>;
+  /** Ends the worker and frees the device; unfinished requests end with a {@link SelkieError} `cancelled`. */
   close(): void;
   /** Resolves with the reason when the engine fails as a whole (`device_lost`, `out_of_memory`, `internal`); else never. */
   readonly failed: Promise<SelkieError>;
