@@ -1,0 +1,256 @@
+/** The page: the chat, the message box, and the parts wired together. */
+import { conversation } from "./chat.js";
+import { by, h, keep, recall } from "./dom.js";
+import { api, engineLife } from "./engine.js";
+import { DEMO, dropped, modelDialog, modelName } from "./model.js";
+import { cachePanel } from "./panel.js";
+import { settings, settingsDialog } from "./settings.js";
+import { sentence } from "./words.js";
+
+/** @typedef {import("./chat.js").Entry} Entry */
+
+const message = by("message"), send = by("send"), notice = by("notice");
+const focus = () => message.focus({ preventScroll: true });
+/** To screen readers. @param {string} text */
+const announce = (text) => { by("announce").textContent = text; };
+
+/** @type {Entry[]} */
+let entries = stored();
+/** The message that the box's text will replace. @type {Entry | null} */
+let editing = null;
+/** An answer that waits for the model. @type {Entry | null} */
+let waiting = null;
+/** Ends the answer under way. @type {(() => void) | null} */
+let stop = null;
+
+const view = conversation({ edit, retry });
+const life = engineLife({
+  announce, focus,
+  choose: () => models.open(),
+  progress: (text) => { if (waiting) view.change(waiting, text); },
+  changed(engine) {
+    panel.device(engine?.info ?? null);
+    suggest();
+    say(engine?.info.chat === false ? "This model has no chat template: it continues your text instead of answering." : null);
+  },
+});
+const panel = cachePanel({ engine: () => life.engine, leave: focus, announce });
+const models = modelDialog({ api, announce, current: () => ({ model: life.model, info: life.engine?.info ?? null }), load: (model) => life.start(model) });
+const openSettings = settingsDialog((on) => life.engine?.setPrefixCache(on).then(panel.refresh, () => {}));
+
+/** The chat of the last visit. */
+function stored() {
+  const kept = recall("chat", /** @type {any} */ ([]));
+  /** @type {Entry[]} */
+  const valid = Array.isArray(kept) ? kept.filter((e) => (e?.role === "user" || e?.role === "assistant") && typeof e.content === "string") : [];
+  if (valid.at(-1)?.role === "user") valid.push({ role: "assistant", content: "", meta: { note: "The page was closed before this was answered." } });
+  return valid;
+}
+
+const remember = () => keep("chat", entries.filter((e, i) => e.role === "user" || e.content || e.meta?.finish || e.meta?.error || i + 1 < entries.length));
+
+/** What the model is told: all but the answer to come; turns without an answer are left out. */
+function told() {
+  const system = settings.system.trim(), past = entries.slice(0, -1);
+  const kept = past.filter((e, i) => e.content !== "" && (e.role === "assistant" || i + 1 === past.length || past[i + 1].content !== ""));
+  return [...(system ? [{ role: "system", content: system }] : []), ...kept.map(({ role, content }) => ({ role, content }))];
+}
+
+/** @param {string} text */
+function submit(text) {
+  if (stop || !text.trim()) return;
+  if (editing) entries.length = entries.indexOf(editing);
+  editing = null;
+  say(null);
+  panel.uncover();
+  entries.push({ role: "user", content: text.trim() });
+  view.show(entries);
+  answer(false);
+}
+
+/** @param {boolean} again whether the same text was answered before */
+async function answer(again) {
+  /** @type {import("./chat.js").Meta} */
+  const meta = {};
+  /** @type {Entry} */
+  const entry = { role: "assistant", content: "", meta };
+  entries.push(entry);
+  remember();
+  view.show(entries);
+  view.change(entry, life.progress || "…");
+  if (!life.engine) announce("The answer comes as soon as the model is there.");
+  waiting = entry;
+  let poll = 0;
+  try {
+    const engine = await Promise.race([life.settled(), /** @type {Promise<null>} */ (new Promise((ok) => setStop(() => ok(null))))]);
+    waiting = null;
+    if (engine) {
+      view.change(entry, "…");
+      const sampling = { ...settings.sampling };
+      if (again && sampling.temperature === undefined && sampling.seed === undefined && engine.info.defaults?.temperature === 0) {
+        sampling.temperature = 0.7;
+        sampling.topP ??= 0.95;
+        meta.note = "Another try, at temperature 0.7: at 0, the model's own, it would be the same.";
+      }
+      const messages = told();
+      const generation = engine.generate({ ...(engine.info.chat ? { messages } : { prompt: messages.map((m) => m.content).join("\n") }), ...sampling });
+      setStop(() => generation.cancel());
+      poll = setInterval(panel.refresh, 400);
+      for await (const update of generation) {
+        if (update.type === "text") {
+          entry.content += update.text;
+          view.change(entry);
+        } else {
+          const { text, usage, finish, ttftMs, tokensPerSecond } = update;
+          entry.content = text;
+          Object.assign(meta, { usage, finish, ttftMs, tokensPerSecond });
+        }
+      }
+    } else meta.finish = "cancelled";
+  } catch (error) {
+    const why = sentence(error);
+    if (why.code === "cancelled") meta.finish = "cancelled";
+    else meta.error = why;
+  }
+  clearInterval(poll);
+  waiting = null;
+  setStop(null);
+  view.change(entry, "");
+  view.flush();
+  // A new chat may have begun in the meantime.
+  if (!entries.includes(entry)) return;
+  remember();
+  panel.turns(entries);
+  panel.refresh();
+  announce(meta.error?.text ?? `${meta.finish === "cancelled" ? "Stopped. " : ""}${entry.content}`);
+}
+
+function retry() {
+  if (stop || entries.at(-1)?.role !== "assistant") return;
+  const again = entries.pop()?.content !== "";
+  focus();
+  answer(again);
+}
+
+/** @param {Entry} entry */
+function edit(entry) {
+  if (stop) return;
+  editing = entry;
+  fill(entry.content);
+  say("What you send replaces this message and all that follows.", "Cancel", () => { editing = null; fill(""); });
+}
+
+function newChat() {
+  stop?.();
+  editing = null;
+  const before = entries;
+  show([]);
+  focus();
+  if (before.length) say("New chat.", "Undo", () => { if (!stop) show([...before, ...entries]); });
+}
+
+/** @param {Entry[]} chat */
+function show(chat) {
+  entries = chat;
+  view.show([]);
+  view.show(entries);
+  panel.turns(entries);
+  remember();
+}
+
+/** A line above the message box. @param {string | null} text @param {string} [label] of a button @param {() => void} [act] */
+function say(text, label, act) {
+  notice.hidden = text === null;
+  notice.replaceChildren(text ?? "", label ? h("button", { type: "button", className: "quiet", onclick: () => { say(null); act?.(); focus(); } }, label) : "");
+  if (text) announce(text);
+}
+
+/** The send button stops while an answer is under way. @param {(() => void) | null} how */
+function setStop(how) {
+  stop = how;
+  const label = how ? "Stop" : "Send";
+  document.documentElement.dataset.answer = how ? "running" : "none";
+  if (send.title === label) return;
+  send.title = label;
+  send.setAttribute("aria-label", label);
+  send.querySelector("use").setAttribute("href", how ? "#i-stop" : "#i-send");
+}
+
+/** Something to begin with, that the model can do. */
+function suggest() {
+  const texts = life.model === DEMO
+    ? ["What is 17 + 25?", "Tell me a story about a fox named Leo and a lantern.", "Anna took the key. Anna went to the garden. Where is the key?", "What can you do?"]
+    : ["What can you do?", "Explain why the sky is blue.", "Write a short poem about the sea."];
+  by("chips").replaceChildren(...texts.map((text) => h("button", { type: "button", onclick: () => { focus(); submit(text); } }, text)));
+}
+
+/** @param {string} text */
+function fill(text) {
+  message.value = text;
+  grow();
+  focus();
+}
+
+function grow() {
+  if (CSS.supports("field-sizing", "content")) return;
+  message.style.height = "auto";
+  message.style.height = `${message.scrollHeight}px`;
+}
+
+message.addEventListener("input", grow);
+message.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+  // While an input method composes, Enter belongs to it.
+  if (event.isComposing || event.keyCode === 229) return;
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    if (!stop) by("composer").requestSubmit();
+  } else if (event.key === "Escape") stop?.();
+});
+by("composer").addEventListener("submit", (/** @type {Event} */ event) => {
+  event.preventDefault();
+  focus();
+  if (stop) return stop();
+  const text = message.value;
+  if (!text.trim()) return;
+  fill("");
+  submit(text);
+});
+
+by("model-button").addEventListener("click", () => models.open());
+by("open-settings").addEventListener("click", () => openSettings(life.engine?.info.defaults ?? {}));
+by("new-chat").addEventListener("click", newChat);
+by("theme").addEventListener("click", () => {
+  const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const theme = (root.dataset.theme ?? system) === "dark" ? "light" : "dark";
+  root.dataset.theme = theme;
+  // Back at what the system says: follow it again.
+  keep("theme", theme === system ? null : theme);
+  announce(`${theme} colours`);
+});
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+}
+
+const hasFiles = (/** @type {DragEvent} */ event) => event.dataTransfer?.types.includes("Files");
+addEventListener("dragover", (event) => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  by("drop").hidden = false;
+});
+addEventListener("dragleave", (event) => { if (!event.relatedTarget) by("drop").hidden = true; });
+addEventListener("drop", (event) => {
+  by("drop").hidden = true;
+  if (!event.dataTransfer || !hasFiles(event)) return;
+  event.preventDefault();
+  models.offer(dropped(event.dataTransfer));
+});
+
+// Without it the page works, and is only not kept for the next visit.
+navigator.serviceWorker?.register("sw.js").catch(() => {});
+
+view.show(entries);
+panel.turns(entries);
+// A model of the user's own is taken again only if it is kept here: opening the page contacts nobody.
+const last = recall("model", /** @type {unknown} */ (null));
+const kept = typeof last === "string" && (await api().then((a) => a.storage()).catch(() => null))?.models.some((m) => m.url === last);
+life.start(typeof last === "string" && kept ? { source: { url: last }, name: modelName(last) } : DEMO);

@@ -1,0 +1,160 @@
+/** The engine's life on the page: loading with progress, ready, failed with a way on. */
+import { by, bytes, count, h, keep, put } from "./dom.js";
+import { DEMO } from "./model.js";
+import { settings } from "./settings.js";
+import { backendName, sentence } from "./words.js";
+
+/** @typedef {import("./js/selkie.js").Engine} Engine */
+/** @typedef {import("./model.js").Model} Model */
+
+// Imported when used: the page is of use before the engine's module is here.
+const imported = import("./js/selkie.js");
+imported.catch(() => {});
+export const api = () => imported;
+
+/**
+ * @param {object} page
+ * @param {(engine: Engine | null) => void} page.changed a load began (null), or ended well
+ * @param {(text: string) => void} page.progress what an answer waits for
+ * @param {() => void} page.choose opens the dialog for models
+ * @param {() => void} page.focus
+ * @param {(text: string) => void} page.announce
+ */
+export function engineLife(page) {
+  const card = by("load"), root = document.documentElement, button = by("model-button"), badge = by("model-badge"), foot = by("foot");
+  const life = {
+    model: DEMO,
+    /** @type {Engine | null} */
+    engine: null,
+    /** While there is no engine: what it does. */
+    progress: "",
+    start, settled,
+  };
+  /** The load that is under way or done. @type {Promise<Engine>} */
+  let ready = Promise.reject(new Error("nothing was loaded"));
+  ready.catch(() => {});
+  let loading = new AbortController();
+
+  /** @param {Model} model @param {import("./js/selkie.js").Backend} [backend] */
+  function start(model, backend = settings.backend) {
+    loading.abort();
+    life.engine?.close();
+    life.engine = null;
+    life.model = model;
+    const mine = (loading = new AbortController());
+    root.dataset.engine = "loading";
+    by("model-name").textContent = model.name;
+    button.setAttribute("aria-label", `Model: ${model.name}, loading`);
+    badge.hidden = true;
+    foot.textContent = "Runs in this page. Nothing you type leaves your device.";
+    card.replaceChildren();
+    show(null);
+    page.changed(null);
+    ready = load(model, backend, mine);
+    ready.then(
+      (engine) => { if (mine === loading) loaded(engine); else engine.close(); },
+      (error) => { if (mine === loading) failed(error, false); });
+  }
+
+  /** @param {Model} model @param {import("./js/selkie.js").Backend} backend @param {AbortController} mine */
+  async function load(model, backend, mine) {
+    let frame = 0;
+    /** @type {import("./js/selkie.js").Progress | null} */
+    let latest = null;
+    try {
+      return await (await imported).load({
+        model: model.source, backend, prefixCache: settings.prefixCache, signal: mine.signal,
+        onProgress(progress) {
+          latest = progress;
+          frame ||= requestAnimationFrame(() => {
+            frame = 0;
+            if (mine === loading) show(latest);
+          });
+        },
+      });
+    } finally {
+      cancelAnimationFrame(frame);
+    }
+  }
+
+  /** @param {Engine} engine */
+  function loaded(engine) {
+    const { info } = engine, { model } = life;
+    life.engine = engine;
+    life.progress = "";
+    root.dataset.engine = "ready";
+    card.hidden = true;
+    badge.hidden = false;
+    badge.textContent = backendName(info.backend);
+    button.setAttribute("aria-label", `Model: ${model.name}, on ${backendName(info.backend)}`);
+    foot.textContent = info.fallback ? `Runs on your CPU. ${info.fallback}`
+      : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: right, but slow.`
+      : `Runs on ${info.device}. Nothing you type leaves your device.`;
+    keep("model", "url" in model.source && model !== DEMO ? model.source.url : null);
+    page.announce(`${model.name} is ready.`);
+    page.changed(engine);
+    engine.failed.then((error) => { if (life.engine === engine) failed(error, true); });
+  }
+
+  /** @param {unknown} error @param {boolean} lost whether it had worked before */
+  function failed(error, lost) {
+    const why = sentence(error), { model } = life;
+    life.engine?.close();
+    life.engine = null;
+    life.progress = "";
+    ready = Promise.reject(error);
+    ready.catch(() => {});
+    root.dataset.engine = "failed";
+    badge.hidden = true;
+    button.setAttribute("aria-label", `Model: ${model.name}, not loaded`);
+    const choice = (/** @type {string} */ text, /** @type {() => void} */ go, main = false) =>
+      h("button", { type: "button", className: main ? "primary" : "", onclick: () => { page.focus(); go(); } }, text);
+    const ofGpu = ["device_lost", "out_of_memory", "unsupported", "too_large", "internal"].includes(why.code) && settings.backend !== "cpu";
+    card.hidden = false;
+    card.replaceChildren(h("div", { role: "alert" },
+      h("p", { className: "problem" }, h("b", {}, lost ? "The model stopped. " : `${model.name} could not be loaded. `), `${why.text} ${why.advice}`),
+      h("div", { className: "row" },
+        ofGpu && choice("Reload on the CPU", () => start(model, "cpu"), true),
+        choice("Try again", () => start(model)),
+        model !== DEMO && choice("Use the demo model", () => start(DEMO)),
+        choice("Choose a model…", page.choose))));
+  }
+
+  /** @param {import("./js/selkie.js").Progress | null} progress */
+  function show(progress) {
+    const { stage, loaded = 0, total = 0 } = progress ?? {};
+    const name = life.model === DEMO ? "the demo model" : life.model.name;
+    const amount = (/** @type {(n: number) => string} */ unit) => (total ? `${unit(loaded)} of ${unit(total)}` : unit(loaded));
+    life.progress = stage === "download" ? `Downloading ${name}: ${amount(bytes)}`
+      : stage === "weights" ? `Loading the weights: ${amount(bytes)}`
+      : stage === "pipelines" ? `Preparing the device: ${amount(count)}`
+      : `Starting ${name}…`;
+    card.hidden = false;
+    if (!card.querySelector("progress")) {
+      put(card, h("p"), h("progress", { "aria-label": "Loading the model" }),
+        life.model !== DEMO && h("button", { type: "button", className: "quiet", onclick: () => start(DEMO) }, "Cancel"));
+      page.announce(life.progress);
+    }
+    card.querySelector("p").textContent = life.progress;
+    const bar = /** @type {HTMLProgressElement} */ (card.querySelector("progress"));
+    if (total) {
+      bar.max = total;
+      bar.value = Math.min(loaded, total);
+    } else bar.removeAttribute("value");
+    page.progress(life.progress);
+  }
+
+  /** The engine once a load has ended well, whichever load that is. @returns {Promise<Engine>} */
+  async function settled() {
+    for (;;) {
+      const one = ready;
+      try {
+        return await one;
+      } catch (error) {
+        if (one === ready) throw error;
+      }
+    }
+  }
+
+  return life;
+}

@@ -1,0 +1,207 @@
+/** The dialog to choose a model: the demo, a folder, an address, or one that is kept. Says what does not fit before loading it. */
+import { bytes, by, count, h, parameters, put } from "./dom.js";
+import { save, settings } from "./settings.js";
+import { backendName, sentence } from "./words.js";
+
+/** @typedef {import("./js/selkie.js").ModelSource} ModelSource */
+/** @typedef {{ source: ModelSource, name: string }} Model */
+
+const DEMO_URL = new URL("model/", document.baseURI).href;
+/** @type {Model} */
+export const DEMO = { source: { url: DEMO_URL }, name: "Demo model" };
+
+/**
+ * The address of a model's folder as a user may write it, or an Error with a sentence.
+ * @param {string} text
+ * @returns {URL}
+ */
+export function modelUrl(text) {
+  let t = text.trim();
+  if (!t) throw new Error("Give the address of a model's folder.");
+  if (/^[\w-]+\/[\w.-]+$/.test(t)) t = `https://huggingface.co/${t}`;
+  else if (!/^[a-z][a-z0-9+.-]*:\/\//i.test(t)) t = `https://${t}`;
+  if (!URL.canParse(t)) throw new Error("This is not an address. One looks like https://huggingface.co/name/model.");
+  const url = new URL(t);
+  const local = url.origin === location.origin || (url.protocol === "http:" && url.hostname === "localhost");
+  if (url.protocol !== "https:" && !local) throw new Error("The page can only ask addresses that start with https:// (or http://localhost).");
+  url.hash = "";
+  if (url.hostname === "huggingface.co" || url.hostname === "hf.co") {
+    const [owner, name, , revision] = url.pathname.split("/").filter(Boolean);
+    if (!owner || !name) throw new Error("A model on Hugging Face has an owner and a name: https://huggingface.co/owner/model.");
+    return new URL(`https://huggingface.co/${owner}/${name}/resolve/${revision ?? "main"}/`);
+  }
+  url.pathname = url.pathname.replace(/\/(config\.json|[^/]+\.safetensors)$/, "/").replace(/\/?$/, "/");
+  return url;
+}
+
+/** A name for people. @param {string} address */
+export function modelName(address) {
+  if (address === DEMO_URL) return DEMO.name;
+  const url = new URL(address), parts = url.pathname.split("/").filter(Boolean);
+  return url.hostname === "huggingface.co" ? parts.slice(0, 2).join("/") : decodeURIComponent(parts.at(-1) ?? url.host);
+}
+
+/**
+ * The files of the outermost folder that has a config.json: folders hold copies in other formats below.
+ * @param {{ path: string, file: File }[]} found
+ * @returns {Model}
+ */
+function folder(found) {
+  const depth = (/** @type {string} */ p) => p.split("/").length;
+  const config = found.filter((f) => /(^|\/)config\.json$/.test(f.path)).sort((a, b) => depth(a.path) - depth(b.path))[0];
+  const at = config?.path.replace(/config\.json$/, "");
+  const files = at === undefined ? found : found.filter((f) => f.path.startsWith(at) && !f.path.slice(at.length).includes("/"));
+  return { source: { files: files.map((f) => f.file) }, name: at?.split("/").at(-2) || "Your model" };
+}
+
+/** @param {DataTransfer} data @returns {Promise<Model>} */
+export function dropped(data) {
+  /** @type {{ path: string, file: File }[]} */
+  const found = [];
+  /** @param {any} entry @returns {Promise<unknown>} */
+  const walk = (entry) => {
+    const path = entry.fullPath.replace(/^\//, "");
+    if (entry.isFile) return new Promise((ok, no) => entry.file((/** @type {File} */ file) => ok(found.push({ path, file })), no));
+    const reader = entry.createReader();
+    /** @returns {Promise<unknown>} */
+    const more = () => /** @type {Promise<any[]>} */ (new Promise((ok, no) => reader.readEntries(ok, no)))
+      .then((/** @type {any[]} */ batch) => batch.length ? Promise.all(batch.map(walk)).then(more) : null);
+    return path.split("/").length > 3 ? Promise.resolve() : more();
+  };
+  // The entries are gone once this function has returned to the browser: take them all before waiting.
+  const entries = [...data.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+  return Promise.all(entries.map(walk)).then(() => folder(found));
+}
+
+/**
+ * @param {object} page
+ * @param {() => Promise<typeof import("./js/selkie.js")>} page.api
+ * @param {() => { model: Model, info: import("./js/selkie.js").EngineInfo | null }} page.current
+ * @param {(model: Model) => void} page.load
+ * @param {(text: string) => void} page.announce
+ * @returns {{ open: () => void, offer: (model: Promise<Model>) => void }}
+ */
+export function modelDialog({ api, current, load, announce }) {
+  const dialog = by("model-dialog"), found = by("model-found"), address = by("model-url"), go = by("url-go"), backend = by("backend");
+  /** @type {AbortController | null} */
+  let looking = null;
+
+  const use = (/** @type {Model} */ model) => {
+    dialog.close();
+    load(model);
+  };
+
+  /** @param {unknown} error */
+  const complain = (error) => {
+    const { text, advice } = sentence(error);
+    found.replaceChildren(h("div", { className: "card" }, h("p", { className: "problem" }, text), advice && h("p", {}, advice)));
+  };
+
+  /** Shows what the headers of a model's files say, and offers to load it. @param {Promise<Model> | Model} promised */
+  async function look(promised) {
+    looking?.abort();
+    const mine = (looking = new AbortController());
+    found.replaceChildren(h("div", { className: "card" }, h("p", { className: "busy" }, "Reading the model's files…")));
+    found.scrollIntoView({ block: "nearest" });
+    try {
+      const model = await promised;
+      const info = await (await api()).inspect(model.source, { backend: settings.backend, signal: mine.signal });
+      if (mine.signal.aborted) return;
+      const url = "url" in model.source ? new URL(model.source.url) : null;
+      const comes = !url || info.downloadBytes === 0 ? "" : `Loading downloads ${bytes(info.downloadBytes)} from ${url.host}.`;
+      const button = h("button", { type: "button", className: "primary", onclick: () => use(model) }, "Load this model");
+      found.replaceChildren(h("div", { className: "card" },
+        h("h3", {}, model.name), facts(info),
+        h("p", { className: info.fits ? "" : "problem" }, info.fits ? `It fits this device: ${info.device}.` : info.problem ?? "It does not fit this device."),
+        info.fits && comes && h("p", { className: "hint" }, comes), info.fits && button));
+      if (info.fits) button.focus();
+    } catch (error) {
+      if (!mine.signal.aborted) complain(error);
+    } finally {
+      found.scrollIntoView({ block: "nearest" });
+    }
+  }
+
+  /** @param {any} info */
+  const facts = (info) => h("p", { className: "hint" },
+    [info.family, `${parameters(info.parameters)} parameters`, bytes(info.weightBytes), `${count(info.contextTokens)} tokens of context`].join(" · "));
+
+  async function fill() {
+    const { model, info } = current();
+    const demo = "url" in model.source && model.source.url === DEMO_URL;
+    put(by("model-current"),
+      h("h3", {}, model.name, " ", h("span", { className: "badge" }, info ? "in use" : "not loaded")),
+      info && facts(info),
+      info && h("p", { className: "hint" }, `${backendName(info.backend)}: ${info.device}`),
+      !demo && h("button", { type: "button", onclick: () => use(DEMO) }, "Back to the demo model"));
+    backend.value = settings.backend;
+    label();
+    try {
+      const kept = await (await api()).storage();
+      by("stored").replaceChildren(...kept.models.map((m) => h("li", {},
+        h("span", {}, modelName(m.url), h("span", { className: "hint" }, ` ${bytes(m.bytes)}`)),
+        h("button", { type: "button", "aria-label": `Use ${modelName(m.url)}`, onclick: () => use({ source: { url: m.url }, name: modelName(m.url) }) }, "Use"),
+        h("button", { type: "button", "aria-label": `Forget ${modelName(m.url)}`, onclick: () => forget(m.url) }, "Forget"))));
+      by("storage-hint").textContent = kept.kind === "memory" ? `Models cannot be kept here: ${kept.problem}`
+        : [kept.models.length ? "" : "Nothing yet.", kept.usage !== null && kept.quota !== null ? `${bytes(kept.usage)} used of ${bytes(kept.quota)}.` : ""].join(" ");
+    } catch (error) {
+      by("storage-hint").textContent = sentence(error).text;
+    }
+  }
+
+  /** @param {string} url */
+  async function forget(url) {
+    try {
+      await (await api()).forget(url);
+      announce(`${modelName(url)} is no longer kept.`);
+    } catch (error) {
+      complain(error);
+    }
+    await fill();
+    by("model-title").scrollIntoView({ block: "nearest" });
+  }
+
+  // The button names the host before anything contacts it.
+  const label = () => {
+    try {
+      go.textContent = `Ask ${modelUrl(address.value).host}`;
+    } catch {
+      go.textContent = "Look";
+    }
+  };
+  address.addEventListener("input", label);
+  by("url-form").addEventListener("submit", (/** @type {Event} */ event) => {
+    event.preventDefault();
+    try {
+      const url = modelUrl(address.value).href;
+      look({ source: { url }, name: modelName(url) });
+    } catch (error) {
+      complain(error);
+    }
+  });
+
+  const input = by("folder");
+  if (!("webkitdirectory" in input)) by("pick-folder").textContent = "Choose the files…";
+  by("pick-folder").addEventListener("click", () => input.click());
+  input.addEventListener("change", () => {
+    const files = /** @type {File[]} */ ([...input.files]);
+    input.value = "";
+    if (files.length) look(folder(files.map((file) => ({ path: file.webkitRelativePath || file.name, file }))));
+  });
+
+  backend.addEventListener("change", () => {
+    settings.backend = backend.value;
+    save();
+    use(current().model);
+  });
+  dialog.addEventListener("close", () => {
+    looking?.abort();
+    found.replaceChildren();
+  });
+
+  const open = () => {
+    if (!dialog.open) dialog.showModal();
+    fill();
+  };
+  return { open, offer(model) { open(); look(model); } };
+}

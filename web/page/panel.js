@@ -1,0 +1,153 @@
+/** The cache panel: what each turn reused, the prefix tree, memory, the device. Beside the chat, or a sheet on narrow screens. */
+import { by, bytes, count, duration, h, keep, plural, rate, recall } from "./dom.js";
+import { tree } from "./tree.js";
+import { backendName, explain } from "./words.js";
+
+/** @typedef {import("./chat.js").Meta} Meta */
+
+/**
+ * A bar of parts. @param {string} label @param {number} whole @param {Record<string, number>} parts by the part's class
+ */
+function bar(label, whole, parts, className = "bar") {
+  const spans = Object.entries(parts).filter(([, n]) => n > 0).map(([name, n]) => {
+    const span = h("span", { className: name });
+    span.style.width = `${(100 * n) / whole}%`;
+    return span;
+  });
+  return h("div", { className, role: "img", "aria-label": label }, ...spans);
+}
+
+/** @param {string} name @param {{ total: number, used: number, cached: number }} pool @param {number} each bytes @param {string} what */
+function meter(name, { total, used, cached }, each, what) {
+  const running = used - cached, text = `${count(running)} running, ${count(cached)} kept, of ${count(total)}`;
+  return total > 0 && h("div", { className: "meter" },
+    h("p", {}, h("b", {}, name), h("span", {}, text)),
+    bar(`${name}: ${text}`, total, { running, reused: cached }, "bar thin"),
+    h("p", { className: "hint" }, `${what}, ${bytes(each)} each`));
+}
+
+/** @param {string} title @param {...(Node | false)} children */
+const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
+
+/** @param {(string | false)[]} parts */
+const dotted = (...parts) => parts.filter(Boolean).join(" · ");
+
+/** Times of an answer, in words. @param {Meta} meta */
+export const speed = ({ ttftMs, tokensPerSecond }) =>
+  dotted(typeof ttftMs === "number" && `${duration(ttftMs)} to first token`, typeof tokensPerSecond === "number" && rate(tokensPerSecond));
+
+/** @param {Meta} meta @param {number} i @param {number} longest prompt of the chat in tokens, the scale of the bars */
+function turn(meta, i, longest) {
+  const usage = /** @type {import("./js/selkie.js").Usage} */ (meta.usage), { promptTokens, reused, computed, completionTokens } = usage;
+  return h("li", {},
+    h("p", {}, h("b", {}, `Turn ${i + 1}`),
+      h("span", {}, h("span", { className: "key reused" }, `${count(reused)} reused`), h("span", { className: "key computed" }, `${count(computed)} computed`))),
+    bar(`${plural(promptTokens, "prompt token")}: ${count(reused)} reused, ${count(computed)} computed`, longest, { reused, computed }),
+    h("p", { className: "hint" }, explain(usage)),
+    h("p", { className: "hint" }, dotted(speed(meta), `${count(completionTokens)} written`)));
+}
+
+/**
+ * @param {object} page
+ * @param {() => import("./js/selkie.js").Engine | null} page.engine
+ * @param {() => void} page.leave moves the focus on when the sheet closes
+ * @param {(text: string) => void} page.announce
+ */
+export function cachePanel({ engine, leave, announce }) {
+  const panel = by("panel"), strip = by("strip"), toggle = by("toggle-panel"), wide = matchMedia("(min-width: 62rem)");
+  const turns = h("div"), picture = h("div"), memory = h("div"), device = h("div");
+  by("panel-body").append(turns, picture, memory, device);
+  let drawn = "", asking = false;
+
+  /** Asks the engine, if the panel can be seen. */
+  async function refresh() {
+    const e = engine();
+    if (panel.hidden || asking || !e) return;
+    asking = true;
+    try {
+      const stats = await e.stats();
+      if (engine() === e && drawn !== (drawn = JSON.stringify(stats))) draw(stats, e.info);
+    } catch { /* The engine failed or was closed, which is told elsewhere. */ }
+    asking = false;
+  }
+
+  /** @param {import("./js/selkie.js").Stats} stats @param {import("./js/selkie.js").EngineInfo} info */
+  function draw(stats, info) {
+    picture.replaceChildren(section("Prefix tree", tree(stats),
+      stats.tree.length > 0 && h("button", { type: "button", className: "quiet", onclick: clear }, "Clear the cache")));
+    memory.replaceChildren(section("Memory",
+      meter("States", stats.slots, info.bytesPerSlot, "What the recurrent layers remember at one point"),
+      meter("Pages", stats.pages, info.bytesPerPage, "Keys and values of 64 tokens"),
+      h("p", { className: "hint" }, `Since the model was loaded: ${plural(stats.reusedTokens, "prompt token")} reused, ${count(stats.computedTokens)} computed, ${count(stats.generatedTokens)} written.`)));
+  }
+
+  async function clear() {
+    await engine()?.clearCache().catch(() => {});
+    announce("The cache is empty.");
+    panel.focus();
+    refresh();
+  }
+
+  /** @param {boolean} open */
+  function show(open) {
+    panel.hidden = !open;
+    document.documentElement.dataset.panel = open ? "open" : "closed";
+    for (const button of [toggle, strip]) button.setAttribute("aria-expanded", String(open));
+    refresh();
+  }
+  /** @param {boolean} open */
+  function choose(open) {
+    show(open);
+    if (wide.matches) keep("panel", open);
+    if (open) panel.focus({ preventScroll: true });
+    else if (wide.matches) toggle.focus();
+    else leave();
+  }
+  const fit = () => show(wide.matches && recall("panel", true));
+  toggle.addEventListener("click", () => choose(panel.hidden));
+  strip.addEventListener("click", () => choose(true));
+  by("close-panel").addEventListener("click", () => choose(false));
+  panel.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => { if (event.key === "Escape") choose(false); });
+  wide.addEventListener("change", fit);
+  fit();
+
+  return {
+    refresh,
+
+    /** A sheet covers the chat: away with it when an answer begins. */
+    uncover() {
+      if (!wide.matches && !panel.hidden) show(false);
+    },
+
+    /** @param {import("./chat.js").Entry[]} entries */
+    turns(entries) {
+      const done = entries.flatMap(({ meta }) => (meta?.usage?.reason ? [meta] : []));
+      const longest = Math.max(...done.map((meta) => meta.usage?.promptTokens ?? 0));
+      const list = h("ol", { className: "turn-bars", tabIndex: 0, "aria-label": "Turns" }, ...done.map((meta, i) => turn(meta, i, longest)));
+      turns.replaceChildren(section("Turns", done.length ? list
+        : h("p", { className: "hint" }, "What the model has read stays known: from the second turn on, the bars here show how much of the chat was not computed again.")));
+      list.scrollTo(0, list.scrollHeight);
+      const usage = done.at(-1)?.usage;
+      strip.hidden = !usage;
+      if (!usage) return;
+      const { promptTokens, reused, computed } = usage, text = `${count(reused)} of ${plural(promptTokens, "prompt token")} reused`;
+      strip.replaceChildren(bar(text, promptTokens, { reused, computed }), dotted(text, speed({ ttftMs: done.at(-1)?.ttftMs })));
+    },
+
+    /** @param {import("./js/selkie.js").EngineInfo | null} info */
+    device(info) {
+      drawn = "";
+      picture.replaceChildren();
+      memory.replaceChildren();
+      device.replaceChildren();
+      if (!info) return;
+      device.append(section("Device",
+        h("p", {}, h("span", { className: "badge" }, backendName(info.backend)), " ", info.device),
+        info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: right, but slow."),
+        info.fallback && h("p", { className: "hint" }, info.fallback),
+        info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${info.storageProblem}`),
+        h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context, loaded in ${duration(info.loadMs)}.`)));
+      refresh();
+    },
+  };
+}

@@ -1,0 +1,90 @@
+/** What the user chose, and the dialog to choose it. */
+import { by, h, keep, recall } from "./dom.js";
+
+/**
+ * @typedef {object} Settings
+ * @property {string} system
+ * @property {boolean} prefixCache
+ * @property {"auto" | "wgpu" | "cpu"} backend
+ * @property {Record<string, number>} sampling only what differs from the model's own
+ */
+
+/** name, label, least, most, step, what it does */
+const NUMBERS = /** @type {const} */ ([
+  ["temperature", "Temperature", 0, 5, 0.05, "0 always takes the likeliest token"],
+  ["topP", "Top p", 0, 1, 0.01, "the likeliest tokens up to this probability"],
+  ["topK", "Top k", 0, 100000, 1, "the k likeliest tokens, 0 for all"],
+  ["minP", "Min p", 0, 1, 0.01, "tokens at least this times as likely as the best"],
+  ["repetitionPenalty", "Repetition penalty", 0.1, 10, 0.05, "1 is off"],
+  ["maxTokens", "Longest answer", 1, 1000000, 1, "in tokens"],
+  ["seed", "Seed", 0, Number.MAX_SAFE_INTEGER, 1, "the same seed gives the same answer"],
+]);
+
+/** @returns {Settings} */
+function load() {
+  const kept = /** @type {any} */ (recall("settings", {}));
+  /** @type {Record<string, number>} */
+  const sampling = {};
+  for (const [name, , least, most] of NUMBERS) {
+    const n = kept?.sampling?.[name];
+    if (typeof n === "number" && n >= least && n <= most) sampling[name] = n;
+  }
+  return {
+    system: typeof kept.system === "string" ? kept.system : "",
+    prefixCache: kept.prefixCache !== false,
+    backend: kept.backend === "wgpu" || kept.backend === "cpu" ? kept.backend : "auto",
+    sampling,
+  };
+}
+
+export const settings = load();
+export const save = () => keep("settings", settings);
+
+/**
+ * @param {(on: boolean) => void} cacheChanged
+ * @returns {(defaults: Record<string, number | undefined>) => void} opens the dialog
+ */
+export function settingsDialog(cacheChanged) {
+  const dialog = by("settings-dialog"), form = by("settings-form");
+  const fields = NUMBERS.map(([name, label, min, max, step, hint]) => {
+    const hintNode = h("p", { className: "hint", id: `hint-${name}` }, hint);
+    const input = h("input", { id: `set-${name}`, name, type: "number", min, max, step: "any", inputMode: step < 1 ? "decimal" : "numeric", "aria-describedby": `hint-${name}` });
+    by("sampling").append(h("div", {}, h("label", { htmlFor: input.id }, label), input, hintNode));
+    const check = () => {
+      const n = Number(input.value), whole = step === 1;
+      const bad = input.validity.badInput || (input.value !== "" && (!(n >= min && n <= max) || (whole && !Number.isInteger(n))));
+      input.setAttribute("aria-invalid", String(bad));
+      hintNode.classList.toggle("problem", bad);
+      hintNode.textContent = bad ? `A ${whole ? "whole number" : "number"} ${max < 1e5 ? `from ${min} to ${max}` : `of at least ${min}`}, please.` : hint;
+      return !bad && input.value !== "";
+    };
+    return { name, input, check };
+  });
+  const system = by("set-system"), cache = by("set-cache");
+
+  const fill = () => {
+    system.value = settings.system;
+    cache.checked = settings.prefixCache;
+    for (const { name, input, check } of fields) {
+      input.value = settings.sampling[name] ?? "";
+      check();
+    }
+  };
+  const read = () => {
+    settings.system = system.value;
+    if (settings.prefixCache !== cache.checked) cacheChanged((settings.prefixCache = cache.checked));
+    settings.sampling = {};
+    for (const { name, input, check } of fields) if (check()) settings.sampling[name] = Number(input.value);
+    save();
+  };
+  form.addEventListener("input", read);
+  by("settings-reset").addEventListener("click", () => {
+    form.reset();
+    read();
+  });
+  return (defaults) => {
+    for (const { name, input } of fields) input.placeholder = name === "seed" ? "a new one" : name === "maxTokens" ? "1024" : String(defaults[name] ?? "");
+    fill();
+    dialog.showModal();
+  };
+}

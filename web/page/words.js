@@ -1,0 +1,48 @@
+/** Sentences for what the engine reports: why reuse ended, what went wrong and what to do about it. */
+import { count, plural } from "./dom.js";
+
+/** Tokens of a page of the prefix tree. */
+export const PAGE = 64;
+
+/** @param {import("./js/selkie.js").Usage} usage */
+export function explain({ promptTokens, matched, reused, reason }) {
+  // The last token of a prompt is always computed.
+  if (reason === "off") return "The cache is turned off in the settings.";
+  if (promptTokens <= PAGE) return `Reuse starts at ${PAGE} tokens; this prompt has ${count(promptTokens)}.`;
+  switch (reason) {
+    case "evicted": return "More of it was known once, but had to make room.";
+    case "policy": return "More of it is known, but its state gave way to a newer one.";
+    case "no_state": return `${plural(matched, "token is", "tokens are")} known, but a state to continue from is kept after ${count(reused)}.`;
+    case "full": return `Every whole block of ${PAGE} tokens was reused.`;
+    case "first_sight": return reused ? `What follows the first ${count(reused)} tokens is new.` : "All of it is new.";
+    default: return "";
+  }
+}
+
+/** Advice after the engine's own sentence. @type {Record<string, string>} */
+const ADVICE = {
+  not_found: "Check the address: it must be the folder that holds config.json.",
+  network: "Check the address and the connection, or download the folder and choose it from this device.",
+  cors: "Download the folder and choose it from this device instead.",
+  missing_file: "Choose the folder with config.json, tokenizer.json and all .safetensors files.",
+  too_large: "A smaller model fits, and the CPU has other limits than the GPU.",
+  bad_model: "Download the model again and choose the new copy.",
+  device_lost: "The graphics device went away, as it does when a driver restarts or memory runs short. The chat is still here.",
+  out_of_memory: "Close other tabs, or choose a smaller model.",
+  storage: "Choose the folder again.",
+};
+
+/**
+ * @param {unknown} error
+ * @returns {{ code: string, text: string, advice: string }}
+ */
+export function sentence(error) {
+  const code = String(/** @type {any} */ (error)?.code ?? "internal");
+  let text = (error instanceof Error ? error.message : String(error)).trim() || "Something went wrong.";
+  text = text[0].toUpperCase() + text.slice(1);
+  if (!/[.!?]$/.test(text)) text += ".";
+  return { code, text, advice: ADVICE[code] ?? "" };
+}
+
+/** @param {"wgpu" | "cpu"} backend */
+export const backendName = (backend) => (backend === "wgpu" ? "WebGPU" : "CPU");
