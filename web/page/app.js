@@ -10,7 +10,8 @@ import { sentence } from "./words.js";
 /** @typedef {import("./chat.js").Entry} Entry */
 
 const message = by("message"), send = by("send"), notice = by("notice");
-const focus = () => message.focus({ preventScroll: true });
+/** Not on a touch screen, where the keyboard would come up and hide the answer. */
+const focus = () => { if (matchMedia("(hover: hover)").matches) message.focus({ preventScroll: true }); };
 /** To screen readers. @param {string} text */
 const announce = (text) => { by("announce").textContent = text; };
 
@@ -18,8 +19,6 @@ const announce = (text) => { by("announce").textContent = text; };
 let entries = stored();
 /** The message that the box's text will replace. @type {Entry | null} */
 let editing = null;
-/** An answer that waits for the model. @type {Entry | null} */
-let waiting = null;
 /** Ends the answer under way. @type {(() => void) | null} */
 let stop = null;
 
@@ -27,7 +26,6 @@ const view = conversation({ edit, retry });
 const life = engineLife({
   announce, focus,
   choose: () => models.open(),
-  progress: (text) => { if (waiting) view.change(waiting, text); },
   changed(engine) {
     panel.device(engine?.info ?? null);
     suggest();
@@ -77,13 +75,11 @@ async function answer(again) {
   entries.push(entry);
   remember();
   view.show(entries);
-  view.change(entry, life.progress || "…");
-  if (!life.engine) announce("The answer comes as soon as the model is there.");
-  waiting = entry;
+  view.change(entry, life.engine ? "…" : "Waiting for the model…");
+  if (!life.engine) announce("Waiting for the model.");
   let poll = 0;
   try {
     const engine = await Promise.race([life.settled(), /** @type {Promise<null>} */ (new Promise((ok) => setStop(() => ok(null))))]);
-    waiting = null;
     if (engine) {
       view.change(entry, "…");
       const sampling = { ...settings.sampling };
@@ -113,7 +109,6 @@ async function answer(again) {
     else meta.error = why;
   }
   clearInterval(poll);
-  waiting = null;
   setStop(null);
   view.change(entry, "");
   view.flush();
@@ -137,6 +132,7 @@ function edit(entry) {
   if (stop) return;
   editing = entry;
   fill(entry.content);
+  message.focus();
   say("What you send replaces this message and all that follows.", "Cancel", () => { editing = null; fill(""); });
 }
 
@@ -188,7 +184,6 @@ function suggest() {
 function fill(text) {
   message.value = text;
   grow();
-  focus();
 }
 
 function grow() {
@@ -250,6 +245,7 @@ navigator.serviceWorker?.register("sw.js").catch(() => {});
 
 view.show(entries);
 panel.turns(entries);
+focus();
 // A model of the user's own is taken again only if it is kept here: opening the page contacts nobody.
 const last = recall("model", /** @type {unknown} */ (null));
 const kept = typeof last === "string" && (await api().then((a) => a.storage()).catch(() => null))?.models.some((m) => m.url === last);

@@ -15,19 +15,16 @@ export const api = () => imported;
 /**
  * @param {object} page
  * @param {(engine: Engine | null) => void} page.changed a load began (null), or ended well
- * @param {(text: string) => void} page.progress what an answer waits for
  * @param {() => void} page.choose opens the dialog for models
  * @param {() => void} page.focus
  * @param {(text: string) => void} page.announce
  */
 export function engineLife(page) {
-  const card = by("load"), root = document.documentElement, button = by("model-button"), badge = by("model-badge"), foot = by("foot");
+  const card = by("load"), root = document.documentElement, state = by("model-state"), badge = by("model-badge"), foot = by("foot");
   const life = {
     model: DEMO,
     /** @type {Engine | null} */
     engine: null,
-    /** While there is no engine: what it does. */
-    progress: "",
     start, settled,
   };
   /** The load that is under way or done. @type {Promise<Engine>} */
@@ -44,7 +41,7 @@ export function engineLife(page) {
     const mine = (loading = new AbortController());
     root.dataset.engine = "loading";
     by("model-name").textContent = model.name;
-    button.setAttribute("aria-label", `Model: ${model.name}, loading`);
+    state.textContent = "loading";
     badge.hidden = true;
     foot.textContent = "Runs in this page. Nothing you type leaves your device.";
     card.replaceChildren();
@@ -81,12 +78,11 @@ export function engineLife(page) {
   function loaded(engine) {
     const { info } = engine, { model } = life;
     life.engine = engine;
-    life.progress = "";
     root.dataset.engine = "ready";
     card.hidden = true;
     badge.hidden = false;
     badge.textContent = backendName(info.backend);
-    button.setAttribute("aria-label", `Model: ${model.name}, on ${backendName(info.backend)}`);
+    state.textContent = "";
     foot.textContent = info.fallback ? `Runs on your CPU. ${info.fallback}`
       : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: right, but slow.`
       : `Runs on ${info.device}. Nothing you type leaves your device.`;
@@ -101,12 +97,11 @@ export function engineLife(page) {
     const why = sentence(error), { model } = life;
     life.engine?.close();
     life.engine = null;
-    life.progress = "";
     ready = Promise.reject(error);
     ready.catch(() => {});
     root.dataset.engine = "failed";
     badge.hidden = true;
-    button.setAttribute("aria-label", `Model: ${model.name}, not loaded`);
+    state.textContent = "not loaded";
     const choice = (/** @type {string} */ text, /** @type {() => void} */ go, main = false) =>
       h("button", { type: "button", className: main ? "primary" : "", onclick: () => { page.focus(); go(); } }, text);
     const ofGpu = ["device_lost", "out_of_memory", "unsupported", "too_large", "internal"].includes(why.code) && settings.backend !== "cpu";
@@ -125,7 +120,7 @@ export function engineLife(page) {
     const { stage, loaded = 0, total = 0 } = progress ?? {};
     const name = life.model === DEMO ? "the demo model" : life.model.name;
     const amount = (/** @type {(n: number) => string} */ unit) => (total ? `${unit(loaded)} of ${unit(total)}` : unit(loaded));
-    life.progress = stage === "download" ? `Downloading ${name}: ${amount(bytes)}`
+    const text = stage === "download" ? `Downloading ${name}: ${amount(bytes)}`
       : stage === "weights" ? `Loading the weights: ${amount(bytes)}`
       : stage === "pipelines" ? `Preparing the device: ${amount(count)}`
       : `Starting ${name}…`;
@@ -133,15 +128,14 @@ export function engineLife(page) {
     if (!card.querySelector("progress")) {
       put(card, h("p"), h("progress", { "aria-label": "Loading the model" }),
         life.model !== DEMO && h("button", { type: "button", className: "quiet", onclick: () => start(DEMO) }, "Cancel"));
-      page.announce(life.progress);
+      page.announce(text);
     }
-    card.querySelector("p").textContent = life.progress;
+    card.querySelector("p").textContent = text;
     const bar = /** @type {HTMLProgressElement} */ (card.querySelector("progress"));
     if (total) {
       bar.max = total;
       bar.value = Math.min(loaded, total);
     } else bar.removeAttribute("value");
-    page.progress(life.progress);
   }
 
   /** The engine once a load has ended well, whichever load that is. @returns {Promise<Engine>} */

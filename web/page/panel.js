@@ -130,8 +130,8 @@ export function cachePanel({ engine, leave, announce }) {
       const usage = done.at(-1)?.usage;
       strip.hidden = !usage;
       if (!usage) return;
-      const { promptTokens, reused, computed } = usage, text = `${count(reused)} of ${plural(promptTokens, "prompt token")} reused`;
-      strip.replaceChildren(bar(text, promptTokens, { reused, computed }), dotted(text, speed({ ttftMs: done.at(-1)?.ttftMs })));
+      const { promptTokens, reused, computed } = usage, text = `${count(reused)} of ${plural(promptTokens, "token")} reused`, ttftMs = done.at(-1)?.ttftMs;
+      strip.replaceChildren(bar(text, promptTokens, { reused, computed }), dotted(text, typeof ttftMs === "number" && duration(ttftMs)));
     },
 
     /** @param {import("./js/selkie.js").EngineInfo | null} info */

@@ -39,7 +39,7 @@ const ADVICE = {
 export function sentence(error) {
   const code = String(/** @type {any} */ (error)?.code ?? "internal");
   let text = (error instanceof Error ? error.message : String(error)).trim() || "Something went wrong.";
-  text = text[0].toUpperCase() + text.slice(1);
+  text = text.replace(/^[a-z](?=[a-z]* )/, (letter) => letter.toUpperCase());
   if (!/[.!?]$/.test(text)) text += ".";
   return { code, text, advice: ADVICE[code] ?? "" };
 }
