@@ -15,6 +15,14 @@ const focus = () => { if (matchMedia("(hover: hover)").matches) message.focus({ 
 /** To screen readers. @param {string} text */
 const announce = (text) => { by("announce").textContent = text; };
 
+/** What the demo model does well, and what to ask next. @type {Record<string, string[]>} */
+const DEMO_CAN = {
+  "Tell me a story about a fox named Leo and a lantern.": ["Who has the lantern?", "Where is Leo?"],
+  "What is 17 + 25?": ["What is 81 - 36?"],
+  "Anna took the key. Anna went to the garden. Where is the key?": ["Then Anna gave the key to Ben. Who has the key?"],
+  "What can you do?": [],
+};
+
 /** @type {Entry[]} */
 let entries = stored();
 /** The message that the box's text will replace. @type {Entry | null} */
@@ -72,14 +80,17 @@ async function answer(again) {
   const meta = {};
   /** @type {Entry} */
   const entry = { role: "assistant", content: "", meta };
+  /** @type {Promise<null>} */
+  const stopped = new Promise((ok) => setStop(() => ok(null)));
   entries.push(entry);
   remember();
   view.show(entries);
+  suggest();
   view.change(entry, life.engine ? "…" : "Waiting for the model…");
   if (!life.engine) announce("Waiting for the model.");
   let poll = 0;
   try {
-    const engine = await Promise.race([life.settled(), /** @type {Promise<null>} */ (new Promise((ok) => setStop(() => ok(null))))]);
+    const engine = await Promise.race([life.settled(), stopped]);
     if (engine) {
       view.change(entry, "…");
       const sampling = { ...settings.sampling };
@@ -110,6 +121,7 @@ async function answer(again) {
   }
   clearInterval(poll);
   setStop(null);
+  suggest();
   view.change(entry, "");
   view.flush();
   // A new chat may have begun in the meantime.
@@ -150,6 +162,7 @@ function show(chat) {
   entries = chat;
   view.show([]);
   view.show(entries);
+  suggest();
   panel.turns(entries);
   remember();
 }
@@ -172,12 +185,13 @@ function setStop(how) {
   send.querySelector("use").setAttribute("href", how ? "#i-stop" : "#i-send");
 }
 
-/** Something to begin with, that the model can do. */
+/** Something to begin with, and what may follow. */
 function suggest() {
-  const texts = life.model === DEMO
-    ? ["What is 17 + 25?", "Tell me a story about a fox named Leo and a lantern.", "Anna took the key. Anna went to the garden. Where is the key?", "What can you do?"]
-    : ["What can you do?", "Explain why the sky is blue.", "Write a short poem about the sea."];
-  by("chips").replaceChildren(...texts.map((text) => h("button", { type: "button", onclick: () => { focus(); submit(text); } }, text)));
+  const chip = (/** @type {string} */ text) => h("button", { type: "button", onclick: () => { focus(); submit(text); } }, text);
+  const demo = life.model === DEMO, begin = demo ? Object.keys(DEMO_CAN) : ["What can you do?", "Explain why the sky is blue.", "Write a short poem about the sea."];
+  by("chips").replaceChildren(...begin.map(chip));
+  const follow = demo && !stop && entries.length === 2 ? DEMO_CAN[entries[0].content] ?? [] : [];
+  by("follow").replaceChildren(...follow.map(chip));
 }
 
 /** @param {string} text */

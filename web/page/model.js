@@ -6,7 +6,7 @@ import { backendName, sentence } from "./words.js";
 /** @typedef {import("./js/selkie.js").ModelSource} ModelSource */
 /** @typedef {{ source: ModelSource, name: string }} Model */
 
-const DEMO_URL = new URL("model/", document.baseURI).href;
+const DEMO_URL = new URL("models/demo/", document.baseURI).href;
 /** @type {Model} */
 export const DEMO = { source: { url: DEMO_URL }, name: "Demo model" };
 
