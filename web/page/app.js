@@ -89,8 +89,10 @@ async function answer(again) {
   view.change(entry, life.engine ? "…" : "Waiting for the model…");
   if (!life.engine) announce("Waiting for the model.");
   let poll = 0;
+  /** @type {import("./js/selkie.js").Engine | null} */
+  let engine = null;
   try {
-    const engine = await Promise.race([life.settled(), stopped]);
+    engine = await Promise.race([life.settled(), stopped]);
     if (engine) {
       view.change(entry, "…");
       const sampling = { ...settings.sampling };
@@ -117,6 +119,9 @@ async function answer(again) {
   } catch (error) {
     const why = sentence(error);
     if (why.code === "cancelled") meta.finish = "cancelled";
+    // What befell the model is told above the message box.
+    else if (!engine) meta.note = "No model was there to answer this.";
+    else if (why.code === "device_lost") meta.note = "The model stopped here.";
     else meta.error = why;
   }
   clearInterval(poll);

@@ -36,10 +36,14 @@ export function conversation(on) {
 
   const mark = () => {
     atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-    toEnd.hidden = atEnd;
+    toEnd.hidden = atEnd || views.size === 0;
+  };
+  const follow = () => {
+    if (atEnd && views.size) log.scrollTo(0, log.scrollHeight);
+    mark();
   };
   log.addEventListener("scroll", mark, { passive: true });
-  new ResizeObserver(() => atEnd && log.scrollTo(0, log.scrollHeight)).observe(log);
+  new ResizeObserver(follow).observe(log);
   toEnd.addEventListener("click", () => {
     atEnd = true;
     log.scrollTo({ top: log.scrollHeight, behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
@@ -50,8 +54,7 @@ export function conversation(on) {
     frame = 0;
     for (const entry of changed) paint(entry);
     changed.clear();
-    if (atEnd) log.scrollTo(0, log.scrollHeight);
-    else mark();
+    follow();
   }
 
   /** @param {Entry} entry */

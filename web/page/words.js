@@ -1,5 +1,5 @@
 /** Sentences for what the engine reports: why reuse ended, what went wrong and what to do about it. */
-import { count, plural } from "./dom.js";
+import { count } from "./dom.js";
 
 /** Tokens of a page of the prefix tree. */
 export const PAGE = 64;
@@ -12,7 +12,7 @@ export function explain({ promptTokens, matched, reused, reason }) {
   switch (reason) {
     case "evicted": return "More of it was known once, but had to make room.";
     case "policy": return "More of it is known, but its state gave way to a newer one.";
-    case "no_state": return `${plural(matched, "token is", "tokens are")} known, but a state to continue from is kept after ${count(reused)}.`;
+    case "no_state": return `${count(matched)} tokens are known, but ${reused ? `the last state to continue from is at ${count(reused)}` : "no state to continue from was kept"}.`;
     case "full": return `Every whole block of ${PAGE} tokens was reused.`;
     case "first_sight": return reused ? `What follows the first ${count(reused)} tokens is new.` : "All of it is new.";
     default: return "";
