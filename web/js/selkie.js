@@ -1,0 +1,220 @@
+// The API of selkie for pages; types and documentation are in selkie.d.ts.
+
+import { SelkieError, asSelkieError, unpackError } from "./errors.js";
+import { directoryUrl } from "./source.js";
+
+export { SelkieError };
+
+// A worker and the questions that it has not answered yet.
+class Client {
+  #worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "selkie" });
+  #waiting = new Map();
+  #next = 1;
+  #ended = null;
+  onprogress = () => {};
+  onupdate = () => {};
+  onend = () => {};
+
+  constructor() {
+    this.#worker.onmessage = ({ data }) => this.#receive(data);
+    this.#worker.onerror = (e) => {
+      e.preventDefault();
+      this.end(new SelkieError("internal", `The worker failed: ${e.message ?? "it could not be started"}.`));
+    };
+  }
+
+  // Returns the message's id and a promise of the answer.
+  ask(type, message = {}) {
+    const id = this.#next++;
+    const answer = new Promise((resolve, reject) => {
+      if (this.#ended) return reject(this.#ended);
+      this.#waiting.set(id, { resolve, reject });
+      this.#worker.postMessage({ id, type, ...message });
+    });
+    return { id, answer };
+  }
+
+  #receive({ id, value, error, progress, updates, failed }) {
+    if (progress) this.onprogress(progress);
+    for (const update of updates ?? []) this.onupdate(update);
+    if (failed) this.end(unpackError(failed));
+    const waiting = this.#waiting.get(id);
+    this.#waiting.delete(id);
+    if (error) waiting?.reject(unpackError(error));
+    else waiting?.resolve(value);
+  }
+
+  // Nothing comes after this; what is not answered ends with `error`.
+  end(error) {
+    if (this.#ended) return;
+    this.#ended = error;
+    this.#worker.terminate();
+    for (const { reject } of this.#waiting.values()) reject(error);
+    this.#waiting.clear();
+    this.onend(error);
+  }
+}
+
+const cancelled = (what) => new SelkieError("cancelled", `The ${what} was cancelled.`);
+
+// The answer of a worker of its own, which ends with it.
+async function once(type, message, signal) {
+  const client = new Client();
+  const stop = () => client.end(cancelled(type));
+  if (signal?.aborted) stop();
+  signal?.addEventListener("abort", stop);
+  try {
+    return await client.ask(type, message).answer;
+  } finally {
+    signal?.removeEventListener("abort", stop);
+    stop();
+  }
+}
+
+function located(model) {
+  if (typeof model?.url === "string") return { url: directoryUrl(model.url, document.baseURI) };
+  // A file loses its place in the folder on its way to the worker.
+  if (model?.files) return { files: [...model.files].map((file) => ({ path: file.webkitRelativePath || file.name, file })) };
+  throw new SelkieError("bad_request", "A model is { url } or { files }.");
+}
+
+export async function inspect(model, { backend = "auto", signal } = {}) {
+  return once("inspect", { model: located(model), backend }, signal);
+}
+
+export async function storage() {
+  return once("storage");
+}
+
+export async function forget(url) {
+  return once("forget", located({ url }));
+}
+
+export async function load({ model, memoryMiB, onProgress, signal, ...others }) {
+  const start = performance.now();
+  const { backend = "auto", prefixCache = true, contextTokens, maxBatch } = others;
+  const options = { backend, prefixCache, contextTokens, maxBatch };
+  if (memoryMiB !== undefined) options.memoryBytes = memoryMiB * 2 ** 20;
+  const source = located(model);
+  const client = new Client();
+  client.onprogress = (progress) => onProgress?.(progress);
+  const stop = () => client.end(cancelled("load"));
+  if (signal?.aborted) stop();
+  signal?.addEventListener("abort", stop);
+  try {
+    const info = await client.ask("load", { model: source, options }).answer;
+    return new Engine(client, { ...info, loadMs: performance.now() - start });
+  } catch (e) {
+    client.end(asSelkieError(e));
+    throw e;
+  } finally {
+    signal?.removeEventListener("abort", stop);
+  }
+}
+
+class Engine {
+  #client;
+  #running = new Map();
+
+  constructor(client, info) {
+    this.#client = client;
+    this.info = Object.freeze(info);
+    this.failed = new Promise((resolve) => {
+      client.onend = (error) => {
+        for (const generation of this.#running.values()) generation.fail(error);
+        this.#running.clear();
+        if (error.code !== "cancelled") resolve(error);
+      };
+    });
+    client.onupdate = ({ request, ...update }) => {
+      this.#running.get(request)?.push(update);
+      if (update.type === "done") this.#running.delete(request);
+    };
+  }
+
+  generate(request) {
+    const { id, answer } = this.#client.ask("generate", { request });
+    const generation = new Generation(() => this.#client.ask("cancel", { request: id }).answer.catch(() => {}));
+    this.#running.set(id, generation);
+    answer.catch((error) => {
+      this.#running.delete(id);
+      generation.fail(error);
+    });
+    return generation;
+  }
+
+  cancel() {
+    this.#client.ask("cancel").answer.catch(() => {});
+  }
+
+  stats() {
+    return this.#client.ask("stats").answer;
+  }
+
+  clearCache() {
+    return this.#client.ask("clearCache").answer;
+  }
+
+  setPrefixCache(on) {
+    return this.#client.ask("setPrefixCache", { on }).answer;
+  }
+
+  close() {
+    this.#client.end(cancelled("engine"));
+  }
+}
+
+class Generation {
+  #stop;
+  #queue = [];
+  #ended = false;
+  #error = null;
+  #wake = () => {};
+  #resolve;
+  #reject;
+
+  constructor(stop) {
+    this.#stop = stop;
+    this.done = new Promise((resolve, reject) => {
+      this.#resolve = resolve;
+      this.#reject = reject;
+    });
+    this.done.catch(() => {}); // whoever iterates hears of it there
+  }
+
+  cancel() {
+    if (!this.#ended) this.#stop();
+  }
+
+  push(update) {
+    const last = this.#queue.at(-1);
+    if (update.type === "text" && last?.type === "text") last.text += update.text;
+    else this.#queue.push(update);
+    if (update.type === "done") {
+      this.#ended = true;
+      this.#resolve(update);
+    }
+    this.#wake();
+  }
+
+  fail(error) {
+    if (this.#ended) return;
+    this.#ended = true;
+    this.#error = error;
+    this.#reject(error);
+    this.#wake();
+  }
+
+  async *[Symbol.asyncIterator]() {
+    try {
+      for (;;) {
+        while (this.#queue.length > 0) yield this.#queue.shift();
+        if (this.#error) throw this.#error;
+        if (this.#ended) return;
+        await new Promise((resolve) => (this.#wake = resolve));
+      }
+    } finally {
+      this.cancel();
+    }
+  }
+}

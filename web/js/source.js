@@ -1,0 +1,304 @@
+// Which files a model consists of, and how they are read: from a folder that the user picked, or from a URL.
+//
+// A file for the engine is { name, size, read(offset, length) -> Promise<Uint8Array> }. Files are named by plain names.
+
+import { SelkieError, asSelkieError } from "./errors.js";
+
+const CONFIG = "config.json";
+const SINGLE = "model.safetensors";
+const INDEX = "model.safetensors.index.json";
+// A size that no server told: larger than any offset in the file.
+const UNKNOWN_SIZE = Number.MAX_SAFE_INTEGER;
+
+// ---- Blobs: picked files and what is in storage
+
+export function blobFile(name, blob) {
+  const read = async (offset, length) => {
+    try {
+      return new Uint8Array(await blob.slice(offset, offset + length).arrayBuffer());
+    } catch (e) {
+      throw new SelkieError("storage", `${name} can no longer be read; it was moved or changed. Choose it again.`, { cause: e });
+    }
+  };
+  return { name, size: blob.size, read };
+}
+
+// The files of a picked folder, as [{ path, file }]. Those in folders below it are not the model's: exports for other programs
+// lie there.
+export async function pickedModel(picked) {
+  const files = new Map();
+  for (const { path, file } of picked) if (path.split("/").length <= 2) files.set(file.name, file);
+  const first = picked[0]?.path ?? "";
+  const name = first.includes("/") ? first.split("/")[0] : "model";
+  if (files.size === 0) throw new SelkieError("missing_file", "No files were chosen.");
+  if (!files.has(CONFIG)) {
+    throw new SelkieError("missing_file", `There is no ${CONFIG} among the chosen files; choose the folder that holds it.`);
+  }
+  if (!files.has(SINGLE)) {
+    const index = files.get(INDEX);
+    if (!index) throw new SelkieError("missing_file", noWeights("in this folder", [...files.keys()]));
+    for (const shard of shardNames(await index.text())) {
+      if (!files.has(shard)) throw new SelkieError("missing_file", `${INDEX} names ${shard}, but it is not in the folder.`);
+    }
+  }
+  return { name, files: [...files].map(([name, file]) => blobFile(name, file)) };
+}
+
+function noWeights(where, names) {
+  const other = names.find((name) => /\.(bin|gguf|pth?|onnx)$/.test(name));
+  const hint = other ? `; ${other} has to be converted to safetensors first` : "";
+  return `There is neither ${SINGLE} nor ${INDEX} ${where}${hint}.`;
+}
+
+// Weight files that an index names.
+function shardNames(text) {
+  const map = parse(INDEX, text)?.weight_map;
+  const names = [...new Set(Object.values(map ?? {}))];
+  if (names.length === 0) throw new SelkieError("bad_model", `${INDEX}: there is no weight_map in it.`);
+  const bad = names.find((name) => typeof name !== "string" || !/^[^/\\:\p{Cc}]+\.safetensors$/u.test(name));
+  if (bad !== undefined) throw new SelkieError("bad_model", `${INDEX}: ${JSON.stringify(bad)} is no name of a weight file.`);
+  return names;
+}
+
+function parse(name, text) {
+  try {
+    return JSON.parse(text);
+  } catch (e) {
+    throw new SelkieError("bad_model", `${name} is no JSON: ${e.message}.`, { cause: e });
+  }
+}
+
+// Rejects a file that ends too early: a server that closes the connection may not say that it was not done.
+export async function checkWhole(name, blob) {
+  if (name.endsWith(".json")) parse(name, await blob.text());
+  if (!name.endsWith(".safetensors")) return;
+  const damaged = (why) => new SelkieError("bad_model", `${name} is damaged or incomplete: ${why}.`);
+  if (blob.size < 8) throw damaged(`it has ${blob.size} bytes`);
+  const length = Number(new DataView(await blob.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+  if (8 + length > blob.size) throw damaged(`it ends within its header, after ${blob.size} bytes`);
+  let header;
+  try {
+    header = JSON.parse(await blob.slice(8, 8 + length).text());
+  } catch {
+    throw damaged("its header is no JSON");
+  }
+  let end = 0;
+  for (const tensor of Object.values(header ?? {})) end = Math.max(end, Number(tensor?.data_offsets?.[1] ?? 0));
+  if (8 + length + end > blob.size) throw damaged(`it ends after ${blob.size} of ${8 + length + end} bytes`);
+}
+
+// ---- URLs
+
+// The URL of a model's directory, as the files' names are appended to it. The address of a model's page at Hugging Face
+// or of its config.json means the directory too.
+export function directoryUrl(text, base) {
+  let url;
+  try {
+    url = new URL(text, base);
+  } catch {
+    throw new SelkieError("not_found", `"${text}" is not an address.`);
+  }
+  if (!/^https?:$/.test(url.protocol)) {
+    throw new SelkieError("cors", `${url} cannot be used: only https and http addresses can.`);
+  }
+  url.hash = "";
+  url.pathname = url.pathname.replace(/\/config\.json$/, "/");
+  if (url.hostname === "huggingface.co") {
+    const [owner, model, kind, revision] = url.pathname.split("/").filter(Boolean);
+    if (model && (!kind || kind === "tree")) url.pathname = `/${owner}/${model}/resolve/${revision ?? "main"}/`;
+  }
+  if (!url.pathname.endsWith("/")) url.pathname += "/";
+  return url.href;
+}
+
+export function fileUrl(directory, name) {
+  const url = new URL(directory);
+  url.pathname += encodeURIComponent(name);
+  return url.href;
+}
+
+export function modelName(directory) {
+  const parts = decodeURI(new URL(directory).pathname).split("/").filter(Boolean);
+  const resolve = parts.indexOf("resolve");
+  return (resolve > 0 ? parts[resolve - 1] : parts.at(-1)) ?? new URL(directory).host;
+}
+
+const sameOrigin = (url) => new URL(url).origin === self.location.origin;
+
+// Hosts that the Content-Security-Policy of this page kept us from.
+const refused = new Set();
+self.addEventListener?.("securitypolicyviolation", (e) => refused.add(e.blockedURI));
+const wasRefused = (url) => [...refused].some((blocked) => blocked && url.startsWith(blocked));
+
+// One request; null if the file is not there.
+async function request(url, { method = "GET", range, signal } = {}) {
+  const headers = range ? { Range: `bytes=${range}` } : {};
+  let response;
+  try {
+    // The model goes into storage of its own; the HTTP cache need not keep it too.
+    const options = { cache: "no-store", credentials: "same-origin", referrerPolicy: "no-referrer" };
+    response = await fetch(url, { method, headers, signal, ...options });
+  } catch (e) {
+    if (e.name === "AbortError") throw e;
+    await new Promise((resolve) => setTimeout(resolve)); // the violation's event comes after the rejection
+    throw unreachable(url, e);
+  }
+  if (response.ok) {
+    // A site that answers everything with its start page has no such file.
+    const page = /^text\/html/.test(response.headers.get("content-type") ?? "");
+    if (!page) return response;
+  }
+  response.body?.cancel();
+  const { status } = response;
+  if (response.ok || status === 404 || status === 410) return null;
+  if (status === 401 || status === 403) {
+    throw new SelkieError("network", `${new URL(url).host} does not give ${url} to everybody (status ${status}).`);
+  }
+  const message = `${new URL(url).host} answers ${url} with an error (status ${status}).`;
+  throw new SelkieError("network", message, { cause: { status } });
+}
+
+function unreachable(url, cause) {
+  const { host, protocol } = new URL(url);
+  const failed = (code, message) => new SelkieError(code, message, { cause });
+  if (wasRefused(url)) {
+    const allowed = "only its own server, https addresses and http://localhost";
+    return failed("cors", `This page may not contact ${protocol}//${host}: ${allowed}.`);
+  }
+  if (sameOrigin(url)) return failed("network", `The server of this page does not answer; ${url} could not be loaded.`);
+  return failed(
+    "network",
+    `${url} could not be loaded: ${host} does not answer, or it does not allow other pages to read its files (CORS). ` +
+      "A browser does not tell which. You can download the model and choose its folder instead.",
+  );
+}
+
+// Bytes of the whole file as far as a response tells, else null. A compressed answer's length is not the file's.
+const contentLength = (response) => {
+  const text = response.headers.get("content-encoding") ? null : response.headers.get("content-length");
+  return text === null ? null : Number(text);
+};
+
+// What tells two versions of a file apart, from the headers that other origins' answers show.
+const version = (response) => {
+  const tag = response.headers.get("etag");
+  return (tag && !tag.startsWith("W/") ? tag : null) ?? response.headers.get("last-modified");
+};
+
+// { size, version } of a file without its bytes, null if it is not there.
+export async function look(url, signal) {
+  let response;
+  try {
+    response = await request(url, { method: "HEAD", signal });
+  } catch (e) {
+    if (e.cause?.status !== 405 && e.cause?.status !== 501) throw e;
+    response = await request(url, { signal });
+    response?.body?.cancel();
+  }
+  return response && { size: contentLength(response), version: version(response) };
+}
+
+// Gives the pieces of a file from `from` on to `write(piece, version)`; returns its size and version, null if it is not there.
+// A server that does not know ranges, or has another version by now than `expected`, gives all of it: then `restart()` is
+// called first.
+export async function stream(url, { from = 0, expected = null, write, restart }) {
+  let response;
+  try {
+    response = await request(url, { range: from > 0 ? `${from}-` : null });
+  } catch (e) {
+    if (from === 0 || e.cause?.status !== 416) throw e;
+  }
+  if (from > 0 && !(response?.status === 206 && expected !== null && version(response) === expected)) {
+    await restart();
+    from = 0;
+    if (response?.status !== 200) {
+      response?.body?.cancel();
+      response = await request(url);
+    }
+  }
+  if (!response) return null;
+  const rest = contentLength(response);
+  const reader = response.body.getReader();
+  let at = from;
+  for (;;) {
+    const { done, value } = await reader.read().catch((e) => {
+      const host = new URL(url).host;
+      throw new SelkieError("network", `The connection to ${host} broke after ${at} bytes of ${url}. Try again.`, { cause: e });
+    });
+    if (done) break;
+    await write(value, version(response));
+    at += value.length;
+  }
+  // More than was announced was compressed on the way; less is a connection that broke.
+  if (rest !== null && at < from + rest) {
+    throw new SelkieError("network", `${url} ended after ${at} of ${from + rest} bytes. Try again.`);
+  }
+  return { size: at, version: version(response) };
+}
+
+async function readSmall(directory, name, onBytes) {
+  const parts = [];
+  const write = (piece) => {
+    parts.push(piece);
+    onBytes?.(name, piece.length);
+  };
+  if (!(await stream(fileUrl(directory, name), { write }))) return null;
+  const blob = new Blob(parts);
+  await checkWhole(name, blob);
+  return [name, blob];
+}
+
+// All small files of a model ({ name: Blob }), and names, sizes and versions of its weights.
+// A missing optional file is asked for once; the browser mentions that in its console, which cannot be helped.
+export async function remoteModel(directory, onBytes) {
+  const get = (name) => readSmall(directory, name, onBytes);
+  const config = await get(CONFIG);
+  if (!config) throw new SelkieError("not_found", `There is no model at ${directory}: ${CONFIG} was not found there.`);
+  const optional = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"];
+  const small = new Map([config, ...(await Promise.all(optional.map(get))).filter(Boolean)]);
+  // A template has a file of its own or is in the tokenizer's settings.
+  const settings = small.get("tokenizer_config.json");
+  if (!settings || !JSON.parse(await settings.text())?.chat_template) {
+    const template = (await get("chat_template.jinja")) ?? (await get("chat_template.json"));
+    if (template) small.set(...template);
+  }
+  const single = await look(fileUrl(directory, SINGLE));
+  if (single) return { small, weights: [{ name: SINGLE, ...single }] };
+  const index = await get(INDEX);
+  if (!index) throw new SelkieError("missing_file", noWeights(`at ${directory}`, []));
+  small.set(...index);
+  const shards = shardNames(await index[1].text()).map(async (name) => {
+    const found = await look(fileUrl(directory, name));
+    if (!found) throw new SelkieError("missing_file", `${INDEX} names ${name}, but ${directory} does not have it.`);
+    return { name, ...found };
+  });
+  return { small, weights: await Promise.all(shards) };
+}
+
+// A remote file that is read in parts: by ranges, or from the start of the whole where the server does not know them.
+export function remoteFile(directory, { name, size }) {
+  const url = fileUrl(directory, name);
+  const read = async (offset, length) => {
+    const bytes = new Uint8Array(length);
+    if (length === 0) return bytes;
+    const response = await request(url, { range: `${offset}-${offset + length - 1}` });
+    if (!response) throw new SelkieError("missing_file", `${url} is no longer there.`);
+    let at = response.status === 206 ? offset : 0;
+    const reader = response.body.getReader();
+    try {
+      while (at < offset + length) {
+        const { done, value } = await reader.read();
+        if (done) break;
+        const part = value.subarray(Math.max(0, offset - at), Math.max(0, offset + length - at));
+        if (part.length) bytes.set(part, Math.max(0, at - offset));
+        at += value.length;
+      }
+    } catch (e) {
+      throw asSelkieError(e, "network");
+    } finally {
+      reader.cancel().catch(() => {});
+    }
+    return bytes.subarray(0, Math.max(0, Math.min(length, at - offset)));
+  };
+  return { name, size: size ?? UNKNOWN_SIZE, read };
+}

@@ -1,0 +1,163 @@
+// The worker: owns the engine, runs its steps, and takes the page's messages between them.
+//
+// Page -> worker: { id, type, ... }; worker -> page: { id, value } or { id, error } once for every message, and meanwhile
+// { progress } while loading, { updates: [...] } while generating, { failed } when the engine is of no use any more.
+
+import init, { WasmEngine, inspect } from "../selkie_web.js";
+import { SelkieError, asSelkieError, packError } from "./errors.js";
+import { pickedModel } from "./source.js";
+import { forget, storage, storedModel, visibleModel } from "./store.js";
+
+// Messages to the page about text and progress come at most this often.
+const FRAME_MS = 16;
+
+let wasm = null; // promise of the module's exports
+let engine = null;
+let info = null;
+const requests = new Map(); // engine's id -> page's id
+const inbox = [];
+let busy = false;
+
+self.onmessage = ({ data }) => {
+  inbox.push(data);
+  if (!busy) run();
+};
+
+// Messages and steps in turn: while a step is under way the engine may not be touched.
+async function run() {
+  busy = true;
+  try {
+    for (;;) {
+      while (inbox.length > 0) await answer(inbox.shift());
+      if (!engine || engine.isIdle()) break;
+      deliver(await engine.step());
+      await nextTask();
+    }
+  } catch (e) {
+    fail(e);
+  } finally {
+    busy = false;
+  }
+}
+
+// Lets messages of the page in. A timer would wait for milliseconds, and a microtask let nobody in.
+const channel = new MessageChannel();
+let wake;
+channel.port1.onmessage = () => wake();
+const nextTask = () =>
+  new Promise((resolve) => {
+    wake = resolve;
+    channel.port2.postMessage(null);
+  });
+
+async function answer({ id, type, ...message }) {
+  try {
+    if (!Object.hasOwn(actions, type)) throw new SelkieError("internal", `unknown message ${type}`);
+    self.postMessage({ id, value: await actions[type]({ id, ...message }) });
+  } catch (e) {
+    if (e instanceof WebAssembly.RuntimeError) fail(e);
+    else self.postMessage({ id, error: packError(asSelkieError(e)) });
+  }
+}
+
+const actions = {
+  inspect: async ({ model, backend }) => {
+    const source = model.url ? await visibleModel(model.url) : await pickedModel(model.files);
+    try {
+      await module();
+      return { ...(await inspect(source.files, backend)), name: source.name, downloadBytes: source.downloadBytes ?? 0 };
+    } finally {
+      source.release?.();
+    }
+  },
+  load,
+  generate({ id, request }) {
+    requests.set(loaded().submit(request), id);
+  },
+  cancel({ request }) {
+    for (const [own, page] of requests) if (request === undefined || request === page) loaded().cancel(own);
+  },
+  stats: async () => ({ ...loaded().stats(), wasmBytes: (await module()).memory.buffer.byteLength }),
+  clearCache: () => loaded().clearCache(),
+  setPrefixCache: ({ on }) => loaded().setPrefixCache(on),
+  storage,
+  forget: ({ url }) => forget(url),
+};
+
+function loaded() {
+  if (!engine) throw new SelkieError("bad_request", "No model is loaded.");
+  return engine;
+}
+
+function module() {
+  wasm ??= init({ module_or_path: new URL("../selkie_web_bg.wasm", import.meta.url) }).catch((e) => {
+    wasm = null;
+    throw new SelkieError("internal", `The engine's code could not be loaded: ${e.message}`, { cause: e });
+  });
+  return wasm;
+}
+
+async function load({ model, options }) {
+  module().catch(() => {}); // it comes in while the model does
+  const progress = throttled((progress) => self.postMessage({ progress }));
+  const check = async (files) => {
+    await module();
+    const { fits, problem } = await inspect(files, options.backend);
+    if (!fits) throw new SelkieError("too_large", problem);
+  };
+  const source = model.url
+    ? await storedModel(model.url, { progress: (p) => progress({ stage: "download", ...p }), check })
+    : { ...(await pickedModel(model.files)), from: "files", problem: null };
+  try {
+    await module();
+    engine = await WasmEngine.load(source.files, { ...options, label: source.name }, progress);
+  } finally {
+    source.release?.();
+  }
+  info = engine.info();
+  return { ...info, name: source.name, from: source.from, storageProblem: source.problem };
+}
+
+// At most one call per frame, but always the last one of a stage or file.
+function throttled(call) {
+  let last = 0;
+  return (progress) => {
+    const now = performance.now();
+    if (now - last < FRAME_MS && progress.loaded < progress.total) return;
+    last = now;
+    call(progress);
+  };
+}
+
+let texts = new Map(); // page's id -> text not yet sent
+let sent = 0;
+
+function deliver(updates) {
+  const news = [];
+  for (const { id, ...update } of updates) {
+    const request = requests.get(id);
+    if (update.type === "text") {
+      texts.set(request, (texts.get(request) ?? "") + update.text);
+      continue;
+    }
+    flush(news, request);
+    requests.delete(id);
+    news.push({ request, ...update });
+  }
+  const now = performance.now();
+  if (now - sent >= FRAME_MS) for (const request of [...texts.keys()]) flush(news, request);
+  if (news.length === 0) return;
+  sent = now;
+  self.postMessage({ updates: news });
+}
+
+function flush(news, request) {
+  if (texts.has(request)) news.push({ request, type: "text", text: texts.get(request) });
+  texts.delete(request);
+}
+
+// After an error in a step the engine's state is not known.
+function fail(e) {
+  engine = null;
+  self.postMessage({ failed: packError(asSelkieError(e)) });
+}

@@ -1,0 +1,130 @@
+// What the browser tests share: a real Chromium, the page from `selkie web`, and servers of models that misbehave.
+
+import { spawn } from "node:child_process";
+import { createReadStream, existsSync, readFileSync, statSync } from "node:fs";
+import { createServer } from "node:http";
+import { dirname, join } from "node:path";
+import { createInterface } from "node:readline";
+import { fileURLToPath } from "node:url";
+import { after } from "node:test";
+import { chromium } from "playwright-core";
+
+export const ROOT = join(dirname(fileURLToPath(import.meta.url)), "../..");
+export const DEMO = join(ROOT, "models/demo");
+const DIST = process.env.SELKIE_DIST ?? join(ROOT, "web/dist");
+const SELKIE = process.env.SELKIE_BIN ?? join(ROOT, "target/release/selkie");
+
+const cleanups = [];
+export const atEnd = (cleanup) => cleanups.push(cleanup);
+after(async () => {
+  for (const cleanup of cleanups.reverse()) await cleanup();
+});
+
+// The page from the native binary: { url, stop() }.
+export async function serve(dir = DIST, port = 0) {
+  const child = spawn(SELKIE, ["web", "--port", String(port), "--dir", dir], { stdio: ["ignore", "pipe", "inherit"] });
+  const stop = () => child.kill("SIGKILL");
+  atEnd(stop);
+  const url = await new Promise((resolve, reject) => {
+    createInterface(child.stdout).once("line", resolve);
+    child.once("exit", (code) => reject(new Error(`selkie web ended with ${code}`)));
+  });
+  return { url, port: Number(new URL(url).port), stop };
+}
+
+// Without `--enable-unsafe-webgpu` a headless Chromium has no adapter; with it, a software one.
+const QUIET = ["background-networking", "component-update", "sync", "quic"].map((what) => `--disable-${what}`);
+const FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", ...QUIET];
+const WEBGPU = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"];
+
+function chromiumPath() {
+  const names = ["chromium", "chromium-browser", "google-chrome"];
+  const paths = names.flatMap((name) => ["/usr/bin", "/usr/local/bin", "/snap/bin"].map((dir) => join(dir, name)));
+  return process.env.SELKIE_CHROMIUM ?? paths.find(existsSync);
+}
+
+const browsers = new Map();
+export async function browser({ webgpu = true } = {}) {
+  if (!browsers.has(webgpu)) {
+    const args = [...FLAGS, ...(webgpu ? WEBGPU : [])];
+    const ignoreDefaultArgs = ["--disable-gpu", "--enable-unsafe-swiftshader"];
+    const started = chromium.launch({ executablePath: chromiumPath(), args, ignoreDefaultArgs });
+    browsers.set(webgpu, started);
+    atEnd(async () => (await started).close());
+  }
+  return browsers.get(webgpu);
+}
+
+// A new profile: no storage, no cache. `errors` collects what the console and uncaught exceptions say.
+export async function profile({ webgpu = true, ...options } = {}) {
+  const context = await (await browser({ webgpu })).newContext(options);
+  const errors = [];
+  context.on("console", (message) => {
+    if (message.type() === "error") errors.push(`${message.text()} (${message.location().url})`);
+  });
+  context.on("weberror", (error) => errors.push(String(error.error())));
+  return { context, errors };
+}
+
+// An empty page of the origin `url`, where the JS API is `selkie`: page.evaluate(() => selkie.load(...)).
+export async function blank(context, url) {
+  const page = await context.newPage();
+  const empty = { contentType: "text/html", body: "<!doctype html><title>test</title>" };
+  await page.route("**/blank.html", (route) => route.fulfill(empty));
+  await page.goto(new URL("blank.html", url).href);
+  await page.evaluate(async () => {
+    globalThis.selkie = await import("/js/selkie.js");
+    // What a promise rejects with, in a form that a test can read.
+    globalThis.failure = (promise) => promise.then(() => null, ({ code, message }) => ({ code, message }));
+  });
+  return page;
+}
+
+// Serves the files of `dir` (default: the demo model) below `/model/` at http://localhost.
+// `rules`, which may be changed at any time: cors, ranges and unsized are switches, etag a text, missing and hang lists of
+// names; status, cut (bytes after which the connection ends) and bodies (other contents) go by name. `log` has a line for each request: "GET model.safetensors bytes=0-".
+export async function modelHost(rules = {}, dir = DEMO) {
+  const log = [];
+  const server = createServer((request, response) => {
+    const name = new URL(request.url, "http://x").pathname.replace(/^\/model\//, "");
+    log.push([request.method, name, request.headers.range].filter(Boolean).join(" "));
+    const headers = rules.cors === false ? {} : { "access-control-allow-origin": "*", "access-control-expose-headers": "ETag" };
+    const path = join(dir, name);
+    const known = !rules.missing?.includes(name) && (rules.bodies?.[name] !== undefined || existsSync(path));
+    const status = rules.status?.[name] ?? (known ? 200 : 404);
+    if (status !== 200) return response.writeHead(status, headers).end(`status ${status}`);
+    if (rules.hang?.includes(name)) return;
+    const body = rules.bodies?.[name];
+    const size = body === undefined ? statSync(path).size : Buffer.byteLength(body);
+    if (rules.etag !== null) headers.etag = rules.etag ?? '"1"';
+    const range = rules.ranges === false ? null : /^bytes=(\d+)-(\d*)$/.exec(request.headers.range ?? "");
+    const start = range ? Number(range[1]) : 0;
+    const end = Math.min(size, range?.[2] ? Number(range[2]) + 1 : size);
+    if (!rules.unsized) headers["content-length"] = end - start;
+    if (range) headers["content-range"] = `bytes ${start}-${end - 1}/${size}`;
+    response.writeHead(range ? 206 : 200, headers);
+    if (request.method === "HEAD") return response.end();
+    const bytes = body === undefined ? null : Buffer.from(body).subarray(start, end);
+    if (bytes) return response.end(bytes);
+    const cut = rules.cut?.[name];
+    const stream = createReadStream(path, { start, end: end - 1, highWaterMark: 1 << 16 });
+    if (cut === undefined) return stream.pipe(response);
+    // So much, then the connection breaks; where the length is not announced, it just ends.
+    let sent = 0;
+    stream.on("data", (chunk) => {
+      if (sent >= cut) return;
+      sent += chunk.length;
+      response.write(chunk.subarray(0, chunk.length - Math.max(0, sent - cut)));
+      if (sent >= cut) setTimeout(() => (rules.unsized ? response.end() : response.destroy()), 50);
+    });
+  });
+  await new Promise((resolve) => server.listen(0, "localhost", resolve));
+  const stop = () => {
+    server.closeAllConnections();
+    return new Promise((resolve) => server.close(resolve));
+  };
+  atEnd(stop);
+  return { url: `http://localhost:${server.address().port}/model/`, rules, log, stop };
+}
+
+export const demoBytes = (name) => readFileSync(join(DEMO, name));

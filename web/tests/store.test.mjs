@@ -1,0 +1,314 @@
+// Models of a URL and of a folder: download, storage, what may be wrong with them.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { blank, demoBytes, modelHost, profile, serve } from "./harness.mjs";
+
+const WEIGHTS = "model.safetensors";
+const site = await serve();
+
+async function fresh() {
+  const { context, errors } = await profile();
+  return { context, errors, page: await blank(context, site.url) };
+}
+
+// Loads on the CPU, which is quickest to start; returns how it went.
+const load = (page, url) =>
+  page.evaluate(async (url) => {
+    const stages = new Map();
+    const onProgress = ({ stage, file, loaded, total }) => stages.set(stage, { file, loaded, total });
+    try {
+      const engine = await selkie.load({ model: { url }, backend: "cpu", onProgress });
+      const { from, storageProblem, name } = engine.info;
+      engine.close();
+      return { from, storageProblem, name, stages: Object.fromEntries(stages) };
+    } catch (e) {
+      return { code: e.code, message: e.message };
+    }
+  }, url);
+
+const kept = async (page) => (await page.evaluate(() => selkie.storage())).models;
+
+test("a model is downloaded once and then read from storage, without its server", async () => {
+  const { context, page } = await fresh();
+  const host = await modelHost();
+  const first = await load(page, host.url);
+  assert.equal(first.from, "network");
+  const { loaded, total } = first.stages.download;
+  assert.equal(loaded, total);
+  const [model] = await kept(page);
+  assert.deepEqual({ ...model }, { url: host.url, bytes: loaded });
+  assert.ok(total > demoBytes(WEIGHTS).length);
+  assert.ok(host.log.every((line) => !/chat_template/.test(line)), `${host.log}`);
+  await host.stop();
+  const again = await load(page, host.url);
+  assert.equal(again.from, "storage");
+  assert.equal(again.stages.download, undefined);
+  await page.evaluate((url) => selkie.forget(url), host.url);
+  assert.deepEqual(await kept(page), []);
+  assert.equal((await load(page, host.url)).code, "network");
+  await context.close();
+});
+
+test("a download that broke goes on where it stopped, if the server has the same version", async () => {
+  const { context, page } = await fresh();
+  const host = await modelHost({ cut: { [WEIGHTS]: 5_000_000 } });
+  const broken = await load(page, host.url);
+  assert.equal(broken.code, "network");
+  assert.match(broken.message, /Try again/);
+  assert.deepEqual(await kept(page), []);
+  delete host.rules.cut;
+  host.log.length = 0;
+  assert.equal((await load(page, host.url)).from, "network");
+  assert.match(host.log.find((line) => line.startsWith(`GET ${WEIGHTS}`)), /bytes=[1-9]\d*-$/);
+  await context.close();
+});
+
+for (const [what, change] of [
+  ["the server has another version", (rules) => (rules.etag = '"2"')],
+  ["the server does not know ranges", (rules) => (rules.ranges = false)],
+  ["the server names no version", (rules) => (rules.etag = null)],
+]) {
+  test(`a download that broke starts anew if ${what}`, async () => {
+    const { context, page } = await fresh();
+    const host = await modelHost({ cut: { [WEIGHTS]: 5_000_000 } });
+    assert.equal((await load(page, host.url)).code, "network");
+    delete host.rules.cut;
+    change(host.rules);
+    const { from, stages } = await load(page, host.url);
+    assert.equal(from, "network");
+    assert.equal(stages.download.loaded, stages.download.total);
+    await context.close();
+  });
+}
+
+test("a page that is closed while it loads leaves nothing that is taken for whole", async () => {
+  const { context, page } = await fresh();
+  const host = await modelHost({ cut: { [WEIGHTS]: 5_000_000 } });
+  host.rules.hang = [];
+  const other = await blank(context, site.url);
+  const coming = other.evaluate((url) => new Promise((resolve) => {
+    selkie.load({ model: { url }, backend: "cpu", onProgress: (p) => p.loaded > 1e6 && resolve() }).catch(() => {});
+  }), host.url);
+  await coming;
+  await other.close();
+  delete host.rules.cut;
+  assert.equal((await load(page, host.url)).from, "network");
+  await context.close();
+});
+
+test("a load can be cancelled", async () => {
+  const { context, page } = await fresh();
+  const host = await modelHost({ hang: [WEIGHTS] });
+  const error = await page.evaluate((url) => {
+    const abort = new AbortController();
+    setTimeout(() => abort.abort(), 200);
+    return failure(selkie.load({ model: { url }, signal: abort.signal }));
+  }, host.url);
+  assert.equal(error.code, "cancelled");
+  delete host.rules.hang;
+  assert.equal((await load(page, host.url)).from, "network");
+  await context.close();
+});
+
+test("two tabs download a model once", async () => {
+  const { context, page } = await fresh();
+  const host = await modelHost();
+  const other = await blank(context, site.url);
+  const results = await Promise.all([load(page, host.url), load(other, host.url)]);
+  assert.deepEqual(results.map(({ from }) => from).sort(), ["network", "storage"]);
+  assert.equal(host.log.filter((line) => line.startsWith(`GET ${WEIGHTS}`)).length, 1);
+  await context.close();
+});
+
+test("shards by their index, and chat templates in files of their own", async () => {
+  const { context, page } = await fresh();
+  const names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+  const bytes = demoBytes(WEIGHTS);
+  const length = Number(bytes.readBigUInt64LE());
+  const header = JSON.parse(bytes.subarray(8, 8 + length));
+  const bodies = {};
+  const weight_map = {};
+  const tensors = Object.entries(header).filter(([name]) => name !== "__metadata__");
+  names.forEach((file, i) => {
+    const part = {};
+    const data = [];
+    let at = 0;
+    for (const [name, tensor] of tensors.filter((_, n) => n % 2 === i)) {
+      const [from, to] = tensor.data_offsets;
+      data.push(bytes.subarray(8 + length + from, 8 + length + to));
+      part[name] = { ...tensor, data_offsets: [at, at + to - from] };
+      at += to - from;
+      weight_map[name] = file;
+    }
+    const head = Buffer.from(JSON.stringify(part));
+    const size = Buffer.alloc(8);
+    size.writeBigUInt64LE(BigInt(head.length));
+    bodies[file] = Buffer.concat([size, head, ...data]);
+  });
+  bodies["model.safetensors.index.json"] = JSON.stringify({ metadata: {}, weight_map });
+  const settings = JSON.parse(demoBytes("tokenizer_config.json"));
+  bodies["chat_template.jinja"] = settings.chat_template;
+  delete settings.chat_template;
+  bodies["tokenizer_config.json"] = JSON.stringify(settings);
+  const host = await modelHost({ bodies, missing: [WEIGHTS] });
+  assert.equal((await load(page, host.url)).from, "network");
+  assert.ok(host.log.includes("GET chat_template.jinja"));
+
+  const incomplete = await modelHost({ bodies: { ...bodies, [names[1]]: undefined }, missing: [WEIGHTS] });
+  const error = await load(page, incomplete.url);
+  assert.equal(error.code, "missing_file");
+  assert.match(error.message, /model-00002-of-00002/);
+  const escape = { ...bodies, "model.safetensors.index.json": '{"weight_map": {"a": "../../x.safetensors"}}' };
+  assert.equal((await load(page, (await modelHost({ bodies: escape, missing: [WEIGHTS] })).url)).code, "bad_model");
+  await context.close();
+});
+
+for (const [what, rules, code, message] of [
+  ["no model at a URL", { missing: ["config.json"] }, "not_found", /There is no model at http:\/\/localhost.*config\.json/],
+  ["no weights", { missing: [WEIGHTS] }, "missing_file", /neither model\.safetensors nor model\.safetensors\.index\.json/],
+  ["a server that refuses", { status: { "config.json": 403 } }, "network", /status 403/],
+  ["a server with a fault", { status: { [WEIGHTS]: 500 } }, "network", /status 500/],
+  ["a server without CORS", { cors: false }, "network", /does not answer, or it does not allow other pages.*CORS/],
+  ["weights cut short", { cut: { [WEIGHTS]: 5_000_000 }, unsized: true }, "bad_model", /ends after 5000000 of/],
+  ["a config that is no JSON", { bodies: { "config.json": "{" } }, "bad_model", /config\.json/],
+  ["a family that there is not", { bodies: { "config.json": '{"model_type": "unheard_of"}' } }, "unsupported", /unheard_of/],
+]) {
+  test(`bad URL: ${what}`, async () => {
+    const { context, page } = await fresh();
+    const host = await modelHost(rules);
+    const error = await load(page, host.url);
+    assert.equal(error.code, code, error.message);
+    assert.match(error.message, message);
+    assert.deepEqual((await kept(page)).filter(() => code !== "unsupported"), []);
+    await context.close();
+  });
+}
+
+test("addresses that a page may not contact, and no addresses", async () => {
+  const { context, page } = await fresh();
+  const refused = await load(page, "http://127.0.0.1:9/model/");
+  assert.equal(refused.code, "cors");
+  assert.match(refused.message, /may not contact http:\/\/127\.0\.0\.1:9/);
+  assert.equal((await load(page, "file:///etc/")).code, "cors");
+  assert.equal((await load(page, "http://")).code, "not_found");
+  assert.equal((await load(page, "http://localhost:9/")).code, "network");
+  await context.close();
+});
+
+test("a look at the headers downloads no weights", async () => {
+  const { context, page } = await fresh();
+  for (const ranges of [true, false]) {
+    const host = await modelHost({ ranges });
+    const info = await page.evaluate((url) => selkie.inspect({ url }, { backend: "cpu" }), host.url);
+    assert.equal(info.family, JSON.parse(demoBytes("config.json")).model_type);
+    assert.equal(info.fits, true, info.problem);
+    assert.ok(info.downloadBytes > demoBytes(WEIGHTS).length);
+    assert.deepEqual(await kept(page), []);
+  }
+  await context.close();
+});
+
+// A browser whose storage fails in a certain way: in the script `file`, `code` is replaced.
+async function crippled(file, ...replacements) {
+  const { context } = await profile();
+  await context.route(`**/js/${file}`, async (route) => {
+    const response = await route.fetch();
+    let body = await response.text();
+    for (const [code, other] of replacements) {
+      assert.ok(body.includes(code), code);
+      body = body.replace(code, other);
+    }
+    await route.fulfill({ response, body });
+  });
+  return { context, page: await blank(context, site.url) };
+}
+
+const NO_FILES = ["await navigator.storage.getDirectory()", "await Promise.reject(new DOMException('no', 'SecurityError'))"];
+const NO_CACHE = ["await caches.open(FOLDER)", "await Promise.reject(new DOMException('no', 'SecurityError'))"];
+
+test("without storage a model is kept in memory, and that is said", async () => {
+  const { context, page } = await crippled("shelf.js", NO_FILES, NO_CACHE);
+  const { from, storageProblem } = await load(page, (await modelHost()).url);
+  assert.equal(from, "memory");
+  assert.match(storageProblem, /does not let this page store anything/);
+  assert.equal((await page.evaluate(() => selkie.storage())).kind, "memory");
+  await context.close();
+});
+
+test("the Cache API keeps models where there is no private file system", async () => {
+  const { context, page } = await crippled("shelf.js", NO_FILES);
+  const host = await modelHost();
+  assert.equal((await load(page, host.url)).from, "network");
+  await host.stop();
+  assert.equal((await load(page, host.url)).from, "storage");
+  const { kind, models } = await page.evaluate(() => selkie.storage());
+  assert.equal(kind, "cache");
+  assert.equal(models.length, 1);
+  await page.evaluate((url) => selkie.forget(url), host.url);
+  assert.deepEqual(await kept(page), []);
+  await context.close();
+});
+
+test("too little room is known before the download", async () => {
+  const { context, page } = await crippled("store.js", ["navigator.storage?.estimate?.()", "{ usage: 0, quota: 3_000_000 }"]);
+  const { from, storageProblem } = await load(page, (await modelHost()).url);
+  assert.equal(from, "memory");
+  assert.match(storageProblem, /has room for 2\.9 MiB more, the model needs 13\.6 MiB/);
+  await context.close();
+});
+
+test("a storage that gets full on the way", async () => {
+  const { context, page } = await fresh();
+  const session = await context.newCDPSession(page);
+  const { origin } = new URL(site.url);
+  await session.send("Storage.overrideQuotaForOrigin", { origin, quotaSize: 3_000_000 });
+  const { from, storageProblem, stages } = await load(page, (await modelHost()).url);
+  assert.equal(from, "memory");
+  assert.match(storageProblem, /could not be kept in the browser/);
+  assert.equal(stages.download.loaded, stages.download.total);
+  assert.deepEqual(await kept(page), []);
+  await context.close();
+});
+
+// A picked folder, as an <input webkitdirectory> gives it.
+const pick = (page, files) =>
+  page.evaluate(async (files) => {
+    const picked = files.map(({ path, base64 }) => {
+      const file = new File([Uint8Array.from(atob(base64), (c) => c.charCodeAt(0))], path.split("/").at(-1));
+      Object.defineProperty(file, "webkitRelativePath", { value: path });
+      return file;
+    });
+    try {
+      const engine = await selkie.load({ model: { files: picked }, backend: "cpu" });
+      const { from, name } = engine.info;
+      engine.close();
+      return { from, name };
+    } catch (e) {
+      return { code: e.code, message: e.message };
+    }
+  }, files.map(([path, bytes]) => ({ path, base64: Buffer.from(bytes).toString("base64") })));
+
+test("a folder from disk", async () => {
+  const { context, page } = await fresh();
+  const names = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", WEIGHTS];
+  const files = names.map((name) => [`my-model/${name}`, demoBytes(name)]);
+  const below = [["my-model/onnx/config.json", "{"], ["my-model/README.md", "x"]];
+  assert.deepEqual({ ...(await pick(page, [...below, ...files])) }, { from: "files", name: "my-model" });
+  const without = (name) => files.filter(([path]) => !path.endsWith(`/${name}`));
+  for (const [chosen, code, message] of [
+    [[], "missing_file", /No files/],
+    [without("config.json"), "missing_file", /no config\.json/],
+    [without(WEIGHTS), "missing_file", /neither model\.safetensors/],
+    [[...without(WEIGHTS), ["m/pytorch_model.bin", "x"]], "missing_file", /pytorch_model\.bin has to be converted/],
+    [[...without(WEIGHTS), ["m/model.safetensors.index.json", '{"weight_map":{"a":"model-1.safetensors"}}']], "missing_file", /names model-1/],
+    [[...without(WEIGHTS), [`m/${WEIGHTS}`, demoBytes(WEIGHTS).subarray(0, 100_000)]], "bad_model", /model\.safetensors/],
+    [[...without(WEIGHTS), [`m/${WEIGHTS}`, "junk"]], "bad_model", /model\.safetensors/],
+    [[...without("config.json"), ["m/config.json", "{"]], "bad_model", /config\.json/],
+  ]) {
+    const error = await pick(page, chosen);
+    assert.equal(error.code, code, error.message);
+    assert.match(error.message, message);
+  }
+  await context.close();
+});
