@@ -37,7 +37,7 @@ const life = engineLife({
   changed(engine) {
     panel.device(engine?.info ?? null);
     suggest();
-    say(engine?.info.chat === false ? "This model has no chat template: it continues your text instead of answering." : null);
+    if (engine?.info.chat === false) say("This model has no chat template: it continues your text instead of answering.");
   },
 });
 const panel = cachePanel({ engine: () => life.engine, leave: focus, announce });
@@ -49,11 +49,16 @@ function stored() {
   const kept = recall("chat", /** @type {any} */ ([]));
   /** @type {Entry[]} */
   const valid = Array.isArray(kept) ? kept.filter((e) => (e?.role === "user" || e?.role === "assistant") && typeof e.content === "string") : [];
+  for (const { meta } of valid) {
+    const numbers = [meta?.usage?.promptTokens, meta?.usage?.reused, meta?.usage?.computed, meta?.usage?.completionTokens];
+    if (numbers.some((n) => typeof n !== "number")) delete meta?.usage;
+  }
   if (valid.at(-1)?.role === "user") valid.push({ role: "assistant", content: "", meta: { note: "The page was closed before this was answered." } });
   return valid;
 }
 
-const remember = () => keep("chat", entries.filter((e, i) => e.role === "user" || e.content || e.meta?.finish || e.meta?.error || i + 1 < entries.length));
+/** All but the answer under way. */
+const remember = () => keep("chat", stop ? entries.slice(0, -1) : entries);
 
 /** What the model is told: all but the answer to come; turns without an answer are left out. */
 function told() {
