@@ -19,17 +19,12 @@ export function explain({ promptTokens, matched, reused, reason }) {
   }
 }
 
-/** Advice after the engine's own sentence. @type {Record<string, string>} */
+/** What to do, where the engine's own sentence does not say it. @type {Record<string, string>} */
 const ADVICE = {
-  not_found: "Check the address: it must be the folder that holds config.json.",
-  network: "Check the address and the connection, or download the folder and choose it from this device.",
-  cors: "Download the folder and choose it from this device instead.",
-  missing_file: "Choose the folder with config.json, tokenizer.json and all .safetensors files.",
   too_large: "A smaller model fits, and the CPU has other limits than the GPU.",
-  bad_model: "Download the model again and choose the new copy.",
-  device_lost: "The graphics device went away, as it does when a driver restarts or memory runs short. The chat is still here.",
+  bad_model: "Download it again and choose the new copy.",
+  device_lost: "That happens when a driver restarts or memory runs short. The chat is still here.",
   out_of_memory: "Close other tabs, or choose a smaller model.",
-  storage: "Choose the folder again.",
 };
 
 /**
