@@ -23,13 +23,14 @@ export function blobFile(name, blob) {
   return { name, size: blob.size, read };
 }
 
-// The files of a picked folder, as [{ path, file }]. Those in folders below it are not the model's: exports for other programs
-// lie there.
+// The model among picked files, [{ path, file }]: those of the outermost folder with a config.json. In folders below it lie
+// exports for other programs.
 export async function pickedModel(picked) {
-  const files = new Map();
-  for (const { path, file } of picked) if (path.split("/").length <= 2) files.set(file.name, file);
-  const first = picked[0]?.path ?? "";
-  const name = first.includes("/") ? first.split("/")[0] : "model";
+  const folders = picked.map(({ path }) => path.split("/").slice(0, -1));
+  const models = folders.filter((_, i) => picked[i].file.name === CONFIG).sort((a, b) => a.length - b.length);
+  const folder = (models[0] ?? folders[0] ?? []).join("/");
+  const files = new Map(picked.filter((_, i) => folders[i].join("/") === folder).map(({ file }) => [file.name, file]));
+  const name = folder.split("/").at(-1) || "model";
   if (files.size === 0) throw new SelkieError("missing_file", "No files were chosen.");
   if (!files.has(CONFIG)) {
     throw new SelkieError("missing_file", `There is no ${CONFIG} among the chosen files; choose the folder that holds it.`);
@@ -151,11 +152,10 @@ async function request(url, { method = "GET", range, signal } = {}) {
   response.body?.cancel();
   const { status } = response;
   if (response.ok || status === 404 || status === 410) return null;
-  if (status === 401 || status === 403) {
-    throw new SelkieError("network", `${new URL(url).host} does not give ${url} to everybody (status ${status}).`);
-  }
-  const message = `${new URL(url).host} answers ${url} with an error (status ${status}).`;
-  throw new SelkieError("network", message, { cause: { status } });
+  const host = new URL(url).host;
+  const refuses = status === 401 || status === 403;
+  const message = refuses ? `${host} does not give ${url} to everybody` : `${host} answers ${url} with an error`;
+  throw new SelkieError("network", `${message} (status ${status}).`, { cause: { status } });
 }
 
 function unreachable(url, cause) {
@@ -185,17 +185,19 @@ const version = (response) => {
   return (tag && !tag.startsWith("W/") ? tag : null) ?? response.headers.get("last-modified");
 };
 
-// { size, version } of a file without its bytes, null if it is not there.
+// { size, version } of a file without its bytes, null if it is not there. Some servers answer HEAD with an error.
 export async function look(url, signal) {
-  let response;
   try {
-    response = await request(url, { method: "HEAD", signal });
+    const response = await request(url, { method: "HEAD", signal });
+    return response && { size: contentLength(response), version: version(response) };
   } catch (e) {
-    if (e.cause?.status !== 405 && e.cause?.status !== 501) throw e;
-    response = await request(url, { signal });
-    response?.body?.cancel();
+    if (!e.cause?.status) throw e;
   }
-  return response && { size: contentLength(response), version: version(response) };
+  const response = await request(url, { range: "0-0", signal });
+  response?.body?.cancel();
+  const total = /\/(\d+)$/.exec(response?.headers.get("content-range") ?? "")?.[1];
+  const size = response?.status === 206 ? (total && Number(total)) : response && contentLength(response);
+  return response && { size: size ?? null, version: version(response) };
 }
 
 // Gives the pieces of a file from `from` on to `write(piece, version)`; returns its size and version, null if it is not there.

@@ -11,7 +11,7 @@ import { chromium } from "playwright-core";
 
 export const ROOT = join(dirname(fileURLToPath(import.meta.url)), "../..");
 export const DEMO = join(ROOT, "models/demo");
-const DIST = process.env.SELKIE_DIST ?? join(ROOT, "web/dist");
+export const DIST = process.env.SELKIE_DIST ?? join(ROOT, "web/dist");
 const SELKIE = process.env.SELKIE_BIN ?? join(ROOT, "target/release/selkie");
 
 const cleanups = [];
@@ -37,18 +37,12 @@ const QUIET = ["background-networking", "component-update", "sync", "quic"].map(
 const FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", ...QUIET];
 const WEBGPU = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"];
 
-function chromiumPath() {
-  const names = ["chromium", "chromium-browser", "google-chrome"];
-  const paths = names.flatMap((name) => ["/usr/bin", "/usr/local/bin", "/snap/bin"].map((dir) => join(dir, name)));
-  return process.env.SELKIE_CHROMIUM ?? paths.find(existsSync);
-}
-
 const browsers = new Map();
 export async function browser({ webgpu = true } = {}) {
   if (!browsers.has(webgpu)) {
     const args = [...FLAGS, ...(webgpu ? WEBGPU : [])];
     const ignoreDefaultArgs = ["--disable-gpu", "--enable-unsafe-swiftshader"];
-    const started = chromium.launch({ executablePath: chromiumPath(), args, ignoreDefaultArgs });
+    const started = chromium.launch({ executablePath: process.env.SELKIE_CHROMIUM ?? "/usr/bin/chromium", args, ignoreDefaultArgs });
     browsers.set(webgpu, started);
     atEnd(async () => (await started).close());
   }
@@ -82,16 +76,18 @@ export async function blank(context, url) {
 
 // Serves the files of `dir` (default: the demo model) below `/model/` at http://localhost.
 // `rules`, which may be changed at any time: cors, ranges and unsized are switches, etag a text, missing and hang lists of
-// names; status, cut (bytes after which the connection ends) and bodies (other contents) go by name. `log` has a line for each request: "GET model.safetensors bytes=0-".
+// names; status, cut (bytes after which the connection ends) and bodies (other contents) go by name;
+// head is the status of every answer to HEAD. `log` has a line for each request: "GET model.safetensors bytes=0-".
 export async function modelHost(rules = {}, dir = DEMO) {
   const log = [];
   const server = createServer((request, response) => {
     const name = new URL(request.url, "http://x").pathname.replace(/^\/model\//, "");
     log.push([request.method, name, request.headers.range].filter(Boolean).join(" "));
-    const headers = rules.cors === false ? {} : { "access-control-allow-origin": "*", "access-control-expose-headers": "ETag" };
+    const headers = rules.cors === false ? {} : { "access-control-allow-origin": "*", "access-control-expose-headers": "ETag, Content-Range" };
     const path = join(dir, name);
     const known = !rules.missing?.includes(name) && (rules.bodies?.[name] !== undefined || existsSync(path));
-    const status = rules.status?.[name] ?? (known ? 200 : 404);
+    const refused = request.method === "HEAD" ? rules.head : undefined;
+    const status = rules.status?.[name] ?? refused ?? (known ? 200 : 404);
     if (status !== 200) return response.writeHead(status, headers).end(`status ${status}`);
     if (rules.hang?.includes(name)) return;
     const body = rules.bodies?.[name];

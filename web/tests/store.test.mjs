@@ -198,8 +198,8 @@ test("addresses that a page may not contact, and no addresses", async () => {
 
 test("a look at the headers downloads no weights", async () => {
   const { context, page } = await fresh();
-  for (const ranges of [true, false]) {
-    const host = await modelHost({ ranges });
+  for (const rules of [{}, { ranges: false }, { head: 403 }, { head: 405, ranges: false }]) {
+    const host = await modelHost(rules);
     const info = await page.evaluate((url) => selkie.inspect({ url }, { backend: "cpu" }), host.url);
     assert.equal(info.family, JSON.parse(demoBytes("config.json")).model_type);
     assert.equal(info.fits, true, info.problem);
@@ -295,6 +295,8 @@ test("a folder from disk", async () => {
   const files = names.map((name) => [`my-model/${name}`, demoBytes(name)]);
   const below = [["my-model/onnx/config.json", "{"], ["my-model/README.md", "x"]];
   assert.deepEqual({ ...(await pick(page, [...below, ...files])) }, { from: "files", name: "my-model" });
+  const deeper = files.map(([path, bytes]) => [`downloads/${path}`, bytes]);
+  assert.deepEqual({ ...(await pick(page, [["downloads/notes.txt", "x"], ...deeper])) }, { from: "files", name: "my-model" });
   const without = (name) => files.filter(([path]) => !path.endsWith(`/${name}`));
   for (const [chosen, code, message] of [
     [[], "missing_file", /No files/],

@@ -1,0 +1,186 @@
+// The JS API on a loaded engine: generating, cancelling, errors, the cache, the end. On WebGPU, and on the CPU without it.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { blank, profile, serve } from "./harness.mjs";
+
+const site = await serve();
+const QUESTION = [{ role: "user", content: "What is 17 + 25?" }];
+const STORY = "Tell me a story about a fox named Leo and a lantern.";
+
+// A page with `engine` loaded from the page's own server.
+async function loaded(options = {}) {
+  const { context, errors } = await profile({ webgpu: options.backend !== "cpu" });
+  const page = await blank(context, site.url);
+  page.setDefaultTimeout(120_000);
+  const info = await page.evaluate(async (options) => {
+    globalThis.engine = await selkie.load({ model: { url: "/models/demo/" }, ...options });
+    globalThis.ask = async (request, engine = globalThis.engine) => {
+      const generation = engine.generate(request);
+      let text = "";
+      for await (const update of generation) if (update.type === "text") text += update.text;
+      const done = await generation.done;
+      if (text !== done.text) throw new Error(`streamed ${text}, but the answer is ${done.text}`);
+      return done;
+    };
+    return engine.info;
+  }, options);
+  return { context, page, info, errors };
+}
+
+for (const [backend, options] of [["wgpu", {}], ["cpu", { backend: "cpu" }]]) {
+  test(`${backend}: a question, a story and what follows, with the cache and without`, async () => {
+    const { context, page, info, errors } = await loaded(options);
+    assert.equal(info.backend, backend);
+    assert.equal(info.name, "demo");
+    const done = await page.evaluate((messages) => ask({ messages }), QUESTION);
+    assert.equal(done.text, "17 + 25 = 42.");
+    assert.equal(done.finish, "stop");
+    assert.equal(done.usage.promptTokens, 13);
+    assert.ok(done.ttftMs > 0 && done.tokensPerSecond > 0);
+
+    const chat = (page) => page.evaluate(async (content) => {
+      const messages = [{ role: "user", content }];
+      const first = await ask({ messages, maxTokens: 120 });
+      messages.push({ role: "assistant", content: first.text }, { role: "user", content: "Who has the lantern?" });
+      return [first, await ask({ messages })];
+    }, STORY);
+    const [story, answer] = await chat(page);
+    assert.ok(story.usage.completionTokens >= 80, `${story.usage.completionTokens}`);
+    assert.ok(answer.usage.reused >= 64, JSON.stringify(answer.usage));
+    assert.equal(answer.usage.reused + answer.usage.computed, answer.usage.promptTokens);
+
+    const stats = await page.evaluate(() => engine.stats());
+    assert.equal(stats.backend, backend);
+    assert.equal(stats.requests, 3);
+    assert.ok(stats.tree.length >= 2 && stats.tree.every((node) => node.tokens % 64 === 0));
+    assert.ok(stats.reusedTokens >= answer.usage.reused);
+    // The weights are on the device and nowhere in the module's memory.
+    if (backend === "wgpu") assert.ok(stats.wasmBytes < 2 * info.weightBytes + (24 << 20), `${stats.wasmBytes}`);
+
+    await page.evaluate(() => engine.setPrefixCache(false));
+    await page.evaluate(() => engine.clearCache());
+    assert.deepEqual((await page.evaluate(() => engine.stats())).tree, []);
+    const plain = await chat(page);
+    assert.deepEqual(plain.map(({ text }) => text), [story.text, answer.text]);
+    assert.deepEqual([plain[1].usage.reused, plain[1].usage.reason], [0, "off"]);
+    assert.deepEqual(errors, []);
+    await context.close();
+  });
+
+  test(`${backend}: stop within 200 ms, and again`, async () => {
+    const { context, page } = await loaded(options);
+    for (let i = 0; i < 2; i++) {
+      const { ms, done } = await page.evaluate(async (content) => {
+        const generation = engine.generate({ messages: [{ role: "user", content }], maxTokens: 1000 });
+        let start;
+        for await (const update of generation) {
+          if (update.type !== "text" || start) continue;
+          start = performance.now();
+          generation.cancel();
+        }
+        return { ms: performance.now() - start, done: await generation.done };
+      }, STORY);
+      assert.equal(done.finish, "cancelled");
+      assert.ok(done.text.length > 0);
+      assert.ok(ms < 200, `${ms} ms`);
+    }
+    // In the middle of a prompt too.
+    const ms = await page.evaluate(async () => {
+      const generation = engine.generate({ prompt: "The fox took the lantern. ".repeat(300), maxTokens: 5 });
+      await new Promise((resolve) => setTimeout(resolve, 50));
+      const start = performance.now();
+      generation.cancel();
+      await generation.done;
+      return performance.now() - start;
+    });
+    assert.ok(ms < 200, `${ms} ms`);
+    assert.equal((await page.evaluate((messages) => ask({ messages }), QUESTION)).text, "17 + 25 = 42.");
+    await context.close();
+  });
+}
+
+test("requests side by side, a loop that is left, cancelling all", async () => {
+  const { context, page } = await loaded({ backend: "cpu" });
+  const texts = await page.evaluate(async () => {
+    const questions = ["What is 17 + 25?", "What is 81 - 36?"].map((content) => ask({ messages: [{ role: "user", content }] }));
+    return (await Promise.all(questions)).map(({ text }) => text);
+  });
+  assert.deepEqual(texts, ["17 + 25 = 42.", "81 - 36 = 45."]);
+  const finishes = await page.evaluate(async (content) => {
+    const left = engine.generate({ messages: [{ role: "user", content }] });
+    for await (const update of left) if (update.type === "text") break;
+    const others = [1, 2, 3].map((seed) => engine.generate({ messages: [{ role: "user", content }], temperature: 1, seed }));
+    await new Promise((resolve) => setTimeout(resolve, 20));
+    engine.cancel();
+    return (await Promise.all([left, ...others].map((generation) => generation.done))).map(({ finish }) => finish);
+  }, STORY);
+  assert.deepEqual(finishes, Array(4).fill("cancelled"));
+  await context.close();
+});
+
+test("requests that cannot be served say why, and do no harm", async () => {
+  const { context, page } = await loaded({ backend: "cpu" });
+  for (const request of [
+    {}, { messages: [] }, { prompt: "" }, { prompt: "x", temperature: -1 }, { prompt: "x", topP: 7 }, { prompt: "x", maxTokens: 0 },
+    { prompt: "x", stop: [""] }, { prompt: "x", seed: -1 }, { messages: "x" }, { messages: [{ role: "user" }] }, null, { prompt: 7 },
+    { prompt: "word ".repeat(20_000) },
+  ]) {
+    const error = await page.evaluate((request) => failure(engine.generate(request).done), request);
+    assert.ok(["bad_request", "bad_model"].includes(error?.code), `${JSON.stringify(request)?.slice(0, 60)}: ${JSON.stringify(error)}`);
+    assert.ok(error.message.length > 8, error.message);
+  }
+  assert.equal((await page.evaluate((messages) => ask({ messages }), QUESTION)).text, "17 + 25 = 42.");
+  const stopped = await page.evaluate((messages) => ask({ messages, stop: ["= 4"] }), QUESTION);
+  assert.equal(stopped.text, "17 + 25 ");
+  await context.close();
+});
+
+test("closing an engine ends what runs", async () => {
+  const { context, page } = await loaded({ backend: "cpu" });
+  const errors = await page.evaluate(async (content) => {
+    const running = engine.generate({ messages: [{ role: "user", content }] });
+    const looping = (async () => {
+      for await (const _ of running);
+    })();
+    engine.close();
+    return Promise.all([running.done, looping, engine.stats(), engine.generate({ prompt: "x" }).done].map(failure));
+  }, STORY);
+  assert.deepEqual(errors.map((error) => error?.code), Array(4).fill("cancelled"));
+  await context.close();
+});
+
+test("WebGPU by name does not fall back", async () => {
+  const { context } = await profile({ webgpu: false });
+  const page = await blank(context, site.url);
+  const error = await page.evaluate(() => failure(selkie.load({ model: { url: "/models/demo/" }, backend: "wgpu" })));
+  assert.equal(error.code, "unsupported", error.message);
+  const info = await page.evaluate(async () => (await selkie.load({ model: { url: "/models/demo/" } })).info);
+  assert.equal(info.backend, "cpu");
+  assert.match(info.fallback, /WebGPU/);
+  await context.close();
+});
+
+test("a lost GPU is told, and the CPU goes on", async () => {
+  const { context } = await profile();
+  // The worker keeps its device where a test can end it, as a driver that restarts does.
+  await context.route("**/js/worker.js", async (route) => {
+    const response = await route.fetch();
+    const trap = `const request = GPUAdapter.prototype.requestDevice;
+      GPUAdapter.prototype.requestDevice = async function (...args) { return (self.device = await request.apply(this, args)); };\n`;
+    await route.fulfill({ response, body: (await response.text()).replace(/^(import [^;]*;\n)+/m, (imports) => imports + trap) });
+  });
+  const page = await blank(context, site.url);
+  const worker = page.waitForEvent("worker");
+  await page.evaluate(async () => {
+    globalThis.engine = await selkie.load({ model: { url: "/models/demo/" } });
+  });
+  const running = page.evaluate((content) => failure(engine.generate({ messages: [{ role: "user", content }] }).done), STORY);
+  await (await worker).evaluate(() => self.device.destroy());
+  const error = await running;
+  assert.equal(error.code, "device_lost", error.message);
+  assert.equal(await page.evaluate(async () => (await engine.failed).code), "device_lost");
+  const info = await page.evaluate(async () => (await selkie.load({ model: { url: "/models/demo/" }, backend: "cpu" })).info);
+  assert.deepEqual([info.backend, info.from], ["cpu", "storage"]);
+  await context.close();
+});
