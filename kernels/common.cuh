@@ -52,6 +52,17 @@ DEV u32 pack_bf16(float lo, float hi) {
 DEV float bf16_lo(u32 x) { return __uint_as_float(x << 16); }
 DEV float bf16_hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
+// Where a kernel leaves its number in host memory when it starts, if `at` is set, so that an error that arrives late can be
+// told whose it is. The call is added to every kernel by the Rust side.
+struct Started {
+    volatile u32 *at;
+    u32 number;
+};
+extern "C" __constant__ Started started;
+DEV void mark_started() {
+    if (started.at && threadIdx.x == 0 && (blockIdx.x | blockIdx.y | blockIdx.z) == 0) *started.at = started.number;
+}
+
 // One load or store of `BYTES` bytes; the address is a multiple of it.
 template <int BYTES> struct Raw;
 template <> struct Raw<16> { typedef uint4 type; };
@@ -91,6 +102,17 @@ template <int N, class T> DEV void store(T *p, const float *v) {
     for (int i = 0; i < N; i++) r.item[i] = from_f32<T>(v[i]);
 #pragma unroll
     for (int i = 0; i < r.PIECES; i++) reinterpret_cast<typename Packed<N, T>::R *>(p)[i] = r.raw[i];
+}
+
+// Two neighbouring values, such as a tensor-core fragment holds of a recurrent state in f32 or bf16.
+template <class T> DEV float2 load_pair(const T *p) {
+    float v[2];
+    load<2>(p, v);
+    return make_float2(v[0], v[1]);
+}
+template <class T> DEV void store_pair(T *p, float x, float y) {
+    float v[2] = {x, y};
+    store<2>(p, v);
 }
 
 template <int N, class T> DEV void store_zero(T *p) {

@@ -2,7 +2,7 @@
 // sequence, keeps them in registers and walks the chunks in order; four more warps copy the next chunk to shared memory meanwhile.
 // Per chunk, with f the factors of the first half: R = V - f_k ⊙ (K S); Δ = T R; O = f_q ⊙ (Q S) + M Δ;
 // S = decay S + Kᵀ (f_s ⊙ Δ). Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to others.
-// HEADS, DK, DV, DB, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS.
+// HEADS, DK, DV, DB, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS; pool_t.
 
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;              // that compute; COPY more threads copy
@@ -23,7 +23,7 @@ static_assert(S_ROWS == 16, "a warp holds one tile of rows");
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPY)
     ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k, i64 k_stride, const bf16 *v, i64 v_stride,
-          const u8 *scratch, float *pool, i64 slot_stride, bf16 *out, i64 out_stride) {
+          const u8 *scratch, pool_t *pool, i64 slot_stride, bf16 *out, i64 out_stride) {
     extern __shared__ __align__(16) u8 shared[];
     bf16 *stages = reinterpret_cast<bf16 *>(shared), *s16 = stages + 2 * STAGE, *r16 = s16 + DK * D_PITCH,
          *d16 = r16 + Q * D_PITCH, *w16 = d16 + Q * D_PITCH;
@@ -91,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             int r = sr + g + 8 * e, x = 8 * n + 2 * c;
-            const float *p = pool + src * slot_stride + ((i64)h * DK + r) * DV + col0 + x;
-            float2 f = src == 0 ? make_float2(0.f, 0.f) : *reinterpret_cast<const float2 *>(p);
+            const pool_t *p = pool + src * slot_stride + ((i64)h * DK + r) * DV + col0 + x;
+            float2 f = src == 0 ? make_float2(0.f, 0.f) : load_pair(p);
             s[n][2 * e] = f.x;
             s[n][2 * e + 1] = f.y;
             *reinterpret_cast<u32 *>(s16 + r * D_PITCH + x) = pack_bf16(f.x, f.y);
@@ -206,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY)
                 int r = sr + g + 8 * e, x = 8 * n + 2 * c;
                 *reinterpret_cast<u32 *>(s16 + r * D_PITCH + x) = pack_bf16(s[n][2 * e], s[n][2 * e + 1]);
                 if (dst != 0)
-                    *reinterpret_cast<float2 *>(pool + dst * slot_stride + ((i64)h * DK + r) * DV + col0 + x) =
-                        make_float2(s[n][2 * e], s[n][2 * e + 1]);
+                    store_pair(pool + dst * slot_stride + ((i64)h * DK + r) * DV + col0 + x, s[n][2 * e],
+                               s[n][2 * e + 1]);
             }
         if (i + 1 < chunks) {
             start = table[5 * i + 6];

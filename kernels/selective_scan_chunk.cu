@@ -1,10 +1,10 @@
-// Selective scan of long rows in the chunked (dual) form on tensor cores, bf16 in, f32 state. A block owns PB columns of
+// Selective scan of long rows in the chunked (dual) form on tensor cores, bf16 in, f32 sums. A block owns PB columns of
 // one head of one sequence and walks its chunks in order with the state in registers, so nothing but x, B, C, dt and y
 // moves through device memory, and the state of every chunk end is at hand for a capture. The next chunk is copied to
 // shared memory by four more warps while this one is computed.
 // Per chunk: y = exp(a) C Sᵀ + (C Bᵀ ∘ L) x + D x;  S = exp(a_last) S + (w x)ᵀ B, with a the running sum of dt A.
 // Grid (as many rows as can be long, heads * P / PB). Rows of at most MIN_TOKENS tokens are left to others.
-// HEADS, P, N, PB, HEADS_PER_GROUP, FIRST_HEAD, MIN_TOKENS.
+// HEADS, P, N, PB, HEADS_PER_GROUP, FIRST_HEAD, MIN_TOKENS; pool_t.
 
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;              // that compute; COPY more threads copy
@@ -24,7 +24,7 @@ constexpr int KSTEPS = N / 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPY)
     ENTRY(Step st, const bf16 *x, i64 x_stride, const bf16 *b, i64 b_stride, const bf16 *cc, i64 c_stride,
-          const bf16 *dt, i64 dt_stride, const float *par, i64 par_stride, float *pool, i64 slot_stride, bf16 *y,
+          const bf16 *dt, i64 dt_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride, bf16 *y,
           i64 y_stride, float dt_min, float dt_max) {
     extern __shared__ __align__(16) u8 shared[];
     // Of each token: log2 of the decay since the chunk's start, and the same less log2(dt), so that one power of two
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             i64 at = ((i64)h * P + p0 + sp + g + 8 * e) * N + sn + 8 * i + 2 * c;
-            float2 v = src == 0 ? make_float2(0.f, 0.f) : *reinterpret_cast<float2 *>(pool + src * slot_stride + at);
+            float2 v = src == 0 ? make_float2(0.f, 0.f) : load_pair(pool + src * slot_stride + at);
             s[i][2 * e] = v.x;
             s[i][2 * e + 1] = v.y;
             *reinterpret_cast<u32 *>(s16 + (sp + g + 8 * e) * BC_PITCH + sn + 8 * i + 2 * c) = pack_bf16(v.x, v.y);
@@ -226,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY)
                 int p = sp + g + 8 * e, k = sn + 8 * n + 2 * c;
                 *reinterpret_cast<u32 *>(s16 + p * BC_PITCH + k) = pack_bf16(s[n][2 * e], s[n][2 * e + 1]);
                 if (dst != 0)
-                    *reinterpret_cast<float2 *>(pool + dst * slot_stride + ((i64)h * P + p0 + p) * N + k) =
-                        make_float2(s[n][2 * e], s[n][2 * e + 1]);
+                    store_pair(pool + dst * slot_stride + ((i64)h * P + p0 + p) * N + k, s[n][2 * e],
+                               s[n][2 * e + 1]);
             }
         if (i + 1 < chunks) {
             start = table[5 * i + 6];

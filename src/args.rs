@@ -106,6 +106,18 @@ pub struct BackendArgs {
     /// Adapter of the wgpu backend: its number in `selkie devices`, or a part of its name
     #[arg(long, value_name = "NAME")]
     pub adapter: Option<String>,
+    /// How recurrent states are kept; bf16 takes half the memory and time, on the CUDA backend only
+    #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
+    pub state_dtype: StateType,
+}
+
+/// How recurrent states are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StateType {
+    /// Single precision
+    F32,
+    /// bf16 in memory, computed in single precision
+    Bf16,
 }
 
 /// The choice of a backend.
@@ -303,7 +315,7 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Tokens per second of prefill and decode, beside what this machine can do at most (the default)
     Model(BenchModelArgs),
-    /// Time, bytes and operations per second of every op
+    /// Times of single ops at the sizes of published models: cold, net of a launch, warm, and the share of the floor
     Ops(BenchOpsArgs),
     /// What the prefix cache reuses: a fixed scenario, or realistic traffic
     Prefix(BenchPrefixArgs),
@@ -327,13 +339,19 @@ pub struct BenchTarget {
 pub struct BenchModelArgs {
     #[command(flatten)]
     pub target: BenchTarget,
-    /// Tokens of the prompt
-    #[arg(long, value_name = "N", default_value = "512", value_parser = at_least_one)]
+    /// Tokens of each prompt: the context in which decoding starts
+    #[arg(long, visible_alias = "context", value_name = "N", default_value = "512", value_parser = at_least_one)]
     pub prompt_tokens: usize,
-    /// Tokens to generate
+    /// Tokens that each sequence generates
     #[arg(long, value_name = "N", default_value = "64", value_parser = at_least_one)]
     pub decode_tokens: usize,
-    /// Repetitions; the best is reported, as for the machine's own rates
+    /// Sequences at once, each with a prompt of its own
+    #[arg(long, value_name = "B", default_value = "1", value_parser = at_least_one)]
+    pub batch: usize,
+    /// Most tokens that one step computes
+    #[arg(long, value_name = "N", default_value = "512", value_parser = at_least_one)]
+    pub step_tokens: usize,
+    /// Repetitions after a first one that compiles what is compiled late; the best is reported, as for the machine's own rates
     #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_one)]
     pub runs: usize,
 }
@@ -341,12 +359,12 @@ pub struct BenchModelArgs {
 /// Arguments of `bench ops`.
 #[derive(Debug, Args)]
 pub struct BenchOpsArgs {
-    /// Only cases whose name contains this, e.g. `matmul`
+    /// Only shapes whose name contains this, e.g. `matmul`
     pub filter: Option<String>,
     /// Where it runs.
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Small cases too, which mostly measure overhead
+    /// The largest shapes on a CPU too
     #[arg(long)]
     pub all: bool,
     /// Print JSON

@@ -4,13 +4,14 @@
 use selkie_core::{
     backend::{Backend, DeviceInfo},
     cpu::CpuBackend,
+    timer::Timer,
 };
 
 use selkie_cuda::Cuda;
 use selkie_wgpu::WgpuBackend;
 
 use crate::{
-    args::{BackendArgs, BackendName},
+    args::{BackendArgs, BackendName, StateType},
     failure::{Failure, Outcome},
 };
 
@@ -19,20 +20,27 @@ pub trait Job {
     /// What comes out of it.
     type Out;
     /// Does it.
-    fn run<B: Backend>(self, backend: B) -> Outcome<Self::Out>;
+    fn run<B: Timer>(self, backend: B) -> Outcome<Self::Out>;
 }
 
 /// Runs `job` where `args` say. Only `auto` looks further when a backend has no usable device.
 pub fn run<J: Job>(args: &BackendArgs, job: J) -> Outcome<J::Out> {
     let adapter = args.adapter.as_deref();
+    let bf16_state = args.state_dtype == StateType::Bf16;
     match (args.name, adapter) {
         (BackendName::Cuda | BackendName::Cpu, Some(_)) => {
             Err(Failure::Usage("--adapter chooses a device of the wgpu backend: add --backend wgpu".into()))
         }
+        (BackendName::Wgpu | BackendName::Cpu, _) | (_, Some(_)) if bf16_state => {
+            Err(Failure::Usage("--state-dtype bf16 is for the CUDA backend: the others keep states in f32".into()))
+        }
         (BackendName::Wgpu, _) | (BackendName::Auto, Some(_)) => job.run(wgpu(adapter)?),
-        (BackendName::Cuda, None) => job.run(Cuda::open(Default::default())?),
+        // No device but a CUDA device keeps such states, so there is nothing to choose from.
+        (BackendName::Auto, None) if !bf16_state => auto(job),
+        (BackendName::Cuda | BackendName::Auto, None) => {
+            job.run(Cuda::open(selkie_cuda::Options { bf16_state, ..Default::default() })?)
+        }
         (BackendName::Cpu, None) => job.run(CpuBackend::new()),
-        (BackendName::Auto, None) => auto(job),
     }
 }
 

@@ -310,7 +310,7 @@ fn bench_measures_a_bare_configuration() {
         ["bench", "--config", config.to_str().unwrap(), "--prompt-tokens", "70", "--decode-tokens", "4", "--json"];
     let facts: Value = serde_json::from_str(&stdout(run_cpu(&args))).unwrap();
     assert_eq!(facts["family"], "qwen3_next");
-    for key in ["prefill_tokens_per_second", "decode_tokens_per_second", "decode_weight_bytes_per_token"] {
+    for key in ["prefill_tokens_per_second", "decode_tokens_per_second", "decode_weight_bytes_per_step"] {
         assert!(facts[key].as_f64().unwrap() > 0.0, "{facts}");
     }
     let share = facts["machine"]["decode_share_of_read"].as_f64().unwrap();
@@ -427,4 +427,27 @@ fn ints(file: &safetensors::SafeTensors, name: &str) -> Vec<i32> {
     let t = file.tensor(name).unwrap_or_else(|_| panic!("{name} is missing"));
     assert_eq!(t.dtype(), safetensors::Dtype::I32, "{name}");
     t.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+#[test]
+fn bf16_states_are_refused_where_there_are_none() {
+    for backend in ["cpu", "wgpu"] {
+        let out = run(&["--backend", backend, "--state-dtype", "bf16", "Hello"]);
+        assert_eq!(out.status.code(), Some(2));
+        let message = String::from_utf8(out.stderr).unwrap();
+        assert!(message.contains("--state-dtype bf16 is for the CUDA backend"), "{message}");
+    }
+}
+
+#[test]
+fn bench_ops_times_shapes_whose_op_passes_its_cases() {
+    let report: Value =
+        serde_json::from_str(&stdout(run_cpu(&["bench", "ops", "conv1d/decode of 1", "--json"]))).unwrap();
+    let cases = &report["cases"][0];
+    assert!(cases["op"] == "conv1d" && cases["run"].as_u64().unwrap() > 20, "{report}");
+    assert_eq!(cases["failed"], Value::Array(vec![]));
+    let shape = &report["shapes"][0];
+    for key in ["cold_us", "warm_us", "bytes", "flops", "floor_us"] {
+        assert!(shape[key].as_f64().unwrap() > 0.0, "{key} of {shape}");
+    }
 }

@@ -2,6 +2,8 @@
 //! tokens, and the final states of all layers. A folder there is a model of its own, so a new family needs no line here.
 
 mod common;
+#[path = "common/routing.rs"]
+mod routing;
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -16,9 +18,12 @@ use selkie_core::cpu::CpuBackend;
 use selkie_core::engine::direct::{Direct, LayerValues, Sequence};
 use selkie_core::models::{self, Limits};
 use selkie_core::source::Dir;
+use selkie_core::step::Bucket;
 use selkie_core::weights::Loader;
 use selkie_cuda::{Cuda, Options};
 use selkie_wgpu::WgpuBackend;
+
+use routing::Routing;
 
 const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
 /// A greedy token must agree where the reference's best logit leads by more than this, in units of the logits.
@@ -122,6 +127,17 @@ fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f
     Ok(worst)
 }
 
+/// The model of a folder.
+async fn load<B: Backend>(backend: &B, dir: &Path) -> Result<Box<dyn models::Model<B>>, Failed> {
+    let text = |e: selkie_core::Error| Failed::from(e.to_string());
+    let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
+    let checkpoint = Checkpoint::open(Rc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
+    let architecture = models::read(&config).map_err(text)?;
+    let mut report = |_| ();
+    let mut loader = Loader::new(backend, &checkpoint, &mut report);
+    models::build(&architecture, &mut loader, LIMITS).await.map_err(text)
+}
+
 /// Runs one folder; `steps` cuts the prompts.
 async fn check<B: Backend>(
     backend: &B,
@@ -131,12 +147,7 @@ async fn check<B: Backend>(
     steps: &[usize],
 ) -> Result<String, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
-    let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
-    let checkpoint = Checkpoint::open(Rc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
-    let architecture = models::read(&config).map_err(text)?;
-    let mut report = |_| ();
-    let mut loader = Loader::new(backend, &checkpoint, &mut report);
-    let model = models::build(&architecture, &mut loader, LIMITS).await.map_err(text)?;
+    let model = load(backend, dir).await?;
     let vocab = model.spec().vocab;
     let mut worst = [0f32; 3];
     for (i, prompt) in references(dir).iter().enumerate() {
@@ -198,6 +209,73 @@ fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance:
     common::on(name, open, tests)
 }
 
+/// What the bf16 mode may differ by: activations, KV pages and convolution states have 8 bits of mantissa. Whole models
+/// amplify that by what their layers make of it, so the limits are those of the families.
+fn bf16_tolerance(dir: &Path) -> Tolerance {
+    let _ = dir;
+    Tolerance { logits: 0.15, states: 0.15 }
+}
+
+/// Logits and states of every prompt of a folder in bf16. A router decides between nearly equal experts of a random model
+/// by the last bits, so a mixture of experts is compared twice: with the choices of an f32 run, which must be within the
+/// limits everywhere, and with its own, which must be within them at every token before the first other choice.
+async fn check_bf16(dir: &Path, bf16_state: bool) -> Result<String, Failed> {
+    let text = |e: selkie_core::Error| Failed::from(e.to_string());
+    let tolerance = bf16_tolerance(dir);
+    let exact = Routing::new(Cuda::open(Options { f32: true, ..Options::default() }).map_err(text)?);
+    let short = Routing::new(Cuda::open(Options { bf16_state, ..Options::default() }).map_err(text)?);
+    let (exact_model, short_model) = (load(&exact, dir).await?, load(&short, dir).await?);
+    let vocab = exact_model.spec().vocab;
+    let (mut worst, mut free, mut flips) = ([0f32; 2], 0f32, 0);
+    for (i, prompt) in references(dir).iter().enumerate() {
+        let run = async |backend: &Routing<Cuda>, model: &dyn models::Model<Routing<Cuda>>| {
+            let mut direct = Direct::new(backend, model, LIMITS, 2, 8).map_err(text)?;
+            let mut sequence = Sequence::default();
+            let logits = direct.prompt(&mut sequence, &prompt.ids, &[]).await.map_err(text)?;
+            let states = direct.states(&sequence).await.map_err(text)?;
+            Ok::<_, Failed>((logits, states, backend.take().await.map_err(text)?))
+        };
+        let (.., choices) = run(&exact, exact_model.as_ref()).await?;
+        let (own, _, own_choices) = run(&short, short_model.as_ref()).await?;
+        short.give(choices.clone());
+        let (logits, states, _) = run(&short, short_model.as_ref()).await?;
+        worst[0] =
+            worst[0].max(within(&format!("logits of prompt {i}"), error(&logits, &prompt.logits)?, tolerance.logits)?);
+        worst[1] = worst[1].max(check_states(prompt, &states, tolerance.states)?);
+        // Tokens before the first that goes to other experts.
+        let first = choices.iter().zip(&own_choices).filter_map(|(a, b)| {
+            let bytes = a.0.len() / Bucket::holding(prompt.ids.len(), 1, 1, 1, 1).tokens;
+            let experts = |all: &[u8], t: usize| all[t * bytes..(t + 1) * bytes].to_vec();
+            (0..prompt.ids.len()).find(|&t| experts(&a.0, t) != experts(&b.0, t))
+        });
+        let first = first.min().unwrap_or(prompt.ids.len());
+        flips += usize::from(first < prompt.ids.len());
+        let before = first * vocab;
+        let found = error(&own[..before], &prompt.logits[..before])?;
+        within(&format!("logits of prompt {i} before token {first}"), found, tolerance.logits)?;
+        free = free.max(error(&own, &prompt.logits)?);
+    }
+    let own = match flips {
+        0 => String::new(),
+        n => format!("; own experts: logits {free:.1e}, other choices in {n} prompts"),
+    };
+    Ok(format!("logits {:.1e}, states {:.1e}{own}", worst[0], worst[1]))
+}
+
+fn bf16_on(name: &'static str, bf16_state: bool) -> Vec<Trial> {
+    let tests = folders().into_iter().map(|dir| {
+        let test = dir.file_name().expect("a folder").to_string_lossy().into_owned();
+        let id = format!("{name} {test}");
+        let run = move |_: &Cuda| {
+            let found = pollster::block_on(check_bf16(&dir, bf16_state))?;
+            eprintln!("{id}: {found}");
+            Ok(())
+        };
+        (test, false, run)
+    });
+    common::on(name, || Cuda::open(Options::default()), tests)
+}
+
 /// WebGPU's default limits, and weights, states and KV pages in pieces of at most `BYTES`: every pool and the larger weights
 /// are split.
 fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
@@ -226,6 +304,8 @@ fn main() {
     let mut trials = models_on("cpu", || Ok(CpuBackend::new()), Tolerance { logits: 1e-4, states: 1e-4 });
     let f32 = || Cuda::open(Options { f32: true, ..Options::default() });
     trials.extend(models_on("cuda-f32", f32, Tolerance { logits: 1e-3, states: 1e-3 }));
+    trials.extend(bf16_on("cuda-bf16", false));
+    trials.extend(bf16_on("cuda-bf16-state", true));
     trials.extend(models_on("wgpu", common::wgpu, WGPU));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));

@@ -15,6 +15,15 @@ use selkie_cuda::{Cuda, Options};
 use selkie_wgpu::WgpuBackend;
 
 fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size) -> Vec<Trial> {
+    some_ops_on(name, open, largest, |_| true)
+}
+
+fn some_ops_on<B: Backend>(
+    name: &'static str,
+    open: fn() -> Result<B>,
+    largest: Size,
+    which: fn(&cases::Case) -> bool,
+) -> Vec<Trial> {
     let test = |(i, case): (usize, cases::Case)| {
         let run = move |backend: &B| {
             let case = &cases::all()[i];
@@ -23,7 +32,7 @@ fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size
         };
         (case.id(), case.size > largest, run)
     };
-    common::on(name, open, cases::all().into_iter().enumerate().map(test))
+    common::on(name, open, cases::all().into_iter().enumerate().filter(|(_, case)| which(case)).map(test))
 }
 
 fn bindings() -> Result<(), Failed> {
@@ -80,6 +89,9 @@ fn main() {
     trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
     trials.extend(ops_on("cuda-generic", || Cuda::open(Options { generic: true, ..Options::default() }), Size::Large));
     trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
+    let bf16_state = || Cuda::open(Options { bf16_state: true, ..Options::default() });
+    let recurrent = |case: &cases::Case| ["selective_scan", "gated_delta"].contains(&case.op);
+    trials.extend(some_ops_on("cuda-bf16-state", bf16_state, Size::Bench, recurrent));
     trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     libtest_mimic::run(&args, trials).exit();

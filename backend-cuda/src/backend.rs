@@ -9,11 +9,13 @@ use selkie_core::{
     ops::Op,
     source::Bytes,
     tensor::{DType, Tensor},
+    timer::Timer,
 };
 
 use crate::{
     blas::{self, Blas},
     driver::{self, Context, Event, Graph, Kernel, Stream, named},
+    faults::Faults,
     launch::{Address, Args, Launch, Work, address},
     memory::{Buf, Pool, Read, Ring},
     nvrtc::{self, DiskCache},
@@ -30,6 +32,9 @@ pub struct Options {
     pub generic: bool,
     /// f32 activations, KV pages, convolution states and matrix products: slower, for comparing with references.
     pub f32: bool,
+    /// Recurrent states in bf16 instead of f32: half the memory and traffic, computed in f32 and rounded where a slot is
+    /// written.
+    pub bf16_state: bool,
 }
 
 /// Oldest supported compute capability: bf16 tensor cores.
@@ -96,6 +101,8 @@ pub struct Cuda {
     ring: RefCell<Ring>,
     pool: Pool,
     scratch: RefCell<Option<Buf>>,
+    /// Written over to flush the L2, by benches.
+    flush: RefCell<Option<Buf>>,
     caps: Caps,
     arch: String,
     disk: DiskCache,
@@ -105,6 +112,7 @@ pub struct Cuda {
     generic: bool,
     /// Waits after every op, so that a device error names it.
     synchronous: bool,
+    faults: Rc<Faults>,
     stream: Rc<Stream>,
     context: Rc<Context>,
 }
@@ -139,6 +147,7 @@ impl Cuda {
             ring: RefCell::new(Ring::new()?),
             pool: Pool::default(),
             scratch: RefCell::default(),
+            flush: RefCell::default(),
             caps: Caps {
                 backend: "cuda",
                 device: device.name.clone(),
@@ -147,7 +156,7 @@ impl Cuda {
                 act: activations,
                 kv: activations,
                 conv: activations,
-                state: DType::F32,
+                state: if options.bf16_state { DType::Bf16 } else { DType::F32 },
                 max_binding: u64::MAX,
                 asynchronous: true,
             },
@@ -158,6 +167,7 @@ impl Cuda {
                 as usize,
             generic: options.generic,
             synchronous: std::env::var_os("SELKIE_CUDA_SYNC").is_some(),
+            faults: Faults::new(&stream)?,
             stream,
             context,
         })
@@ -169,17 +179,19 @@ impl Cuda {
     }
 
     /// The loaded kernel of a variant, from disk or from the compiler the first time.
-    fn kernel(&self, launch: &Launch) -> Result<Rc<Kernel>> {
+    fn kernel(&self, op: &'static str, launch: &Launch) -> Result<Rc<Kernel>> {
         if let Some(k) = self.kernels.borrow().get(&launch.spec) {
             return Ok(k.clone());
         }
         let (spec, entry) = (&launch.spec, launch.spec.entry());
-        let stored = self.disk.load(spec).and_then(|image| Kernel::load(&image, &entry, launch.shared).ok());
+        let started = self.faults.add(op, spec)?;
+        let load = |image: &[u8]| Kernel::load(image, &entry, launch.shared, started);
+        let stored = self.disk.load(spec).and_then(|image| load(&image).ok());
         let kernel = match stored {
             Some(k) => k,
             None => {
                 let image = nvrtc::compile(spec, &self.arch)?;
-                let kernel = named(&format!("loading {spec}"), Kernel::load(&image.bytes, &entry, launch.shared))?;
+                let kernel = named(&format!("loading {spec}"), load(&image.bytes))?;
                 self.disk.store(spec, &image.bytes);
                 kernel
             }
@@ -190,9 +202,9 @@ impl Cuda {
     }
 
     /// Compiles and measures what `work` needs, so that running it does neither.
-    fn prepare(&self, work: &Work) -> Result<Ready> {
+    fn prepare(&self, op: &'static str, work: &Work) -> Result<Ready> {
         match work {
-            Work::Kernel(l) => Ok(Ready::Kernel(self.kernel(l)?, l.clone())),
+            Work::Kernel(l) => Ok(Ready::Kernel(self.kernel(op, l)?, l.clone())),
             Work::Gemm(g) => {
                 let blas = self.blas.as_ref().expect("planned only with cuBLASLt");
                 blas.choose(&self.context, &self.stream, g)?;
@@ -216,32 +228,7 @@ impl Cuda {
         if need > self.scratch.borrow().as_ref().map_or(0, |b| b.bytes()) {
             self.reserve(need)?;
         }
-        plan::plan(op, &self.target())?.iter().map(|w| self.prepare(w)).collect()
-    }
-
-    /// Fills a tensor with random values in `[-scale, scale)`: weights for benches, made on the device.
-    pub fn fill_random(&self, t: &Tensor<Buf>, seed: u32, scale: f32) -> Result<()> {
-        let spec = Spec::new(File::Fill).ty("out_t", t.dtype);
-        let args = Args::new().int(address(t)).int(t.len() as u64).int(u64::from(seed)).float(scale);
-        let launch = Launch::new(spec, [self.sms * 8, 1, 1], 256, args);
-        let ready = self.prepare(&Work::Kernel(launch))?;
-        self.enqueue("fill", &ready)
-    }
-
-    /// Microseconds that the device takes for what `f` enqueues, from events around it.
-    pub fn time_us(&self, f: impl FnOnce() -> Result<()>) -> Result<f32> {
-        let (start, end) = (Event::new(true)?, Event::new(true)?);
-        start.record(&self.stream)?;
-        f()?;
-        end.record(&self.stream)?;
-        end.wait("a timed step")?;
-        end.since(&start)
-    }
-
-    /// Overwrites `bytes` device bytes of a buffer with zeros: flushes the L2 before a cold measurement.
-    pub fn clear(&self, buf: &Buf) -> Result<()> {
-        // SAFETY: the range is the whole buffer.
-        named("clear", unsafe { result::memset_d8_async(buf.address(), 0, buf.bytes() as usize, self.stream.raw) })
+        plan::plan(op, &self.target())?.iter().map(|w| self.prepare(op.name(), w)).collect()
     }
 }
 
@@ -312,9 +299,20 @@ impl Backend for Cuda {
         None
     }
 
+    fn fill_random(&self, t: &Tensor<Buf>, seed: u32, half: f32) -> Result<bool> {
+        assert!(t.is_contiguous(), "random values for a view with gaps");
+        let spec = Spec::new(File::Fill).ty("out_t", t.dtype);
+        let args = Args::new().int(address(t)).int(t.len() as u64).int(u64::from(seed)).float(half);
+        let launch = Launch::new(spec, [self.sms * 8, 1, 1], 256, args);
+        let ready = self.prepare("fill", &Work::Kernel(launch))?;
+        self.enqueue("fill", &ready)?;
+        Ok(true)
+    }
+
     fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() as u64 <= dst.bytes(), "write of {} bytes at {at} of {}", bytes.len(), dst.bytes());
-        self.ring.borrow_mut().write(&self.stream, dst.address() + at, bytes)
+        let done = self.ring.borrow_mut().write(&self.stream, dst.address() + at, bytes);
+        done.map_err(|e| self.faults.name(e))
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
@@ -333,13 +331,60 @@ impl Backend for Cuda {
     }
 
     fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
-        f(&mut Rec { cuda: self, recorded: None, keep: Vec::new() })
+        f(&mut Rec { cuda: self, recorded: None, keep: Vec::new() }).map_err(|e| self.faults.name(e))
     }
 
     fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
         let mut rec = Rec { cuda: self, recorded: Some(Vec::new()), keep: Vec::new() };
         f(&mut rec)?;
-        let (list, mut keep) = (rec.recorded.unwrap_or_default(), rec.keep);
+        self.tape(rec.recorded.unwrap_or_default(), rec.keep)
+    }
+
+    fn play(&self, tape: &Tape) -> Result<()> {
+        let launched = tape.graph.launch(&self.stream);
+        let done = launched.and_then(|()| if self.synchronous { self.stream.wait("a recorded step") } else { Ok(()) });
+        done.map_err(|e| self.faults.name(e))
+    }
+
+    fn read(&self, src: &Tensor<Buf>) -> Read {
+        assert!(src.is_contiguous(), "a read of a view with gaps");
+        let bytes = src.len() * src.dtype.bytes();
+        Read::start(&self.pool, &self.faults, &self.stream, address(src), bytes)
+    }
+}
+
+/// More than the largest L2.
+const FLUSH_BYTES: u64 = 256 << 20;
+
+impl Timer for Cuda {
+    fn flush(&self) -> Result<()> {
+        let mut kept = self.flush.borrow_mut();
+        let buf = match &*kept {
+            Some(b) => b.clone(),
+            None => kept.insert(self.alloc("flush", FLUSH_BYTES)?).clone(),
+        };
+        // SAFETY: the range is the whole buffer.
+        named("flush", unsafe { result::memset_d8_async(buf.address(), 0, FLUSH_BYTES as usize, self.stream.raw) })
+    }
+
+    fn empty(&self) -> Result<Tape> {
+        let launch = Launch::new(Spec::new(File::Empty), [1, 1, 1], 32, Args::new());
+        self.tape(vec![("empty", self.prepare("empty", &Work::Kernel(launch))?)], Vec::new())
+    }
+
+    async fn time(&self, tape: &Tape) -> Result<f64> {
+        let (start, end) = (Event::new(true)?, Event::new(true)?);
+        start.record(&self.stream)?;
+        self.play(tape)?;
+        end.record(&self.stream)?;
+        end.wait("a timed step")?;
+        Ok(f64::from(end.since(&start)?))
+    }
+}
+
+impl Cuda {
+    /// Captures prepared work, which touches `keep`.
+    fn tape(&self, list: Vec<(&'static str, Ready)>, mut keep: Vec<Buf>) -> Result<Tape> {
         keep.sort_by_key(Handle::id);
         keep.dedup_by_key(|b| b.id());
         let graph = Graph::capture(&self.stream, || list.iter().try_for_each(|(op, r)| self.enqueue_captured(op, r)))?;
@@ -350,19 +395,6 @@ impl Backend for Cuda {
         Ok(Tape { graph, _kernels: kernels.collect(), _buffers: keep })
     }
 
-    fn play(&self, tape: &Tape) -> Result<()> {
-        tape.graph.launch(&self.stream)?;
-        if self.synchronous { self.stream.wait("a recorded step") } else { Ok(()) }
-    }
-
-    fn read(&self, src: &Tensor<Buf>) -> Read {
-        assert!(src.is_contiguous(), "a read of a view with gaps");
-        let bytes = src.len() * src.dtype.bytes();
-        Read::start(&self.pool, &self.stream, address(src), bytes).unwrap_or_else(Read::failed)
-    }
-}
-
-impl Cuda {
     /// Enqueues within a capture, where waiting is not allowed.
     fn enqueue_captured(&self, op: &'static str, ready: &Ready) -> Result<()> {
         match ready {

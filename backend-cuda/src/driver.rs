@@ -153,8 +153,9 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Loads an image. `shared` bytes of dynamic shared memory may be asked for at launch.
-    pub fn load(image: &[u8], entry: &str, shared: u32) -> std::result::Result<Self, DriverError> {
+    /// Loads an image. `shared` bytes of dynamic shared memory may be asked for at launch; `started` is the structure of that
+    /// name in `common.cuh`.
+    pub fn load(image: &[u8], entry: &str, shared: u32, started: [u64; 2]) -> std::result::Result<Self, DriverError> {
         // SAFETY: the image is complete, its checksum was compared or it comes from the compiler.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) }?;
         let name = CString::new(entry).expect("kernel names hold no zero byte");
@@ -168,6 +169,7 @@ impl Kernel {
             }
         };
         let kernel = Self { module, function };
+        kernel.set("started", &started)?;
         // The default limit of 48 KiB counts the kernel's static shared memory too, so any amount asks for itself.
         if shared > 0 {
             let what = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -175,6 +177,18 @@ impl Kernel {
             unsafe { result::function::set_function_attribute(function, what, shared as i32) }?;
         }
         Ok(kernel)
+    }
+
+    /// Writes a constant of the image, if it has one of that name.
+    fn set(&self, name: &str, value: &[u64]) -> std::result::Result<(), DriverError> {
+        let name = CString::new(name).expect("names hold no zero byte");
+        // SAFETY: the module is loaded.
+        match unsafe { result::module::get_global(self.module, name) } {
+            // SAFETY: the constant has room for the value.
+            Ok((at, bytes)) if bytes >= size_of_val(value) => unsafe { result::memcpy_htod_sync(at, value) },
+            Err(e) if e.0 != sys::CUresult::CUDA_ERROR_NOT_FOUND => Err(e),
+            _ => Ok(()),
+        }
     }
 }
 

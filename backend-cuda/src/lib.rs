@@ -7,6 +7,7 @@ mod backend;
 mod blas;
 mod cache;
 mod driver;
+mod faults;
 pub mod launch;
 mod memory;
 pub mod nvrtc;

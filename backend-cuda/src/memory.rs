@@ -13,6 +13,7 @@ use selkie_core::{Error, Result, backend::Handle};
 
 use crate::{
     driver::{Context, Event, Stream, memory, named},
+    faults::Faults,
     launch::Address,
 };
 
@@ -77,15 +78,24 @@ impl Drop for Allocation {
 
 /// Pinned host memory.
 #[derive(Debug)]
-struct Pinned {
-    at: *mut u8,
+pub struct Pinned {
+    /// The first byte.
+    pub at: *mut u8,
     bytes: usize,
 }
 
 impl Pinned {
     /// `write_combined` memory is fast to fill and very slow to read.
     fn new(bytes: usize, write_combined: bool) -> Result<Self> {
-        let flags = if write_combined { sys::CU_MEMHOSTALLOC_WRITECOMBINED } else { 0 };
+        Self::alloc(bytes, if write_combined { sys::CU_MEMHOSTALLOC_WRITECOMBINED } else { 0 })
+    }
+
+    /// Memory that kernels can write to.
+    pub fn mapped(bytes: usize) -> Result<Self> {
+        Self::alloc(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP)
+    }
+
+    fn alloc(bytes: usize, flags: u32) -> Result<Self> {
         // SAFETY: a plain allocation.
         let at = named("pinned memory", unsafe { result::malloc_host(bytes, flags) })?;
         Ok(Self { at: at.cast(), bytes })
@@ -171,15 +181,20 @@ pub struct Landing {
 }
 
 /// A read in flight. Polling waits for it: the engine's thread has nothing else to do.
-#[derive(Debug)]
 pub struct Read {
     state: Option<Result<(Landing, usize, Pool)>>,
+    faults: Rc<Faults>,
 }
 
 impl Read {
     /// Enqueues a copy of `bytes` bytes from a device address. `keep` is alive until the copy is enqueued, and freeing
     /// device memory waits for the stream.
-    pub fn start(pool: &Pool, stream: &Stream, from: u64, bytes: usize) -> Result<Self> {
+    pub fn start(pool: &Pool, faults: &Rc<Faults>, stream: &Stream, from: u64, bytes: usize) -> Self {
+        let state = Self::enqueue(pool, stream, from, bytes).map_err(|e| faults.name(e));
+        Self { state: Some(state), faults: faults.clone() }
+    }
+
+    fn enqueue(pool: &Pool, stream: &Stream, from: u64, bytes: usize) -> Result<(Landing, usize, Pool)> {
         let kept = {
             let mut free = pool.borrow_mut();
             free.iter().position(|l| l.memory.bytes >= bytes).map(|i| free.swap_remove(i))
@@ -196,12 +211,7 @@ impl Read {
             named("read", result::memcpy_dtoh_async(to, from, stream.raw))?;
         }
         landing.done.record(stream)?;
-        Ok(Self { state: Some(Ok((landing, bytes, pool.clone()))) })
-    }
-
-    /// A read that failed before it started.
-    pub fn failed(e: Error) -> Self {
-        Self { state: Some(Err(e)) }
+        Ok((landing, bytes, pool.clone()))
     }
 }
 
@@ -211,7 +221,7 @@ impl Future for Read {
     fn poll(mut self: Pin<&mut Self>, _: &mut Wake<'_>) -> Poll<Self::Output> {
         let state = self.state.take().expect("a read is awaited once");
         Poll::Ready(state.and_then(|(landing, bytes, pool)| {
-            landing.done.wait("a step run before this read")?;
+            landing.done.wait("a step run before this read").map_err(|e| self.faults.name(e))?;
             // SAFETY: the copy is done.
             let data = unsafe { std::slice::from_raw_parts(landing.memory.at, bytes) }.to_vec();
             // Large landings are rare and would pin much memory.

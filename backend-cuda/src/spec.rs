@@ -31,6 +31,18 @@ macro_rules! kernels {
     };
 }
 
+impl File {
+    /// The source with a call of `mark_started` at the start of the kernel; an empty kernel stays empty.
+    fn marked(self) -> String {
+        let source = self.source();
+        let body = |at: usize| Some(at + source[at..].find(") {")? + 3);
+        match source.find("ENTRY(").and_then(body) {
+            Some(at) if self != Self::Empty => format!("{} mark_started();{}", &source[..at], &source[at..]),
+            _ => source.into(),
+        }
+    }
+}
+
 kernels! {
     Activation "activation",
     Attention "attention",
@@ -39,6 +51,7 @@ kernels! {
     AttentionPrefill "attention_prefill",
     Conv1d "conv1d",
     Embed "embed",
+    Empty "empty",
     ExpertCombine "expert_combine",
     ExpertGrouped "expert_grouped",
     ExpertMatmul "expert_matmul",
@@ -139,7 +152,7 @@ impl Spec {
             }
             .expect("writing to a string");
         }
-        write!(s, "#line 1 \"{}.cu\"\n{}", self.file.stem(), self.file.source()).expect("writing to a string");
+        write!(s, "#line 1 \"{}.cu\"\n{}", self.file.stem(), self.file.marked()).expect("writing to a string");
         s
     }
 }
@@ -155,5 +168,18 @@ impl Display for Spec {
             }
         }
         f.write_str("]")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_says_that_it_started() {
+        for &file in File::ALL.iter().filter(|f| **f != File::Empty) {
+            assert_eq!(Spec::new(file).text().matches(" mark_started();").count(), 1, "{}", file.stem());
+        }
+        assert!(!Spec::new(File::Empty).text().contains(" mark_started();"));
     }
 }

@@ -110,6 +110,14 @@ impl WgpuBackend {
         self.gpu.device.destroy();
     }
 
+    /// Overwrites a whole buffer with zeros.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) fn clear(&self, buf: &Buf) {
+        let mut encoder = self.gpu.device.create_command_encoder(&Default::default());
+        encoder.clear_buffer(buf.buffer(), 0, None);
+        self.gpu.queue.submit([encoder.finish()]);
+    }
+
     fn lowered(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Vec<Kernel<Buf>>> {
         let mut rec = Rec { facts: &self.facts, kernels: vec![] };
         f(&mut rec)?;

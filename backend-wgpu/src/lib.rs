@@ -12,6 +12,8 @@ mod device;
 pub mod kernel;
 pub mod lower;
 mod pipelines;
+#[cfg(not(target_arch = "wasm32"))]
+mod timer;
 
 use std::future::Future;
 use std::pin::pin;

@@ -87,6 +87,12 @@ pub trait Backend: Sized + 'static {
     /// Uses host bytes where they lie, read-only and at any alignment; `None` if the device cannot, and the caller
     /// uploads them.
     fn adopt(&self, bytes: &Bytes) -> Option<Self::Buf>;
+    /// Fills a contiguous tensor with values uniform in `-half .. half`, the same for the same seed, and returns `true`; `false`
+    /// if the device cannot, and the caller uploads some. Weights of benches are made like this.
+    fn fill_random(&self, t: &Tensor<Self::Buf>, seed: u32, half: f32) -> Result<bool> {
+        let _ = (t, seed, half);
+        Ok(false)
+    }
     /// Copies `bytes` to `dst` from byte `at` on, ordered before everything played later.
     fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()>;
     /// Scratch bytes that `op` needs on this device; `op` is one of a bucket's largest.

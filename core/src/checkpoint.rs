@@ -93,6 +93,14 @@ impl Checkpoint {
         matches!(self.kind, Kind::Random { .. })
     }
 
+    /// Seed and half width of the uniform bf16 values of a matrix that nobody stored, for a device that can make them itself.
+    pub(crate) fn random_matrix(&self, name: &str, shape: &[usize]) -> Option<(u32, f32)> {
+        match self.kind {
+            Kind::Random { seed } => random::matrix(seed, name, shape),
+            Kind::Files { .. } => None,
+        }
+    }
+
     /// Names of all stored tensors in alphabetical order; none for a random checkpoint.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let tensors = match &self.kind {

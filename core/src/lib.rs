@@ -24,6 +24,8 @@ pub mod state;
 pub mod step;
 pub mod stop;
 pub mod tensor;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod timer;
 pub mod tokenizer;
 pub mod weights;
 

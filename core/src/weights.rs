@@ -150,6 +150,9 @@ impl<'a, B: Backend> Loader<'a, B> {
             joined
         });
         let n = parts.last().map_or(0, |p| p.col + p.rows.len());
+        if let Some(w) = self.random_matrix(n, k, &parts[0].name)? {
+            return Ok(w);
+        }
         let mut tensors: HashMap<&str, RawTensor> = HashMap::new();
         for p in &parts {
             if !tensors.contains_key(p.name.as_str()) {
@@ -168,6 +171,38 @@ impl<'a, B: Backend> Loader<'a, B> {
             return Ok(Weight { blocks, n, k });
         }
         self.gather(n, k, &parts, &tensors)
+    }
+
+    /// Random values made on the device, if nothing is stored and it can make them.
+    fn random_matrix(&mut self, n: usize, k: usize, name: &str) -> Result<Option<Weight<B::Buf>>> {
+        let name = self.full(name);
+        let Some((seed, half)) = self.checkpoint.random_matrix(&name, &[n, k]) else { return Ok(None) };
+        let most = self.rows_per_binding(k * DType::Bf16.bytes(), &name)?;
+        let mut blocks = Vec::new();
+        for col in (0..n).step_by(most.min(n)) {
+            let rows = most.min(n - col);
+            let bytes = rows * k * DType::Bf16.bytes();
+            let w = Tensor::new(self.backend.alloc(&name, bytes as u64)?, DType::Bf16, &[rows, k]);
+            if !self.backend.fill_random(&w, seed.wrapping_add(col as u32), half)? {
+                return Ok(None);
+            }
+            self.advance(bytes);
+            blocks.push(RowBlock { w, col });
+        }
+        Ok(Some(Weight { blocks, n, k }))
+    }
+
+    /// The same for the matrices of all experts.
+    fn random_experts(&mut self, e: usize, n: usize, k: usize, name: &str) -> Result<Option<Vec<ExpertRange<B::Buf>>>> {
+        let Some((seed, half)) = self.checkpoint.random_matrix(&self.full(name), &[e, n, k]) else { return Ok(None) };
+        let gather = ExpertGather::new(self, name, DType::Bf16, e, n, k)?;
+        for (i, block) in gather.ranges.iter().flat_map(|r| &r.blocks).enumerate() {
+            if !self.backend.fill_random(&block.w, seed.wrapping_add(i as u32), half)? {
+                return Ok(None);
+            }
+            self.advance(block.w.len() * DType::Bf16.bytes());
+        }
+        Ok(Some(gather.ranges))
     }
 
     /// Copies the rows of `parts`, sorted by column, into buffers of one dtype within the binding limit.
@@ -249,6 +284,12 @@ impl<'a, B: Backend> Loader<'a, B> {
         k: usize,
         parts: &ExpertParts,
     ) -> Result<Vec<ExpertRange<B::Buf>>> {
+        let name = parts.stacked.first().or(parts.each.first().map(|(name, _)| name));
+        if let Some(name) = name
+            && let Some(ranges) = self.random_experts(experts, n, k, name)?
+        {
+            return Ok(ranges);
+        }
         let stored = |name: &&String| self.checkpoint.info(&self.full(name)).is_some();
         let stacked = parts.stacked.iter().find(stored);
         match stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {

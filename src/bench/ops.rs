@@ -1,12 +1,15 @@
-//! `selkie bench ops`: the cases of the op tests, timed.
-
-use std::time::Instant;
+//! `selkie bench ops`: ops at the sizes of published models, timed one by one.
 
 use selkie_core::{
-    Result,
+    Error, Result,
     backend::{Backend, Ops},
-    cases::{self, Case, Loaded, Size},
-    tensor::{DType, Tensor},
+    cases::{
+        self, Case, Dtypes, OpReport, Size,
+        timed::{Shape, shapes},
+    },
+    cpu::probe,
+    tensor::DType,
+    timer::Timer,
 };
 use serde_json::{Value, json};
 
@@ -14,12 +17,20 @@ use crate::{
     args::BenchOpsArgs,
     backend::{self, Job},
     failure::{Failure, Outcome},
-    terminal::Output,
+    terminal::{self, Output},
 };
 
-/// Seconds of one measurement, and how many are made; the best counts.
-const SECONDS: f64 = 0.05;
-const MEASUREMENTS: usize = 3;
+/// Calls in one recorded step for the warm time.
+const MANY: usize = 20;
+/// Measurements of a time, of which the median counts, and the microseconds after which there are enough.
+const COLD: usize = 31;
+const WARM: usize = 7;
+const ENOUGH: f64 = 2e6;
+/// Microseconds of light load that bring up the clocks of a GPU, once and before each shape.
+const WAKE: f64 = 4e5;
+const STAY_AWAKE: f64 = 2e4;
+/// Work of a shape that a CPU leaves out unless it is asked for by `--all`.
+const HEAVY: f64 = 2e9;
 
 /// Measures and prints.
 pub fn run(args: &BenchOpsArgs) -> Outcome {
@@ -30,78 +41,236 @@ struct Speed<'a> {
     args: &'a BenchOpsArgs,
 }
 
-/// The time of one case.
+/// Bytes and operations per second that a device reaches at best.
+struct Ceilings {
+    read: f64,
+    matmul: f64,
+}
+
+impl Ceilings {
+    /// Of the one GPU that was measured (plain copies, large bf16 products in a short burst), of this CPU, or unknown.
+    fn of(caps: &selkie_core::backend::Caps) -> Option<Self> {
+        if caps.backend == "cpu" {
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            return Some(Self { read: probe::read_bandwidth(threads), matmul: probe::matmul_rate() });
+        }
+        caps.device.contains("H200").then_some(Self { read: 4.3e12, matmul: 790e12 })
+    }
+}
+
+/// The times of one shape, in microseconds.
 struct Row {
-    case: String,
-    seconds: f64,
+    shape: Shape,
+    /// One call after the caches were flushed, and the same less a step that does nothing.
+    cold: f64,
+    net: f64,
+    /// Mean of many calls in one recorded step.
+    warm: f64,
     bytes: u64,
     flops: u64,
+    /// The least that the device's ceilings allow.
+    floor: Option<f64>,
 }
 
 impl Job for Speed<'_> {
     type Out = ();
 
-    fn run<B: Backend>(self, backend: B) -> Outcome {
-        let wanted = |case: &Case| {
-            let named = self.args.filter.as_ref().is_none_or(|f| case.id().contains(f));
-            named && (self.args.all || case.size > Size::Small)
-        };
-        let cases: Vec<Case> = cases::all().into_iter().filter(wanted).collect();
-        if cases.is_empty() {
-            return Err(Failure::Other("no case has such a name; --all takes the small ones too".into()));
+    fn run<B: Timer>(self, backend: B) -> Outcome {
+        let caps = backend.caps().clone();
+        let mut all = shapes();
+        if caps.act == DType::Bf16 {
+            all.extend(shapes().iter().filter_map(|s| s.with_state(DType::Bf16)));
+            all.sort_by_key(|s| shapes().iter().position(|other| other.op == s.op));
+        }
+        all.retain(|s| self.args.filter.as_ref().is_none_or(|f| s.id().contains(f)));
+        if all.is_empty() {
+            return Err(Failure::Other("no op or shape has such a name".into()));
         }
         let mut out = Output::new();
-        let mut rows = Vec::new();
+        let ceilings = Ceilings::of(&caps);
+        let (mut rows, mut checked, mut failed) = (Vec::new(), Vec::<(Checked, OpReport)>::new(), false);
+        let empty = pollster::block_on(empty(&backend))?;
         if !self.args.json {
-            out.line(&format!("{:>12}  {:>8}  {:>9}  case on {}", "time", "GB/s", "GFLOP/s", backend.caps().device))?;
+            out.line(&format!("{} ({}): a step that does nothing takes {empty:.2} µs", caps.backend, caps.device))?;
+            out.line(&Row::header())?;
         }
-        for case in &cases {
-            let row = pollster::block_on(measure(&backend, case))?;
-            if !self.args.json {
-                out.line(&row.text())?;
+        for shape in &all {
+            let key = Checked { op: shape.op, state: shape.state.unwrap_or(caps.state) };
+            if !checked.iter().any(|(k, _)| *k == key) {
+                let report = pollster::block_on(check(&backend, &key))?;
+                for (case, why) in &report.failures {
+                    terminal::note(format!("{case}: {why}"));
+                }
+                checked.push((key, report));
             }
-            rows.push(row);
+            let wrong = checked.iter().find(|(k, _)| *k == key).map_or(0, |(_, r)| r.failures.len());
+            let measured = match wrong {
+                0 => pollster::block_on(measure(&backend, shape, empty, ceilings.as_ref(), self.args.all))?,
+                n => {
+                    failed = true;
+                    Measured::Not(format!("failed its cases ({n} of them)"))
+                }
+            };
+            match measured {
+                Measured::Row(row) => {
+                    if !self.args.json {
+                        out.line(&row.text())?;
+                    }
+                    rows.push(row.json());
+                }
+                Measured::Not(why) => {
+                    if !self.args.json {
+                        out.line(&format!("{}: {why}", shape.id()))?;
+                    }
+                    rows.push(json!({ "op": shape.op, "shape": shape.name, "not_measured": why }));
+                }
+            }
         }
         if self.args.json {
-            let caps = backend.caps();
-            let rows: Vec<Value> = rows.iter().map(Row::json).collect();
-            out.json(&json!({ "backend": caps.backend, "device": caps.device, "cases": rows }))?;
+            let cases: Vec<Value> = checked.iter().map(|(k, r)| k.json(r)).collect();
+            out.json(&json!({
+                "backend": caps.backend,
+                "device": caps.device,
+                "version": env!("CARGO_PKG_VERSION"),
+                "empty_us": empty,
+                "bytes_per_second_at_best": ceilings.as_ref().map(|c| c.read),
+                "flops_per_second_at_best": ceilings.as_ref().map(|c| c.matmul),
+                "cases": cases,
+                "shapes": rows,
+            }))?;
         }
-        Ok(())
+        if failed { Err(Failure::Reported) } else { Ok(()) }
     }
 }
 
-async fn measure<B: Backend>(backend: &B, case: &Case) -> Result<Row> {
-    let loaded = Loaded::new(backend, case)?;
-    let cost = loaded.op.cost();
-    // Reading anything waits for everything before.
-    let fence = Tensor::new(backend.alloc("fence", 4)?, DType::U32, &[1]);
-    let tape = backend.record(|ops| ops.op(loaded.op.clone()))?;
-    let time = async |count: usize| -> Result<f64> {
-        let start = Instant::now();
-        for _ in 0..count {
-            backend.play(&tape)?;
-        }
-        backend.read(&fence).await?;
-        Ok(start.elapsed().as_secs_f64() / count as f64)
-    };
-    time(1).await?;
-    let count = (SECONDS / time(1).await?.max(1e-7)).ceil() as usize;
-    let mut seconds = f64::INFINITY;
-    for _ in 0..MEASUREMENTS {
-        seconds = seconds.min(time(count).await?);
+/// What a run of cases says something about.
+#[derive(Clone, Copy, PartialEq)]
+struct Checked {
+    op: &'static str,
+    state: DType,
+}
+
+impl Checked {
+    fn json(&self, report: &OpReport) -> Value {
+        let failed: Vec<&str> = report.failures.iter().map(|(case, _)| case.as_str()).collect();
+        json!({ "op": self.op, "state": format!("{:?}", self.state), "run": report.cases, "failed": failed })
     }
-    Ok(Row { case: case.id(), seconds, bytes: cost.bytes, flops: cost.flops })
+}
+
+/// Runs the cases of an op: a figure of an op that is wrong means nothing.
+async fn check<B: Backend>(backend: &B, of: &Checked) -> Result<OpReport> {
+    // The shapes of published models take long on a CPU and have the same kernels there.
+    let largest = if backend.caps().backend == "cpu" { Size::Large } else { Size::Bench };
+    let cases: Vec<Case> = cases::all().into_iter().filter(|c| c.op == of.op && c.size <= largest).collect();
+    let dtypes = Dtypes { state: of.state, ..backend.caps().into() };
+    cases::run_all(backend, &cases, dtypes).await
+}
+
+/// Keeps the device busy with light work: heavy work would heat it until it slows down.
+async fn wake<B: Timer>(backend: &B, tape: &B::Tape, microseconds: f64) -> Result<()> {
+    let start = std::time::Instant::now();
+    while start.elapsed().as_secs_f64() * 1e6 < microseconds {
+        backend.flush()?;
+        backend.time(tape).await?;
+    }
+    Ok(())
+}
+
+async fn empty<B: Timer>(backend: &B) -> Result<f64> {
+    let tape = backend.empty()?;
+    wake(backend, &tape, WAKE).await?;
+    median(backend, &tape, COLD, true).await
+}
+
+async fn median<B: Timer>(backend: &B, tape: &B::Tape, count: usize, cold: bool) -> Result<f64> {
+    let (mut times, start) = (Vec::new(), std::time::Instant::now());
+    while times.len() < count && (times.is_empty() || start.elapsed().as_secs_f64() * 1e6 < ENOUGH) {
+        if cold {
+            backend.flush()?;
+        }
+        times.push(backend.time(tape).await?);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+enum Measured {
+    Row(Box<Row>),
+    Not(String),
+}
+
+async fn measure<B: Timer>(
+    backend: &B,
+    shape: &Shape,
+    empty: f64,
+    ceilings: Option<&Ceilings>,
+    all: bool,
+) -> Result<Measured> {
+    let timed = match shape.load(backend) {
+        Ok(timed) => timed,
+        Err(e @ (Error::Unsupported { .. } | Error::OutOfMemory { .. })) => return Ok(Measured::Not(e.to_string())),
+        Err(e) => return Err(e),
+    };
+    let (bytes, flops) = (timed.cost.bytes as f64, timed.cost.flops as f64);
+    if backend.caps().backend == "cpu" && !all && bytes.max(flops / 8.0) > HEAVY {
+        return Ok(Measured::Not("left out on a CPU; --all takes it".into()));
+    }
+    // Compiles and chooses what is compiled and chosen late.
+    backend.run(|ops| ops.op(timed.op.clone()))?;
+    let one = backend.record(|ops| ops.op(timed.op.clone()))?;
+    backend.time(&one).await?;
+    let rough = backend.time(&one).await?;
+    let calls = ((ENOUGH / 4.0 / rough) as usize).clamp(1, MANY);
+    let many = backend.record(|ops| (0..calls).try_for_each(|_| ops.op(timed.op.clone())))?;
+    backend.time(&many).await?;
+    wake(backend, &one, STAY_AWAKE).await?;
+    let cold = median(backend, &one, COLD, true).await?;
+    let warm = median(backend, &many, WARM, false).await? / calls as f64;
+    let floor = ceilings.map(|c| (bytes / c.read).max(flops / c.matmul) * 1e6);
+    let net = cold - empty;
+    let (bytes, flops) = (timed.cost.bytes, timed.cost.flops);
+    Ok(Measured::Row(Box::new(Row { shape: shape.clone(), cold, net, warm, bytes, flops, floor })))
 }
 
 impl Row {
+    fn header() -> String {
+        format!(
+            "{:<44} {:>9} {:>9} {:>9} {:>8} {:>6} {:>6} {:>8}",
+            "op/shape, times in µs", "cold", "net", "warm", "floor", "share", "TB/s", "TFLOP/s"
+        )
+    }
+
     fn text(&self) -> String {
-        let per_second = |n: u64| n as f64 / self.seconds / 1e9;
-        let time = format!("{:.1} µs", self.seconds * 1e6);
-        format!("{time:>12}  {:>8.2}  {:>9.2}  {}", per_second(self.bytes), per_second(self.flops), self.case)
+        let of = |x: Option<f64>, digits: usize| x.map_or("-".into(), |x| format!("{x:.digits$}"));
+        format!(
+            "{:<44} {:>9.2} {:>9.2} {:>9.2} {:>8} {:>6} {:>6.2} {:>8.2}",
+            self.shape.id(),
+            self.cold,
+            self.net,
+            self.warm,
+            of(self.floor, 1),
+            of(self.share(), 2),
+            self.bytes as f64 / self.warm / 1e6,
+            self.flops as f64 / self.warm / 1e6,
+        )
+    }
+
+    /// The floor over the net time.
+    fn share(&self) -> Option<f64> {
+        self.floor.map(|f| f / self.net)
     }
 
     fn json(&self) -> Value {
-        json!({ "case": self.case, "seconds": self.seconds, "bytes": self.bytes, "flops": self.flops })
+        json!({
+            "op": self.shape.op,
+            "shape": self.shape.name,
+            "cold_us": self.cold,
+            "net_us": self.net,
+            "warm_us": self.warm,
+            "bytes": self.bytes,
+            "flops": self.flops,
+            "floor_us": self.floor,
+            "share_of_floor": self.share(),
+        })
     }
 }

@@ -1,12 +1,12 @@
 //! `selkie bench model`: tokens per second beside what the machine's memory and arithmetic allow.
 
-use std::rc::Rc;
+use std::{rc::Rc, time::Instant};
 
 use selkie_core::{
     Error, Result,
     backend::{Backend, Handle, Ops},
     cpu::probe,
-    engine::{EngineOptions, Event, Request, Timing},
+    engine::{EngineOptions, Event, Request},
     model_dir::ModelFiles,
     ops::Op,
     session::Session,
@@ -23,9 +23,6 @@ use crate::{
     model,
     terminal::{Output, size, thousands},
 };
-
-/// Tokens of a prefill step.
-const STEP_TOKENS: usize = 512;
 
 /// Measures and prints.
 pub fn run(args: &BenchModelArgs) -> Outcome {
@@ -47,14 +44,16 @@ struct Facts {
     weight_bytes: u64,
     backend: &'static str,
     device: String,
+    batch: usize,
+    step_tokens: usize,
     prompt_tokens: usize,
     decode_tokens: usize,
-    /// Tokens per second.
+    /// Tokens per second of all sequences together.
     prefill: f64,
     decode: f64,
-    /// Weights that one decoded token reads, in bytes.
-    token_bytes: u64,
-    /// Operations of the prompt.
+    /// Weights that a step of one token in each sequence reads, in bytes.
+    step_bytes: u64,
+    /// Operations of one prompt.
     prompt_flops: u64,
     /// What the machine can do.
     machine: Option<Machine>,
@@ -74,31 +73,33 @@ impl Job for Speed<'_> {
 
     fn run<B: Backend>(self, backend: B) -> Outcome<Facts> {
         let (prompt, decode) = (self.args.prompt_tokens, self.args.decode_tokens);
+        let batch = self.args.batch;
+        let step_tokens = self.args.step_tokens.min(batch * prompt).max(batch);
+        // The first sequence goes on while the others' prompts are computed.
+        let longest = decode + 1 + (batch * prompt).div_ceil(step_tokens) + batch;
         let options = EngineOptions {
-            max_batch: 1,
-            step_tokens: STEP_TOKENS.min(prompt),
-            context: Some(prompt + decode + 1),
+            max_batch: batch,
+            step_tokens,
+            context: Some(prompt + longest),
             prefix_cache: false,
             ..EngineOptions::default()
         };
         let mut session = model::load(backend, self.files, &options)?;
         let is_cpu = session.engine().caps().backend == "cpu";
-        let mut prefill_ms = f64::INFINITY;
-        let mut decode_ms = f64::INFINITY;
+        let mut best = Times { prefill: f64::INFINITY, decode: f64::INFINITY };
         // The first run touches the weights and compiles what is compiled late.
         for run in 0..=self.args.runs {
-            let timing = pollster::block_on(generate(&mut session, prompt, decode))?;
+            let times = pollster::block_on(generate(&mut session, self.args, longest))?;
             if run > 0 {
-                prefill_ms = prefill_ms.min(timing.prefill_ms);
-                decode_ms = decode_ms.min(timing.decode_ms);
+                best.prefill = best.prefill.min(times.prefill);
+                best.decode = best.decode.min(times.decode);
             }
         }
-        let (token_bytes, _) = work(&session, 1)?;
-        let steps = prompt / options.step_tokens;
-        let rest = prompt % options.step_tokens;
-        let mut prompt_flops = steps as u64 * work(&session, options.step_tokens)?.1;
-        if rest > 0 {
-            prompt_flops += work(&session, rest)?.1;
+        let (step_bytes, _) = work(&session, batch, batch)?;
+        let step = step_tokens.min(prompt);
+        let mut prompt_flops = (prompt / step) as u64 * work(&session, step, 1)?.1;
+        if !prompt.is_multiple_of(step) {
+            prompt_flops += work(&session, prompt % step, 1)?.1;
         }
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let machine =
@@ -111,30 +112,65 @@ impl Job for Speed<'_> {
             weight_bytes: engine.weight_bytes(),
             backend: engine.caps().backend,
             device: engine.caps().device.clone(),
+            batch,
+            step_tokens,
             prompt_tokens: prompt,
             decode_tokens: decode,
-            prefill: prompt as f64 / prefill_ms * 1e3,
-            decode: decode as f64 / decode_ms * 1e3,
-            token_bytes,
+            prefill: (batch * prompt) as f64 / best.prefill,
+            decode: (batch * decode) as f64 / best.decode,
+            step_bytes,
             prompt_flops,
             machine,
         })
     }
 }
 
-/// One request of `prompt` tokens, of which the first token is free and `decode` are timed.
-async fn generate<B: Backend>(session: &mut Session<B>, prompt: usize, decode: usize) -> Result<Timing> {
+/// Seconds of the two phases of a run.
+struct Times {
+    /// From the submission to the first token of the last sequence.
+    prefill: f64,
+    /// From there on, `decode_tokens` tokens of every sequence.
+    decode: f64,
+}
+
+/// Sequences of at most `longest` new tokens, of which those are timed that come while every sequence decodes.
+async fn generate<B: Backend>(session: &mut Session<B>, args: &BenchModelArgs, longest: usize) -> Result<Times> {
     let engine = session.engine_mut();
-    let ids = Random(SEED).ids(prompt, engine.spec().vocab);
-    engine.submit(Request { prompt: ids, max_tokens: decode + 1, ..Request::default() })?;
-    while !engine.is_idle() {
+    let mut random = Random(SEED);
+    let vocab = engine.spec().vocab;
+    let start = Instant::now();
+    let mut live = Vec::new();
+    for _ in 0..args.batch {
+        let prompt = random.ids(args.prompt_tokens, vocab);
+        live.push(engine.submit(Request { prompt, max_tokens: longest, ..Request::default() })?);
+    }
+    let (mut waiting, mut decoded) = (live.clone(), 0);
+    let (mut prefill, mut decode) = (0.0, None);
+    while decode.is_none() {
+        let all_decode = waiting.is_empty();
         for event in engine.step().await? {
-            if let Event::Finished(end) = event {
-                return Ok(end.timing);
+            match event {
+                Event::Token { .. } if all_decode => decoded += 1,
+                Event::Token { id, .. } => {
+                    waiting.retain(|w| *w != id);
+                    if waiting.is_empty() {
+                        prefill = start.elapsed().as_secs_f64();
+                    }
+                }
+                Event::Finished(_) => {
+                    return Err(Error::Device { op: "bench".into(), why: "a request ended too early".into() });
+                }
             }
         }
+        if decoded >= args.batch * args.decode_tokens {
+            decode = Some(start.elapsed().as_secs_f64() - prefill);
+        }
     }
-    Err(Error::Device { op: "bench".into(), why: "the request did not end".into() })
+    live.drain(..).for_each(|id| engine.cancel(id));
+    while !engine.is_idle() {
+        engine.step().await?;
+    }
+    Ok(Times { prefill, decode: decode.unwrap_or_default() })
 }
 
 /// An [`Ops`] that runs nothing and adds up what would be done.
@@ -156,12 +192,13 @@ impl<Buf: Handle> Ops<Buf> for Tally {
     }
 }
 
-/// Bytes of weights and operations of a step of `tokens` tokens of one sequence.
-fn work<B: Backend>(session: &Session<B>, tokens: usize) -> Result<(u64, u64)> {
+/// Bytes of weights and operations of a step of `tokens` tokens in `rows` sequences.
+fn work<B: Backend>(session: &Session<B>, tokens: usize, rows: usize) -> Result<(u64, u64)> {
     let runner = session.engine().runner();
-    let bucket = Bucket::holding(tokens, 1, tokens.div_ceil(PAGE), 1, tokens.div_ceil(PAGE));
+    let pages = (tokens / rows).div_ceil(PAGE);
+    let bucket = Bucket::holding(tokens, rows, rows * pages, rows, pages);
     let ints = runner.backend().alloc("step integers", 4 * bucket.words() as u64)?;
-    let last = Tensor::new(runner.backend().alloc("last ids", 4)?, DType::U32, &[1]);
+    let last = Tensor::new(runner.backend().alloc("last ids", 4 * rows as u64)?, DType::U32, &[rows]);
     let mut tally = Tally::default();
     runner.model().forward(&mut tally, &Step::new(ints, bucket), runner.pools(), &last)?;
     Ok((tally.weight_bytes, tally.flops))
@@ -170,7 +207,7 @@ fn work<B: Backend>(session: &Session<B>, tokens: usize) -> Result<(u64, u64)> {
 impl Facts {
     /// Bytes of weights per second while decoding.
     fn decode_bytes(&self) -> f64 {
-        self.token_bytes as f64 * self.decode
+        self.step_bytes as f64 * self.decode / self.batch as f64
     }
 
     /// Operations per second while prefilling.
@@ -205,7 +242,11 @@ impl Facts {
             );
         }
         lines.extend([prefill, decode]);
-        lines.push(format!("({} prompt tokens, {} generated)", self.prompt_tokens, self.decode_tokens));
+        let sequences = if self.batch == 1 { String::new() } else { format!("{} sequences: ", self.batch) };
+        lines.push(format!(
+            "({sequences}{} prompt tokens in steps of {}, {} generated)",
+            self.prompt_tokens, self.step_tokens, self.decode_tokens
+        ));
         lines.join("\n") + "\n"
     }
 
@@ -218,11 +259,13 @@ impl Facts {
             "backend": self.backend,
             "device": self.device,
             "version": env!("CARGO_PKG_VERSION"),
+            "batch": self.batch,
+            "step_tokens": self.step_tokens,
             "prompt_tokens": self.prompt_tokens,
             "decode_tokens": self.decode_tokens,
             "prefill_tokens_per_second": self.prefill,
             "decode_tokens_per_second": self.decode,
-            "decode_weight_bytes_per_token": self.token_bytes,
+            "decode_weight_bytes_per_step": self.step_bytes,
             "decode_bytes_per_second": self.decode_bytes(),
             "prefill_flops_per_second": self.prefill_flops(),
             "machine": self.machine.as_ref().map(|m| json!({

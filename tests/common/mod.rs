@@ -5,7 +5,6 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::rc::Rc;
 
 use libtest_mimic::{Failed, Trial};
 use selkie_core::backend::Backend;
@@ -24,16 +23,17 @@ pub fn absent(backend: &'static str, why: String) -> Trial {
 }
 
 thread_local! {
-    // Backends are no `Send`: a thread that runs tests opens its own.
-    static OPEN: RefCell<HashMap<&'static str, Rc<dyn Any>>> = RefCell::default();
+    // Backends are no `Send`: a thread that runs tests opens its own. It is never closed: the runner does not wait for its
+    // threads, and a driver that closes devices while the process exits faults.
+    static OPEN: RefCell<HashMap<&'static str, &'static dyn Any>> = RefCell::default();
 }
 
-fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result<Rc<B>> {
-    if let Some(b) = OPEN.with_borrow(|all| all.get(name).cloned()) {
-        return Ok(b.downcast().expect("one type per name"));
+fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result<&'static B> {
+    if let Some(b) = OPEN.with_borrow(|all| all.get(name).copied()) {
+        return Ok(b.downcast_ref().expect("one type per name"));
     }
-    let b = Rc::new(open()?);
-    OPEN.with_borrow_mut(|all| all.insert(name, b.clone()));
+    let b: &'static B = Box::leak(Box::new(open()?));
+    OPEN.with_borrow_mut(|all| all.insert(name, b));
     Ok(b)
 }
 
@@ -56,7 +56,7 @@ where
         }
     }
     let trial = |(test, ignored, f): (String, bool, F)| {
-        let run = move || f(&*opened(name, open).map_err(|e| e.to_string())?);
+        let run = move || f(opened(name, open).map_err(|e| e.to_string())?);
         Trial::test(format!("{name} {test}"), run).with_ignored_flag(ignored)
     };
     tests.into_iter().map(trial).collect()

@@ -113,8 +113,7 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         && !per_channel
         && may_be_long(bucket)
         && a.dt.dtype == DType::Bf16
-        && wide(&[&a.x, &a.b, &a.c, &a.y])
-        && a.pool.dtype == DType::F32;
+        && wide(&[&a.x, &a.b, &a.c, &a.y]);
     let chunked = scan_block(p, n, target.shared).filter(|_| long);
     let shape = scan_shape(n, heads * p, per_channel, bucket.chunks, target.sms);
     let tile = shape.threads / shape.lanes * shape.rows;
@@ -163,7 +162,8 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
             .int("PB", pb)
             .int("HEADS_PER_GROUP", a.heads_per_group)
             .int("FIRST_HEAD", a.first_head)
-            .int("MIN_TOKENS", SHORT);
+            .int("MIN_TOKENS", SHORT)
+            .ty("pool_t", a.pool.dtype);
         let grid = [long_rows(bucket), heads * p / pb, 1];
         work.push(Work::Kernel(Launch::new(spec, grid, 384, args).with_shared(shared)));
     }
@@ -195,7 +195,6 @@ fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> bool {
         && dv % DELTA_COLUMNS == 0
         && a.a.dtype == DType::Bf16
         && a.b.dtype == DType::Bf16
-        && a.pool.dtype == DType::F32
         && wide(&[&a.q, &a.k, &a.v, &a.out])
         && delta_shared().1 <= target.shared
 }
@@ -257,7 +256,7 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         let grid = [bucket.chunks, heads, 1];
         let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, prepare).with_shared(first);
         work.push(Work::Kernel(launch));
-        let spec = constants(File::GatedDeltaChunk).int("DV", dv).int("DB", DELTA_COLUMNS);
+        let spec = constants(File::GatedDeltaChunk).int("DV", dv).int("DB", DELTA_COLUMNS).ty("pool_t", a.pool.dtype);
         let args = args.rows(&a.v).int(target.scratch).rows(&a.pool).rows(&a.out);
         let grid = [long_rows(bucket), heads * dv / DELTA_COLUMNS, 1];
         work.push(Work::Kernel(Launch::new(spec, grid, 384, args).with_shared(second)));

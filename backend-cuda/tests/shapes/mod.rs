@@ -9,7 +9,7 @@ use selkie_core::{
 use selkie_cuda::{
     launch::{Address, Work},
     plan::{Target, plan, scratch},
-    spec::Spec,
+    spec::{File, Spec},
 };
 
 /// A buffer without bytes.
@@ -35,12 +35,13 @@ impl Address for Fake {
 struct Maker {
     next: usize,
     act: DType,
+    state: DType,
     step: Step<Fake>,
 }
 
 impl Maker {
-    fn new(act: DType, bucket: Bucket) -> Self {
-        Self { next: 2, act, step: Step::new(Fake(1), bucket) }
+    fn new(act: DType, state: DType, bucket: Bucket) -> Self {
+        Self { next: 2, act, state, step: Step::new(Fake(1), bucket) }
     }
 
     fn of(&mut self, dtype: DType, dims: &[usize]) -> Tensor<Fake> {
@@ -50,6 +51,10 @@ impl Maker {
 
     fn act(&mut self, dims: &[usize]) -> Tensor<Fake> {
         self.of(self.act, dims)
+    }
+
+    fn state(&mut self, dims: &[usize]) -> Tensor<Fake> {
+        self.of(self.state, dims)
     }
 
     fn f32(&mut self, dims: &[usize]) -> Tensor<Fake> {
@@ -145,9 +150,12 @@ const OTHERS: &[Shape] = &[
     },
 ];
 
-/// The variants of all ops of these shapes; only the base shape unless `all`.
-pub fn specs(all: bool) -> Vec<Spec> {
-    let mut found = Vec::new();
+/// The variants of all ops of these shapes on a device with `shared` bytes of shared memory a block; only the base shape
+/// unless `all`.
+pub fn specs(all: bool, shared: usize) -> Vec<Spec> {
+    let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
+    let mut found = vec![Spec::new(File::Empty)];
+    found.extend(random);
     let buckets = [
         Bucket::holding(1, 1, 1, 1, 64),
         Bucket::holding(4, 4, 4, 4, 16),
@@ -157,11 +165,11 @@ pub fn specs(all: bool) -> Vec<Spec> {
     ];
     let shapes: Vec<&Shape> = std::iter::once(&BASE).chain(OTHERS).collect();
     for shape in if all { &shapes[..] } else { &shapes[..1] } {
-        for act in [DType::Bf16, DType::F32] {
+        for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
             for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
-                let mut maker = Maker::new(act, bucket);
+                let mut maker = Maker::new(act, state, bucket);
                 for op in ops(shape, &mut maker) {
-                    let target = Target { sms: 132, shared: 227 << 10, blas: true, tuned, scratch: 1 << 60 };
+                    let target = Target { sms: 132, shared, blas: true, tuned, scratch: 1 << 60 };
                     op.check();
                     let _ = scratch(&op, &target);
                     for work in plan(&op, &target).expect("a shape of a supported model") {
@@ -223,7 +231,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         let (di, c) = (h * p, h * p + 2 * g * n);
         let x = m.act(&[t, c]);
         conv(m, &mut ops, c);
-        let (dt, par, pool, y) = (m.act(&[t, h]), m.f32(&[3, h]), m.f32(&[9, h, p, n]), m.act(&[t, di]));
+        let (dt, par, pool, y) = (m.act(&[t, h]), m.f32(&[3, h]), m.state(&[9, h, p, n]), m.act(&[t, di]));
         ops.push(
             SelectiveScan {
                 step: step.clone(),
@@ -247,7 +255,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
     }
     if let Some([c, n]) = s.mamba1 {
         let (x, b, cc, dt) = (m.act(&[t, c]), m.act(&[t, n]), m.act(&[t, n]), m.act(&[t, c]));
-        let (par, pool, y) = (m.f32(&[n + 2, c]), m.f32(&[9, c, 1, n]), m.act(&[t, c]));
+        let (par, pool, y) = (m.f32(&[n + 2, c]), m.state(&[9, c, 1, n]), m.act(&[t, c]));
         ops.push(
             SelectiveScan {
                 step: step.clone(),
@@ -271,7 +279,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         conv(m, &mut ops, c);
         let x = m.act(&[t, c]);
         let (a, b, par) = (m.act(&[t, hv]), m.act(&[t, hv]), m.f32(&[2, hv]));
-        let (pool, out) = (m.f32(&[9, hv, dk, dv]), m.act(&[t, hv * dv]));
+        let (pool, out) = (m.state(&[9, hv, dk, dv]), m.act(&[t, hv * dv]));
         ops.push(
             GatedDelta {
                 step: step.clone(),

@@ -41,7 +41,7 @@ pub(super) fn round(dtype: DType, x: f32) -> f32 {
     }
 }
 
-fn put(dtype: DType, x: f32, to: &mut [u8]) {
+pub(super) fn put(dtype: DType, x: f32, to: &mut [u8]) {
     match dtype {
         DType::F32 => to.copy_from_slice(&x.to_le_bytes()),
         DType::Bf16 => to.copy_from_slice(&bf16::from_f32(x).to_le_bytes()),

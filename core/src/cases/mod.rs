@@ -19,9 +19,13 @@ mod route;
 mod run;
 mod sample;
 mod selective_scan;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod timed;
 
 pub use host::Dtypes;
 pub use run::{CaseReport, Check, Loaded, run};
+#[cfg(not(target_arch = "wasm32"))]
+pub use run::{OpReport, run_all};
 
 use crate::backend::Handle;
 use crate::ops::{Act, Op};

@@ -261,7 +261,40 @@ impl<B: Backend> Loaded<B> {
 /// # Errors
 /// Those of the backend; a wrong result is no error but a failure in the report.
 pub async fn run<B: Backend>(backend: &B, case: &Case) -> Result<CaseReport> {
-    let p = Prepared::new(case, backend.caps().into());
+    run_prepared(backend, case, Prepared::new(case, backend.caps().into())).await
+}
+
+/// How the cases of one op went.
+#[cfg(not(target_arch = "wasm32"))]
+#[derive(Clone, Debug, Default)]
+pub struct OpReport {
+    /// Cases that were run.
+    pub cases: usize,
+    /// Id of each failed one, and why it failed.
+    pub failures: Vec<(String, String)>,
+}
+
+/// Runs `cases` with these dtypes, for which the references are computed on all threads.
+///
+/// # Errors
+/// Those of the backend; a wrong result is none.
+#[cfg(not(target_arch = "wasm32"))]
+pub async fn run_all<B: Backend>(backend: &B, cases: &[Case], dtypes: Dtypes) -> Result<OpReport> {
+    use rayon::prelude::*;
+    let mut report = OpReport { cases: cases.len(), failures: Vec::new() };
+    for part in cases.chunks(crate::cpu::par::threads()) {
+        let prepared: Vec<Prepared> = part.par_iter().map(|c| Prepared::new(c, dtypes)).collect();
+        for (case, prepared) in part.iter().zip(prepared) {
+            let result = run_prepared(backend, case, prepared).await?;
+            if !result.ok() {
+                report.failures.push((case.id(), result.to_string()));
+            }
+        }
+    }
+    Ok(report)
+}
+
+async fn run_prepared<B: Backend>(backend: &B, case: &Case, p: Prepared) -> Result<CaseReport> {
     let mut on = Loaded::of(backend, case, &p.host, &p.images)?;
     let writes = |i: usize| p.writes(i);
     on.fill(backend, &p.images, |_| true)?;

@@ -35,6 +35,19 @@ impl Spread {
     }
 }
 
+/// Seed and half width of the values of a bf16 matrix that a device may make itself; `None` for everything else. The values
+/// are others than those of [`tensor`], with the same spread.
+pub(super) fn matrix(seed: u64, name: &str, shape: &[usize]) -> Option<(u32, f32)> {
+    let spread = Spread::of(name, shape);
+    let plain = shape.len() >= 2 && spread.dtype == DType::Bf16 && spread.mid == 0.0;
+    plain.then(|| (key(seed, name), spread.half))
+}
+
+fn key(seed: u64, name: &str) -> u32 {
+    let key = name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    hash((key >> 32) as u32 ^ hash(key as u32))
+}
+
 /// The tensor `name`, the same for the same seed, name and shape on every machine.
 pub(super) fn tensor(seed: u64, name: &str, shape: &[usize]) -> Result<RawTensor> {
     let spread = Spread::of(name, shape);
@@ -46,9 +59,7 @@ pub(super) fn tensor(seed: u64, name: &str, shape: &[usize]) -> Result<RawTensor
         return Err(Error::OutOfMemory { what: format!("random tensor `{name}` {shape:?}"), asked, free: 0 });
     };
     data.resize(bytes, 0);
-    let key = name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
-    let key = hash((key >> 32) as u32 ^ hash(key as u32));
-    fill(&mut data, key, &spread);
+    fill(&mut data, key(seed, name), &spread);
     Ok(RawTensor { dtype: spread.dtype, shape: shape.to_vec(), bytes: data.into() })
 }
 

@@ -143,6 +143,18 @@ impl Backend for CpuBackend {
     }
 }
 
+/// Bytes that push everything else out of a CPU's caches.
+#[cfg(not(target_arch = "wasm32"))]
+const FLUSH_BYTES: usize = 128 << 20;
+
+#[cfg(not(target_arch = "wasm32"))]
+impl crate::timer::Timer for CpuBackend {
+    fn flush(&self) -> Result<()> {
+        std::hint::black_box(vec![1u8; FLUSH_BYTES]);
+        Ok(())
+    }
+}
+
 /// What the operating system tells about the machine.
 mod system {
     /// Bytes of main memory.

@@ -60,6 +60,9 @@ fn published_models_have_their_published_sizes() {
         ("granite-4.0-h-350m", "M28 *4 -32", 22_321_152, 4_096, 0.34),
         ("granite-4.0-h-1b", "M36 *4 -40", 57_341_952, 8_192, 1.46),
         ("mamba2-780m", "M48", 76_455_936, 0, 0.78),
+        ("mamba2-2.7b", "M64", 169_836_544, 0, 2.7),
+        // Cut to what fits into 141 GB.
+        ("qwen3-next-80b-a3b-36-layers", "G27 *9 E36", 57_950_208, 18_432, 59.9),
     ] {
         let spec = spec(&config(&format!("models/configs/{name}.json"))).unwrap();
         for count in counts.split(' ') {

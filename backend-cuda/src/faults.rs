@@ -1,0 +1,64 @@
+//! Names for device errors that arrive late: every kernel leaves its number in a word of host memory when it starts, which
+//! stays readable when the device does not.
+
+use std::{cell::RefCell, rc::Rc};
+
+use cudarc::driver::sys;
+use selkie_core::{Error, Result};
+
+use crate::{
+    driver::{Stream, named},
+    memory::Pinned,
+    spec::Spec,
+};
+
+/// The word and what the numbers in it mean.
+pub struct Faults {
+    word: Pinned,
+    /// Op and variant of kernel number `i + 1`; 0 stands for none.
+    kernels: RefCell<Vec<(&'static str, String)>>,
+    /// Kernels leave their numbers.
+    on: bool,
+    stream: Rc<Stream>,
+}
+
+impl Faults {
+    /// Nothing has started on `stream`.
+    pub fn new(stream: &Rc<Stream>) -> Result<Rc<Self>> {
+        let word = Pinned::mapped(8)?;
+        // SAFETY: the memory was just allocated, 8 bytes of it.
+        unsafe { word.at.cast::<u32>().write_volatile(0) };
+        let on = std::env::var_os("SELKIE_CUDA_NAME_FAULTS").is_some();
+        Ok(Rc::new(Self { word, kernels: RefCell::default(), on, stream: stream.clone() }))
+    }
+
+    /// What a kernel's image is told: the `Started` structure of `common.cuh`.
+    pub fn add(&self, op: &'static str, spec: &Spec) -> Result<[u64; 2]> {
+        let mut at = 0;
+        // SAFETY: mapped when it was allocated; `at` is valid for the call.
+        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut at, self.word.at.cast(), 0) };
+        named("mapped memory", mapped.result())?;
+        let mut kernels = self.kernels.borrow_mut();
+        kernels.push((op, spec.to_string()));
+        Ok([if self.on { at } else { 0 }, kernels.len() as u64])
+    }
+
+    /// `e`, or if a kernel has brought the device down, the same with the op of the kernel that started last.
+    pub fn name(&self, e: Error) -> Error {
+        let Error::Device { op, why } = e else { return e };
+        // SAFETY: the stream is alive.
+        let state = unsafe { sys::cuStreamQuery(self.stream.raw) };
+        let down = !matches!(state, sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY);
+        // SAFETY: allocated in `new`; the device writes whole words.
+        let number = unsafe { self.word.at.cast::<u32>().read_volatile() } as usize;
+        match self.kernels.borrow().get(number.wrapping_sub(1)).filter(|_| down) {
+            Some((started, variant)) => Error::Device {
+                op: (*started).into(),
+                why: format!(
+                    "{why}; the last kernel that started was {variant}; a library product may have followed it"
+                ),
+            },
+            None => Error::Device { op, why },
+        }
+    }
+}

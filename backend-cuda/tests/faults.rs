@@ -1,0 +1,103 @@
+//! What goes wrong becomes an error that says what to look at.
+//!
+//! On a device the last test brings the context down, so the tests run one after the other, in this order. Without one they
+//! are ignored; `SELKIE_REQUIRE=cuda,nvrtc` turns that into a failure.
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use selkie_core::{
+    Error,
+    backend::{Backend, Ops},
+    ops::{Attention, KvPool},
+    step::{Chunk, PAGE, Row, Step, bucket_of, encode},
+    tensor::{DType, Tensor},
+};
+use selkie_cuda::{
+    Cuda, Options, nvrtc,
+    spec::{File, Spec},
+};
+
+fn main() {
+    let mut args = Arguments::from_args();
+    args.test_threads = Some(1);
+    let required = |what: &str| std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == what));
+    let no_device = matches!(Cuda::open(Options::default()), Err(Error::NoDevice { .. })) && !required("cuda");
+    let no_compiler = nvrtc::missing().is_some() && !required("nvrtc");
+    let trials = vec![
+        Trial::test("a kernel that does not compile", compile).with_ignored_flag(no_compiler),
+        Trial::test("an allocation that does not fit", memory).with_ignored_flag(no_device),
+        Trial::test("a bad address in a recorded step", address).with_ignored_flag(no_device),
+    ];
+    libtest_mimic::run(&args, trials).exit();
+}
+
+/// Names file, line and variant.
+fn compile() -> Result<(), Failed> {
+    // A gather over a type that does not exist.
+    let spec = Spec::new(File::Gather).int("D", 8).int("VEC", 4);
+    match nvrtc::compile(&spec, "sm_90a") {
+        Err(Error::Compile { label, log })
+            if label.contains("gather.cu [D=8, VEC=4] for sm_90a") && log.contains("gather.cu(4): error") =>
+        {
+            Ok(())
+        }
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+/// Names what was asked for, how much, and what is free.
+fn memory() -> Result<(), Failed> {
+    let cuda = Cuda::open(Options::default()).map_err(|e| e.to_string())?;
+    match cuda.alloc("keys of layer 3", 1 << 50) {
+        Err(Error::OutOfMemory { what, asked, free }) if what == "keys of layer 3" && asked == 1 << 50 && free > 0 => {
+            Ok(())
+        }
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+/// An attention over a page that is nowhere: whatever notices the error names the op.
+fn address() -> Result<(), Failed> {
+    let run = || -> selkie_core::Result<Vec<u8>> {
+        let cuda = Cuda::open(Options::default())?;
+        let (heads, kv, hd) = (8, 2, 128);
+        let rows = [Row {
+            first_position: PAGE as u32 - 1,
+            ids: vec![0],
+            chunks: vec![Chunk { len: 1, src: 0, dst: 0 }],
+            pages: vec![1 << 29],
+            outputs: vec![0],
+            ..Row::default()
+        }];
+        let bucket = bucket_of(&rows);
+        let words = encode(&rows, bucket);
+        let ints = cuda.alloc("ints", 4 * words.len() as u64)?;
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        cuda.write(&ints, 0, &bytes)?;
+        let tensor = |dims: &[usize]| {
+            let bytes = 2 * dims.iter().product::<usize>() as u64;
+            Ok::<_, Error>(Tensor::new(cuda.alloc("x", bytes)?, DType::Bf16, dims))
+        };
+        let dims = [3, kv, PAGE, hd];
+        let op = Attention {
+            step: Step::new(ints, bucket),
+            q: tensor(&[1, heads * hd])?,
+            pool: KvPool { k: tensor(&dims)?, v: tensor(&dims)? },
+            out: tensor(&[1, heads * hd])?,
+            head_dim: hd,
+            scale: 1.0,
+            window: None,
+        };
+        let out = op.out.clone();
+        cuda.reserve(cuda.scratch(&op.clone().into()))?;
+        let tape = cuda.record(|ops| ops.op(op.into()))?;
+        cuda.play(&tape)?;
+        pollster::block_on(cuda.read(&out))
+    };
+    match run() {
+        Err(Error::Device { op, why }) if op == "attention" && why.contains("CUDA_ERROR_ILLEGAL_ADDRESS") => {
+            eprintln!("{why}");
+            Ok(())
+        }
+        other => Err(format!("{other:?}").into()),
+    }
+}

@@ -1,0 +1,343 @@
+//! Shapes of published models at full size, for timing: one definition for every backend. The cases say whether an op is
+//! right, these say how fast it is.
+
+use std::cell::Cell;
+
+use crate::{
+    Error, Result,
+    backend::{Backend, Handle},
+    ops::{Act, Attention, Conv1d, Cost, GatedDelta, KvPool, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
+    step::{CARRY, Chunk, PAGE, Row, Step, bucket_of, encode},
+    tensor::{DType, Tensor},
+};
+
+/// An op at the size that a published model gives it.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Stem of the op.
+    pub op: &'static str,
+    /// What is special about the shape.
+    pub name: String,
+    /// Dtype of the recurrent states, if it is not the backend's own.
+    pub state: Option<DType>,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    /// Rows of tokens, from an own slot each.
+    Scan(Batch),
+    Delta(Batch),
+    Conv(Batch),
+    Attention(Batch),
+    /// Rows of x, of w, and their length.
+    Matmul([usize; 3]),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Batch {
+    /// One token in each of `rows` rows at `position`.
+    Decode { rows: usize, position: usize },
+    /// `rows` rows of `tokens` tokens from position 0.
+    Prefill { rows: usize, tokens: usize },
+}
+
+/// A shape on a device.
+#[derive(Clone, Debug)]
+pub struct Timed<Buf> {
+    /// The op, with arguments that hold random numbers.
+    pub op: Op<Buf>,
+    /// Bytes that must move, each once, and operations. Recurrent states count as read and written.
+    pub cost: Cost,
+}
+
+/// All shapes, op by op. Mamba-2 and attention as in Nemotron-H-8B, the delta rule as in Qwen3-Next.
+pub fn shapes() -> Vec<Shape> {
+    let mut all = Vec::new();
+    let mut add = |op, name: String, kind| all.push(Shape { op, name, state: None, kind });
+    for rows in [1, 8, 64, 256] {
+        add("selective_scan", format!("decode of {rows}"), Kind::Scan(Batch::Decode { rows, position: 70 }));
+    }
+    for tokens in [2048, 8192, 32_768] {
+        add("selective_scan", format!("prefill of {tokens}"), Kind::Scan(Batch::Prefill { rows: 1, tokens }));
+    }
+    for rows in [1, 8, 64, 256] {
+        add("gated_delta", format!("decode of {rows}"), Kind::Delta(Batch::Decode { rows, position: 70 }));
+    }
+    for (rows, tokens) in [(1, 2048), (1, 8192), (1, 32_768), (8, 4096)] {
+        add("gated_delta", format!("prefill of {rows} x {tokens}"), Kind::Delta(Batch::Prefill { rows, tokens }));
+    }
+    for tokens in [2048, 8192] {
+        add("conv1d", format!("prefill of {tokens}"), Kind::Conv(Batch::Prefill { rows: 1, tokens }));
+    }
+    for rows in [1, 64] {
+        add("conv1d", format!("decode of {rows}"), Kind::Conv(Batch::Decode { rows, position: 70 }));
+    }
+    for (n, k) in [(18_560, 4096), (21_504, 4096), (4096, 21_504), (131_072, 4096), (4096, 8192)] {
+        for m in [1, 8, 64] {
+            add("matmul", format!("{m} x {n} x {k}"), Kind::Matmul([m, n, k]));
+        }
+    }
+    for (n, k) in [(2048, 2048), (768, 768)] {
+        add("matmul", format!("1 x {n} x {k}"), Kind::Matmul([1, n, k]));
+    }
+    for (n, k) in [(18_560, 4096), (21_504, 4096), (4096, 21_504)] {
+        add("matmul", format!("8192 x {n} x {k}"), Kind::Matmul([8192, n, k]));
+    }
+    for (rows, context) in [(1, 4096), (1, 32_768), (64, 4096)] {
+        let batch = Batch::Decode { rows, position: context - 1 };
+        add("attention", format!("decode of {rows} at {context}"), Kind::Attention(batch));
+    }
+    for tokens in [2048, 8192] {
+        add("attention", format!("prefill of {tokens}"), Kind::Attention(Batch::Prefill { rows: 1, tokens }));
+    }
+    all
+}
+
+impl Shape {
+    /// `op/name`, unique in the list.
+    pub fn id(&self) -> String {
+        format!("{}/{}", self.op, self.name)
+    }
+
+    /// The shape with recurrent states of another dtype, if it has some.
+    pub fn with_state(&self, state: DType) -> Option<Self> {
+        let name = format!("{}, {} state", self.name, format!("{state:?}").to_lowercase());
+        let recurrent = matches!(self.kind, Kind::Scan(_) | Kind::Delta(_));
+        recurrent.then(|| Self { name, state: Some(state), ..self.clone() })
+    }
+
+    /// Makes the arguments on a device and reserves scratch.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if one argument does not fit into a binding; those of the backend.
+    pub fn load<B: Backend>(&self, backend: &B) -> Result<Timed<B::Buf>> {
+        let d = Device { backend, seed: Cell::new(1) };
+        let state = self.state.unwrap_or(backend.caps().state);
+        let timed = match self.kind {
+            Kind::Scan(batch) => d.scan(batch, state)?,
+            Kind::Delta(batch) => d.delta(batch, state)?,
+            Kind::Conv(batch) => d.conv(batch)?,
+            Kind::Attention(batch) => d.attention(batch)?,
+            Kind::Matmul(shape) => d.matmul(shape)?,
+        };
+        timed.op.check();
+        backend.reserve(backend.scratch(&timed.op))?;
+        Ok(timed)
+    }
+}
+
+impl Batch {
+    fn rows(self) -> Vec<Row> {
+        let one = |i: u32, first_position: usize, tokens: usize| {
+            let chunks = tokens.div_ceil(PAGE) as u32;
+            let pages = (first_position + tokens).div_ceil(PAGE) as u32;
+            // A prefill starts from nothing, a decoded token in place; either leaves its state in an own slot.
+            let slot = i + 1;
+            let src = if first_position == 0 { 0 } else { slot };
+            let chunk = |c: u32| Chunk {
+                len: tokens.min(PAGE) as u32,
+                src: if c == 0 { src } else { CARRY },
+                dst: if c + 1 == chunks { slot } else { 0 },
+            };
+            Row {
+                lane: i,
+                first_position: first_position as u32,
+                ids: vec![0; tokens],
+                chunks: (0..chunks).map(chunk).collect(),
+                pages: (0..pages).map(|p| 1 + i * pages + p).collect(),
+                outputs: vec![tokens as u32 - 1],
+            }
+        };
+        match self {
+            Self::Decode { rows, position } => (0..rows as u32).map(|i| one(i, position, 1)).collect(),
+            Self::Prefill { rows, tokens } => (0..rows as u32).map(|i| one(i, 0, tokens)).collect(),
+        }
+    }
+}
+
+/// Makes arguments.
+struct Device<'a, B: Backend> {
+    backend: &'a B,
+    seed: Cell<u32>,
+}
+
+/// Random bytes that are repeated where a device cannot make its own.
+const PATTERN: usize = 1 << 22;
+
+impl<B: Backend> Device<'_, B> {
+    fn random(&self, dtype: DType, dims: &[usize], half: f32) -> Result<Tensor<B::Buf>> {
+        let bytes = dims.iter().product::<usize>() * dtype.bytes();
+        let most = self.backend.caps().max_binding;
+        if bytes as u64 > most {
+            let why = format!("one binding of this device holds {most}");
+            return Err(Error::Unsupported { what: format!("a tensor of {bytes} bytes"), why });
+        }
+        let t = Tensor::new(self.backend.alloc("bench", bytes as u64)?, dtype, dims);
+        let seed = self.seed.replace(self.seed.get() + 1);
+        if !self.backend.fill_random(&t, seed, half)? {
+            let mut rng = super::Rng::new(&seed.to_string());
+            let values = rng.ranged(bytes.min(PATTERN) / dtype.bytes(), -half, half);
+            let mut pattern = vec![0; values.len() * dtype.bytes()];
+            for (x, to) in values.into_iter().zip(pattern.chunks_exact_mut(dtype.bytes())) {
+                super::host::put(dtype, x, to);
+            }
+            for at in (0..bytes).step_by(PATTERN) {
+                self.backend.write(&t.buf, at as u64, &pattern[..pattern.len().min(bytes - at)])?;
+            }
+        }
+        Ok(t)
+    }
+
+    fn act(&self, dims: &[usize]) -> Result<Tensor<B::Buf>> {
+        self.random(self.backend.caps().act, dims, 1.0)
+    }
+
+    /// Rows of one value each, f32.
+    fn constants(&self, values: &[f32], columns: usize) -> Result<Tensor<B::Buf>> {
+        let all: Vec<f32> = values.iter().flat_map(|v| std::iter::repeat_n(*v, columns)).collect();
+        let buf = self.backend.alloc("bench", 4 * all.len() as u64)?;
+        self.backend.write(&buf, 0, bytemuck::cast_slice(&all))?;
+        Ok(Tensor::new(buf, DType::F32, &[values.len(), columns]))
+    }
+
+    fn step(&self, batch: Batch) -> Result<Step<B::Buf>> {
+        let rows = batch.rows();
+        let bucket = bucket_of(&rows);
+        let words = encode(&rows, bucket);
+        let buf = self.backend.alloc("bench", 4 * words.len() as u64)?;
+        self.backend.write(&buf, 0, bytemuck::cast_slice(&words))?;
+        Ok(Step::new(buf, bucket))
+    }
+
+    fn scan(&self, batch: Batch, state: DType) -> Result<Timed<B::Buf>> {
+        let (h, p, n, g) = (128, 64, 128, 8);
+        let (step, rows) = (self.step(batch)?, batch.count());
+        let t = step.bucket.tokens;
+        let x = self.act(&[t, h * p + 2 * g * n])?;
+        let op = SelectiveScan {
+            step,
+            x: x.cols(0, h * p),
+            b: x.cols(h * p, g * n),
+            c: x.cols(h * p + g * n, g * n),
+            dt: self.act(&[t, h])?,
+            par: self.constants(&[-2.0, 1.0, -3.5], h)?,
+            pool: self.random(state, &[rows + 1, h, p, n], 1.0)?,
+            y: self.act(&[t, h * p])?,
+            form: ScanForm::PerHead,
+            heads_per_group: h / g,
+            first_head: 0,
+            dt_limit: (0.0, f32::INFINITY),
+        };
+        let act = op.x.dtype.bytes();
+        let bytes = 2 * rows * h * p * n * state.bytes() + t * (2 * h * p + 2 * g * n + h) * act;
+        Ok(timed(op, bytes, t * h * p * n * 6))
+    }
+
+    fn delta(&self, batch: Batch, state: DType) -> Result<Timed<B::Buf>> {
+        let (hk, hv, d) = (16, 32, 128);
+        let (step, rows) = (self.step(batch)?, batch.count());
+        let t = step.bucket.tokens;
+        let x = self.act(&[t, 2 * hk * d + hv * d])?;
+        let op = GatedDelta {
+            step,
+            q: x.cols(0, hk * d),
+            k: x.cols(hk * d, hk * d),
+            v: x.cols(2 * hk * d, hv * d),
+            a: self.act(&[t, hv])?,
+            b: self.act(&[t, hv])?,
+            par: self.constants(&[-1.0, -1.0], hv)?,
+            pool: self.random(state, &[rows + 1, hv, d, d], 1.0)?,
+            out: self.act(&[t, hv * d])?,
+            heads_per_key: hv / hk,
+            first_head: 0,
+            beta_scale: 1.0,
+        };
+        let act = op.q.dtype.bytes();
+        let bytes = 2 * rows * hv * d * d * state.bytes() + t * (2 * hk * d + 2 * hv * d) * act;
+        Ok(timed(op, bytes, t * hv * d * d * 8))
+    }
+
+    fn conv(&self, batch: Batch) -> Result<Timed<B::Buf>> {
+        let c = 10_240;
+        let step = self.step(batch)?;
+        let t = step.bucket.tokens;
+        let conv = self.backend.caps().conv;
+        let op = Conv1d {
+            step,
+            x: self.act(&[t, c])?,
+            weight: self.random(DType::F32, &[c, 5], 0.5)?,
+            pool: self.random(conv, &[batch.count() + 1, c, 3], 1.0)?,
+            out: self.act(&[t, c])?,
+            act: Act::Silu,
+        };
+        let bytes = 2 * t * c * op.x.dtype.bytes();
+        Ok(timed(op, bytes, 2 * t * c * 4))
+    }
+
+    fn attention(&self, batch: Batch) -> Result<Timed<B::Buf>> {
+        let (h, kv, hd) = (32, 8, 128);
+        let step = self.step(batch)?;
+        let (t, rows, kv_type) = (step.bucket.tokens, batch.count(), self.backend.caps().kv);
+        let (keys, flops) = match batch {
+            Batch::Decode { position, .. } => (position + 1, 4 * rows * (position + 1) * h * hd),
+            Batch::Prefill { tokens, .. } => (tokens, 2 * rows * tokens * tokens * h * hd),
+        };
+        let dims = [1 + rows * keys.div_ceil(PAGE), kv, PAGE, hd];
+        let pool = KvPool { k: self.random(kv_type, &dims, 1.0)?, v: self.random(kv_type, &dims, 1.0)? };
+        let (q, out) = (self.act(&[t, h * hd])?, self.act(&[t, h * hd])?);
+        let bytes = 2 * rows * keys * kv * hd * kv_type.bytes() + 2 * t * h * hd * q.dtype.bytes();
+        let scale = 1.0 / (hd as f32).sqrt();
+        Ok(timed(Attention { step, q, pool, out, head_dim: hd, scale, window: None }, bytes, flops))
+    }
+
+    fn matmul(&self, [m, n, k]: [usize; 3]) -> Result<Timed<B::Buf>> {
+        let most = usize::try_from(self.backend.caps().max_binding).unwrap_or(usize::MAX) / (2 * k);
+        let blocks = (0..n).step_by(most.min(n)).map(|col| {
+            let w = self.random(DType::Bf16, &[most.min(n - col), k], (3.0 / k as f32).sqrt())?;
+            Ok(RowBlock { w, col })
+        });
+        let w = Weight { blocks: blocks.collect::<Result<_>>()?, n, k };
+        let (x, out) = (self.act(&[m, k])?, self.act(&[m, n])?);
+        let bytes = 2 * n * k + m * (n + k) * x.dtype.bytes();
+        Ok(timed(Matmul { x, w, bias: None, out, scale: 1.0, accumulate: false }, bytes, 2 * m * n * k))
+    }
+}
+
+impl Batch {
+    fn count(self) -> usize {
+        match self {
+            Self::Decode { rows, .. } | Self::Prefill { rows, .. } => rows,
+        }
+    }
+}
+
+fn timed<Buf: Handle>(op: impl Into<Op<Buf>>, bytes: usize, flops: usize) -> Timed<Buf> {
+    Timed { op: op.into(), cost: Cost { bytes: bytes as u64, flops: flops as u64 } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::CpuBackend;
+
+    #[test]
+    fn shapes_have_cases_and_names_of_their_own() {
+        let cases = crate::cases::all();
+        let mut ids: Vec<String> = shapes().iter().map(Shape::id).collect();
+        assert!(shapes().iter().all(|s| cases.iter().any(|c| c.op == s.op)));
+        let count = ids.len();
+        ids.sort();
+        ids.dedup();
+        assert_eq!(ids.len(), count);
+    }
+
+    #[test]
+    fn a_shape_runs() {
+        let backend = CpuBackend::new();
+        let shape = shapes().into_iter().find(|s| s.id() == "conv1d/decode of 1").unwrap();
+        let timed = shape.load(&backend).unwrap();
+        assert!(timed.op.cost().bytes >= timed.cost.bytes);
+        backend.run(|ops| crate::backend::Ops::op(ops, timed.op.clone())).unwrap();
+    }
+}

@@ -1,0 +1,42 @@
+//! Timing of single steps by the device's own clock, for benches; the engine does not use it.
+
+use std::{future::Future, time::Instant};
+
+use crate::{
+    backend::Backend,
+    error::Result,
+    tensor::{DType, Tensor},
+};
+
+/// A backend whose steps can be timed.
+pub trait Timer: Backend {
+    /// Moves more bytes than the device's caches hold, so that the next step finds none of its inputs there.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn flush(&self) -> Result<()>;
+
+    /// A recorded step that does as little as a step of one kernel can: timed alone, it is what a measurement adds.
+    ///
+    /// # Errors
+    /// Those of [`Backend::record`].
+    fn empty(&self) -> Result<Self::Tape> {
+        self.record(|_| Ok(()))
+    }
+
+    /// Plays a recorded step after everything that runs, and returns the microseconds that the device took for it: by the
+    /// device's clock where it has one, else by the host's.
+    ///
+    /// # Errors
+    /// Those of [`Backend::play`] and [`Backend::read`].
+    fn time(&self, tape: &Self::Tape) -> impl Future<Output = Result<f64>> {
+        async move {
+            let fence = Tensor::new(self.alloc("fence", 4)?, DType::U32, &[1]);
+            self.read(&fence).await?;
+            let start = Instant::now();
+            self.play(tape)?;
+            self.read(&fence).await?;
+            Ok(start.elapsed().as_secs_f64() * 1e6)
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! A backend that keeps the experts that each token was given, or gives it those of another run.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+
+use selkie_core::Result;
+use selkie_core::backend::{Backend, Caps, Ops};
+use selkie_core::ops::Op;
+use selkie_core::source::Bytes;
+use selkie_core::tensor::Tensor;
+
+/// Experts `[T, k]` and their weights, as bytes, of one `route` op.
+pub type Choice = (Vec<u8>, Vec<u8>);
+
+/// A backend with its routing under observation.
+pub struct Routing<B: Backend> {
+    inner: B,
+    seen: RefCell<Vec<(B::Read, B::Read)>>,
+    given: RefCell<VecDeque<Choice>>,
+}
+
+impl<B: Backend> Routing<B> {
+    pub fn new(inner: B) -> Self {
+        Self { inner, seen: RefCell::default(), given: RefCell::default() }
+    }
+
+    /// From now on the `route` ops give these instead of their own, in this order, as long as there are some.
+    pub fn give(&self, choices: Vec<Choice>) {
+        self.given.replace(choices.into());
+    }
+
+    /// What the `route` ops chose since the last call, in order.
+    pub async fn take(&self) -> Result<Vec<Choice>> {
+        let mut all = Vec::new();
+        for (ids, weights) in self.seen.take() {
+            all.push((ids.await?, weights.await?));
+        }
+        Ok(all)
+    }
+}
+
+/// An open step.
+pub struct Rec<'a, B: Backend> {
+    ops: &'a mut dyn Ops<B::Buf>,
+    routing: &'a Routing<B>,
+}
+
+impl<B: Backend> Ops<B::Buf> for Rec<'_, B> {
+    fn op(&mut self, op: Op<B::Buf>) -> Result<()> {
+        self.ops.op(op.clone())?;
+        // Ops of an open step run as they come, so what follows here happens between this op and the next.
+        if let Op::Route(route) = op {
+            let inner = &self.routing.inner;
+            self.routing.seen.borrow_mut().push((inner.read(&route.ids), inner.read(&route.weights)));
+            if let Some((ids, weights)) = self.routing.given.borrow_mut().pop_front() {
+                inner.write(&route.ids.buf, route.ids.byte_offset() as u64, &ids)?;
+                inner.write(&route.weights.buf, route.weights.byte_offset() as u64, &weights)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend> Backend for Routing<B> {
+    type Buf = B::Buf;
+    type Rec<'a> = Rec<'a, B>;
+    type Tape = B::Tape;
+    type Read = B::Read;
+
+    fn caps(&self) -> &Caps {
+        self.inner.caps()
+    }
+    fn alloc(&self, label: &str, bytes: u64) -> Result<B::Buf> {
+        self.inner.alloc(label, bytes)
+    }
+    fn adopt(&self, bytes: &Bytes) -> Option<B::Buf> {
+        self.inner.adopt(bytes)
+    }
+    fn write(&self, dst: &B::Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.write(dst, at, bytes)
+    }
+    fn scratch(&self, op: &Op<B::Buf>) -> u64 {
+        self.inner.scratch(op)
+    }
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        self.inner.reserve(bytes)
+    }
+    fn run(&self, f: impl FnOnce(&mut Rec<'_, B>) -> Result<()>) -> Result<()> {
+        self.inner.run(|ops| f(&mut Rec { ops, routing: self }))
+    }
+    fn record(&self, f: impl FnOnce(&mut Rec<'_, B>) -> Result<()>) -> Result<B::Tape> {
+        self.inner.record(|ops| f(&mut Rec { ops, routing: self }))
+    }
+    fn play(&self, tape: &B::Tape) -> Result<()> {
+        self.inner.play(tape)
+    }
+    fn read(&self, src: &Tensor<B::Buf>) -> B::Read {
+        self.inner.read(src)
+    }
+}
