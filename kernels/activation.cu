@@ -4,6 +4,8 @@
 extern "C" __global__ void __launch_bounds__(256) ENTRY(const gate_t *gate, i64 gate_stride, const up_t *up,
                                                         i64 up_stride, const row_gate_t *row_gate, i64 row_gate_stride,
                                                         out_t *out, i64 out_stride) {
+    let_next_start();
+    wait_for_inputs();
     i64 t = blockIdx.x;
     int c = (blockIdx.y * 256 + threadIdx.x) * VEC;
     if (c >= DIM) return;

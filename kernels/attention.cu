@@ -11,6 +11,8 @@ constexpr int VECS = div_up(HEAD_DIM, 4 * LANES);
 extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(Step st, const q_t *q, i64 q_stride, const kv_t *k_pages, i64 k_page_stride, const kv_t *v_pages,
           i64 v_page_stride, out_t *out, i64 out_stride, float *partial, float scale) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ __align__(16) float accs[GROUPS][HEAD_DIM];
     __shared__ float tops[GROUPS], sums[GROUPS];
     int t = blockIdx.x, h = blockIdx.y, split = blockIdx.z;

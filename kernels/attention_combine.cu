@@ -3,6 +3,8 @@
 // HEAD_DIM, HEADS, SPLITS; out_t.
 
 extern "C" __global__ void __launch_bounds__(128) ENTRY(Step st, const float *partial, out_t *out, i64 out_stride) {
+    let_next_start();
+    wait_for_inputs();
     i64 unit = blockIdx.x * 4 + threadIdx.x / 32;
     i64 t = unit / HEADS;
     int h = unit % HEADS, lane = threadIdx.x % 32;

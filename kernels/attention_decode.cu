@@ -17,8 +17,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
           i64 v_page_stride, out_t *out, i64 out_stride, float *partial, float scale) {
     extern __shared__ __align__(16) u8 shared[];
     int t = blockIdx.x, kv = blockIdx.y, split = blockIdx.z;
+    let_next_start();
     u32 r = st.token_row(t);
-    if (r == NONE) return;
+    if (r == NONE) {
+        wait_for_inputs();
+        return;
+    }
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int position = st.position(t), begin = WINDOW ? max(0, position + 1 - WINDOW) : 0;
     int first_page = begin / PAGE, pages = position / PAGE + 1 - first_page, per = div_up(pages, SPLITS);
@@ -27,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     bf16 *ring = reinterpret_cast<bf16 *>(shared) + warp * STAGES * 2 * SLICE;
     i64 head = ((i64)kv * PAGE + warp * KEYS) * HEAD_DIM;
 
+    u64 once = evict_first();
     u32 ids = 0;                                 // of pages base .. base + 31, one a lane
     int base = from - 32;
     auto fetch = [&](int page, int stage) {
@@ -44,16 +49,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             // Keys that do not count must not bring a NaN into the products.
             int absolute = page * PAGE + warp * KEYS + key;
             bool in = absolute <= position && absolute >= begin;
-            cp_async16(smem_addr(sk + key * PITCH + x), in ? k + key * HEAD_DIM + x : k_pages, in);
-            cp_async16(smem_addr(sv + key * PITCH + x), in ? v + key * HEAD_DIM + x : v_pages, in);
+            cp_async16(smem_addr(sk + key * PITCH + x), in ? k + key * HEAD_DIM + x : k_pages, in, once);
+            cp_async16(smem_addr(sv + key * PITCH + x), in ? v + key * HEAD_DIM + x : v_pages, in, once);
         }
     };
-    if (from < to) {
+    // Pages that no token of this step lies in do not wait for the kernels before.
+    int old = min(to, (int)st.position(st.row(r)[0]) / PAGE);
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) {
-            if (from + s < to) fetch(from + s, s);
-            cp_async_commit();
-        }
+    for (int s = 0; s < STAGES - 1; s++)
+        if (from + s < old) fetch(from + s, s);
+    wait_for_inputs();
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (from + s >= old && from + s < to) fetch(from + s, s);
+        cp_async_commit();
     }
 
     u32 qa[KSTEPS][4];

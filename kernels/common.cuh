@@ -172,6 +172,20 @@ template <int THREADS> DEV float block_sum(float x, float *part) {
 
 constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
 
+// From compute capability 9.0 on a kernel may start while the one before it runs. Each kernel says early that the next one
+// may start too, and waits for all before it ahead of its first read of what kernels write and of its first write;
+// weights and the integers of a step are written by no kernel.
+DEV void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEV void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The integers of a step, see core/src/step.rs.
 struct Step {
     const u32 *w;
@@ -255,5 +269,52 @@ DEV void cp_async16(u32 dst, const void *src, bool valid = true) {
     int n = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
 }
+// The same for what is read once: it makes room in the L2 again before anything else does.
+DEV u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEV void cp_async16(u32 dst, const void *src, bool valid, u64 policy) {
+    int n = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src), "r"(n),
+                 "l"(policy)
+                 : "memory");
+}
 DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+#if __CUDA_ARCH__ >= 900
+// Bulk copies of multiples of 16 bytes, and the barriers in shared memory that count their bytes.
+DEV void barrier_init(u64 *bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(count) : "memory");
+}
+DEV void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEV void barrier_arrive(u64 *bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+DEV void barrier_wait(u64 *bar, u32 parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(
+                     smem_addr(bar)),
+                 "r"(parity)
+                 : "memory");
+}
+// Arrives, and lets the barrier wait for `bytes` bytes.
+DEV void bulk_expect(u64 *bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
+}
+DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_addr(dst)),
+                 "l"(src), "r"(bytes), "r"(smem_addr(bar))
+                 : "memory");
+}
+DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                     smem_addr(dst)),
+                 "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
+                 : "memory");
+}
+// Orders what this thread wrote, or saw written, before bulk copies.
+DEV void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+#endif

@@ -6,12 +6,14 @@
 constexpr int RUN = PAGE / SUBS;
 constexpr int BACK = TAPS - 1;
 
-extern "C" __global__ void __launch_bounds__(SUBS *COLS)
+extern "C" __global__ void __launch_bounds__(SUBS *COLS, VEC == 4 && sizeof(x_t) == 2 ? 5 : 1)
     ENTRY(Step st, const x_t *x, i64 x_stride, const float *weight, i64 weight_stride, pool_t *pool, i64 slot_stride,
-          out_t *out, i64 out_stride) {
+          out_t *out, i64 out_stride, u32 untouched) {
+    let_next_start();
     int sub = threadIdx.x / COLS, c = (blockIdx.y * COLS + threadIdx.x % COLS) * VEC;
     bool active = c < CHANNELS;
     if (blockIdx.x >= st.chunks) {
+        wait_for_inputs();
         int first = (blockIdx.x - st.chunks) * PAGE, last = min(first + PAGE, st.tokens);
         bool padding = false;
         for (int t = first + threadIdx.x; t < last; t += SUBS * COLS) padding |= st.token_row(t) == NONE;
@@ -21,16 +23,39 @@ extern "C" __global__ void __launch_bounds__(SUBS *COLS)
         return;
     }
     Chunk ch(st.chunk(blockIdx.x));
-    if (ch.len == 0) return;
+    if (ch.len == 0) {
+        wait_for_inputs();
+        return;
+    }
     int begin = sub * RUN, end = min((int)ch.len, begin + RUN);
     active = active && begin < end;
+    float w[TAPS + 1][VEC];
+    if (active) {
+        if constexpr (PACKED_WEIGHT) {
+            // The thread's channels lie one after the other.
+            float flat[VEC * (TAPS + 1)];
+            constexpr int WIDTH = VEC * (TAPS + 1) % 4 == 0 ? 4 : 1;
+#pragma unroll
+            for (int i = 0; i < VEC * (TAPS + 1); i += WIDTH) load<WIDTH>(weight + c * (TAPS + 1) + i, flat + i);
+#pragma unroll
+            for (int i = 0; i < VEC; i++)
+#pragma unroll
+                for (int j = 0; j <= TAPS; j++) w[j][i] = flat[i * (TAPS + 1) + j];
+        } else {
+#pragma unroll
+            for (int i = 0; i < VEC; i++)
+#pragma unroll
+                for (int j = 0; j <= TAPS; j++) w[j][i] = weight[(c + i) * weight_stride + j];
+        }
+    }
+    // A row's first chunk needs nothing but its state before the input itself.
+    int before = (int)(ch.start - st.row(ch.row)[0]) + begin;
+    if (!untouched || before > 0) wait_for_inputs();
     // Inputs before `begin`, oldest first: earlier tokens of the row, then the state that the row started from.
     float window[BACK][VEC];
     if (active) {
-        const u32 *row = st.row(ch.row);
-        int before = (int)(ch.start - row[0]) + begin;
         u32 src = 0;
-        if (before < BACK) src = ch.src != CARRY ? ch.src : st.chunk(row[2])[3];
+        if (before < BACK) src = ch.src != CARRY ? ch.src : st.chunk(st.row(ch.row)[2])[3];
 #pragma unroll
         for (int j = 0; j < BACK; j++) {
             int back = BACK - j;
@@ -44,33 +69,21 @@ extern "C" __global__ void __launch_bounds__(SUBS *COLS)
             }
         }
     }
+    wait_for_inputs();
     __syncthreads();
     if (!active) return;
-    float w[TAPS + 1][VEC];
-    if constexpr (PACKED_WEIGHT) {
-        // The thread's channels lie one after the other.
-        float flat[VEC * (TAPS + 1)];
-        constexpr int WIDTH = VEC * (TAPS + 1) % 4 == 0 ? 4 : 1;
-#pragma unroll
-        for (int i = 0; i < VEC * (TAPS + 1); i += WIDTH) load<WIDTH>(weight + c * (TAPS + 1) + i, flat + i);
-#pragma unroll
-        for (int i = 0; i < VEC; i++)
-#pragma unroll
-            for (int j = 0; j <= TAPS; j++) w[j][i] = flat[i * (TAPS + 1) + j];
-    } else {
-#pragma unroll
-        for (int i = 0; i < VEC; i++)
-#pragma unroll
-            for (int j = 0; j <= TAPS; j++) w[j][i] = weight[(c + i) * weight_stride + j];
-    }
     const x_t *px = x + (i64)ch.start * x_stride + c;
     out_t *po = out + (i64)ch.start * out_stride + c;
     constexpr int AHEAD = RUN < LOADS ? RUN : LOADS;
-    for (int t0 = begin; t0 < end; t0 += AHEAD) {
-        Packed<VEC, x_t> in[AHEAD];
+    Packed<VEC, x_t> in[AHEAD], following[AHEAD];
+    auto fetch = [&](Packed<VEC, x_t> *to, int t0) {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++)
-            if (t0 + a < end) in[a] = load_raw<VEC>(px + (i64)(t0 + a) * x_stride);
+            if (t0 + a < end) to[a] = load_raw<VEC>(px + (i64)(t0 + a) * x_stride);
+    };
+    fetch(in, begin);
+    for (int t0 = begin; t0 < end; t0 += AHEAD) {
+        fetch(following, t0 + AHEAD);
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
             if (t0 + a >= end) continue;
@@ -80,14 +93,16 @@ extern "C" __global__ void __launch_bounds__(SUBS *COLS)
             for (int i = 0; i < VEC; i++) {
                 float s = w[TAPS][i];
 #pragma unroll
-                for (int j = 0; j < BACK; j++) s += w[j][i] * window[j][i];
-                y[i] = activate<ACT>(s + w[BACK][i] * cur[i]);
+                for (int j = 0; j < BACK; j++) s = __fmaf_rn(w[j][i], window[j][i], s);
+                y[i] = activate<ACT>(__fmaf_rn(w[BACK][i], cur[i], s));
 #pragma unroll
                 for (int j = 0; j + 1 < BACK; j++) window[j][i] = window[j + 1][i];
                 window[BACK - 1][i] = cur[i];
             }
             store<VEC>(po + (i64)(t0 + a) * out_stride, y);
         }
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) in[a] = following[a];
     }
     if (ch.dst == 0 || end != (int)ch.len) return;
 #pragma unroll

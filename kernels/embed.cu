@@ -4,6 +4,8 @@
 extern "C" __global__ void __launch_bounds__(256) ENTRY(Step st, const u32 *last, const table_t *table,
                                                         i64 table_stride, u32 first, u32 rows, out_t *out,
                                                         i64 out_stride, float scale) {
+    let_next_start();
+    wait_for_inputs();
     int t = blockIdx.x, c = (blockIdx.y * 256 + threadIdx.x) * VEC;
     if (c >= DIM || st.token_row(t) == NONE) return;
     u32 id = st.id(t);

@@ -5,6 +5,8 @@
 extern "C" __global__ void __launch_bounds__(256)
     ENTRY(const product_t *products, const u32 *ids, i64 ids_stride, const float *weights, i64 weights_stride,
           out_t *out, i64 out_stride, float scale) {
+    let_next_start();
+    wait_for_inputs();
     i64 t = blockIdx.x;
     int c = (blockIdx.y * 256 + threadIdx.x) * VEC;
     if (c >= N) return;

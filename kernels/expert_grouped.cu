@@ -14,6 +14,8 @@ constexpr int N_TILES = BN / WARPS / 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 expert_stride, const u32 *list, out_t *out, i64 out_stride) {
+    let_next_start();
+    wait_for_inputs();
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 pairs[BM];
     bf16 *stages = reinterpret_cast<bf16 *>(shared);

@@ -8,6 +8,8 @@ constexpr int WARPS = 8;
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ENTRY(const x_t *x, i64 x_stride, const w_t *w, i64 expert_stride, u32 first, u32 experts, int n, const u32 *ids,
           i64 ids_stride, out_t *out, i64 out_stride) {
+    let_next_start();
+    wait_for_inputs();
     i64 pair = blockIdx.x;
     u32 e = ids[pair / TOP * ids_stride + pair % TOP] - first;
     if (e >= experts) return;

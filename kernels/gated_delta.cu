@@ -16,10 +16,12 @@ constexpr int WARPS = THREADS / 32;
 extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride, const a_t *a,
           i64 a_stride, const b_t *b, i64 b_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride,
-          out_t *out, i64 out_stride, float beta_scale) {
+          out_t *out, i64 out_stride, float beta_scale, u32 untouched) {
     __shared__ float ks[DK], qs[DK], dots[WARPS][3], parts[WARPS][LANES][8];
     int h = blockIdx.x / TILES, tile = blockIdx.x % TILES * COLS, c = blockIdx.y;
     int blocks = MAX_TOKENS ? st.rows : st.chunks;
+    let_next_start();
+    if (!untouched || c >= blocks) wait_for_inputs();
     if (c >= blocks) {
         zero_padding<THREADS>(st, out, out_stride, c - blocks, h * DV + tile, min(COLS, DV - tile));
         return;
@@ -27,11 +29,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (MAX_TOKENS > 0) {
         // Rows instead of chunks: most of the many chunks are someone else's.
         const u32 *row = st.row(c);
-        if (row[3] == 0 || row[1] > MAX_TOKENS) return;
+        if (row[3] == 0 || row[1] > MAX_TOKENS) {
+            wait_for_inputs();
+            return;
+        }
         c = row[2];
     }
     Chunk ch(st.chunk(c));
-    if (ch.len == 0 || ch.src == CARRY) return;
+    if (ch.len == 0 || ch.src == CARRY) {
+        wait_for_inputs();
+        return;
+    }
     int tid = threadIdx.x, warp = tid / 32, lane = tid % LANES, group = tid / LANES;
     int col = tile + lane * 4;
     bool active = col < DV;
@@ -48,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
     float a_neg = par[h], dt_bias = par[par_stride + h];
+    if (untouched) wait_for_inputs();
     for (;;) {
         for (int i = 0; i < (int)ch.len; i++) {
             i64 t = ch.start + i;
@@ -90,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float qr = in ? qs[row] * rq : 0.f;
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    sums[e] += kr[r] * s[r][e];
-                    sums[4 + e] += qr * s[r][e];
+                    sums[e] = __fmaf_rn(kr[r], s[r][e], sums[e]);
+                    sums[4 + e] = __fmaf_rn(qr, s[r][e], sums[4 + e]);
                 }
             }
 #pragma unroll
@@ -113,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float o[4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                float delta = beta * (vv[e] - g * sums[e]);
-                o[e] = g * sums[4 + e] + kq * rk * rq * delta;
+                float delta = beta * __fmaf_rn(-g, sums[e], vv[e]);
+                o[e] = __fmaf_rn(kq * rk * rq, delta, g * sums[4 + e]);
 #pragma unroll
-                for (int r = 0; r < RPT; r++) s[r][e] = g * s[r][e] + kr[r] * delta;
+                for (int r = 0; r < RPT; r++) s[r][e] = __fmaf_rn(kr[r], delta, g * s[r][e]);
             }
             if (active && group == 0) store<4>(out + t * out_stride + h * DV + col, o);
         }

@@ -3,6 +3,8 @@
 
 extern "C" __global__ void __launch_bounds__(256) ENTRY(Step st, const x_t *x, i64 x_stride, out_t *out,
                                                         i64 out_stride) {
+    let_next_start();
+    wait_for_inputs();
     int o = blockIdx.x, c = (blockIdx.y * 256 + threadIdx.x) * VEC;
     if (c >= DIM) return;
     u32 t = st.output_token(o);

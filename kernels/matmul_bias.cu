@@ -2,6 +2,8 @@
 // N; out_t.
 
 extern "C" __global__ void __launch_bounds__(256) ENTRY(const float *bias, out_t *out, i64 out_stride) {
+    let_next_start();
+    wait_for_inputs();
     int c = blockIdx.y * 256 + threadIdx.x;
     if (c >= N) return;
     out_t *o = out + blockIdx.x * out_stride + c;

@@ -10,11 +10,21 @@ extern "C" __global__ void __launch_bounds__(THREADS *PER_BLOCK)
           const gate_t *gate, i64 gate_stride, out_t *out, i64 out_stride, float eps, u32 units) {
     __shared__ float part[32];
     u32 unit = blockIdx.x * PER_BLOCK + threadIdx.x / THREADS;
-    if (PER_BLOCK > 1 && unit >= units) return;
+    if (PER_BLOCK > 1 && unit >= units) {
+        wait_for_inputs();
+        return;
+    }
     i64 row = unit / GROUPS;
     int col = unit % GROUPS * GROUP, lane = threadIdx.x % THREADS * VEC;
-    float v[PASSES][VEC], z[PASSES][VEC];
+    float v[PASSES][VEC], z[PASSES][VEC], w[PASSES][VEC];
     float sum = 0.f;
+    let_next_start();
+#pragma unroll
+    for (int p = 0; p < PASSES; p++) {
+        int c = lane + p * THREADS * VEC;
+        if (c < GROUP) load<VEC>(weight + (SHARED_WEIGHT ? 0 : col) + c, w[p]);
+    }
+    wait_for_inputs();
 #pragma unroll
     for (int p = 0; p < PASSES; p++) {
         int c = lane + p * THREADS * VEC;
@@ -41,13 +51,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *PER_BLOCK)
     for (int p = 0; p < PASSES; p++) {
         int c = lane + p * THREADS * VEC;
         if (c >= GROUP) continue;
-        float w[VEC];
-        load<VEC>(weight + (SHARED_WEIGHT ? 0 : col) + c, w);
 #pragma unroll
         for (int i = 0; i < VEC; i++) {
-            w[i] *= v[p][i] * r;
-            if constexpr (GATE == 2) w[i] *= z[p][i];
+            v[p][i] *= w[p][i] * r;
+            if constexpr (GATE == 2) v[p][i] *= z[p][i];
         }
-        store<VEC>(out + row * out_stride + col + c, w);
+        store<VEC>(out + row * out_stride + col + c, v[p]);
     }
 }

@@ -9,6 +9,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride,
           const float *norm, float eps, const float *inv_freq, q_out_t *q_out, i64 q_out_stride, kv_t *k_pages,
           i64 k_page_stride, kv_t *v_pages, i64 v_page_stride) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ float rows[WARPS][HEAD_DIM];
     i64 t = blockIdx.x;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -21,6 +21,8 @@ DEV void best_of_warp(float &v, int &i) {
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ENTRY(Step st, const float *logits, i64 logits_stride, const float *bias, u32 *ids, i64 ids_stride, float *weights,
           i64 weights_stride, float sum_eps, float scale) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ float choices[WARPS][KIND == 2 && GROUPS > 1 ? E : 1], ranks[WARPS][GROUPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 t = blockIdx.x * WARPS + warp;

@@ -75,6 +75,8 @@ template <bool WEIGHTED> DEV u32 select(const Row &row, u32 least, u64 target, u
 extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(Step st, const float *logits, i64 logits_stride, const u32 *lanes, i64 lanes_stride, u32 *seen,
           i64 seen_stride, u32 *last, u32 *ids) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ u64 bins[256], found[2], tiles[TILES + 1], warps[WARPS];
     __shared__ float best_value[WARPS];
     __shared__ int best_id[WARPS];
@@ -90,11 +92,40 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     u32 top_k = params[4];
     float max = -INF;
     int best = 0x7fffffff;
-    for (int id = threadIdx.x; id < V; id += THREADS) {
-        float x = row.score(id);
-        if (x > max) {
-            max = x;
-            best = id;
+    if (row.penalty == 1.f && V % 4 == 0 && (u64)row.logits % 16 == 0) {
+        // First the largest of many at once (NaN never is), then which of them it was.
+        constexpr int AHEAD = 8;
+        int from = V;
+        float x[AHEAD][4];
+        auto fetch = [&](int base) {
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                if (base + a * TILE < V) load<4>(row.logits + base + a * TILE, x[a]);
+        };
+        for (int base = threadIdx.x * 4; base < V; base += AHEAD * TILE) {
+            float top = -INF;
+            fetch(base);
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                if (base + a * TILE < V) top = fmaxf(top, fmaxf(fmaxf(x[a][0], x[a][1]), fmaxf(x[a][2], x[a][3])));
+            if (top > max) {
+                max = top;
+                from = base;
+            }
+        }
+        fetch(from);
+#pragma unroll
+        for (int a = AHEAD - 1; a >= 0; a--)
+#pragma unroll
+            for (int e = 3; e >= 0; e--)
+                if (from + a * TILE < V && x[a][e] == max) best = from + a * TILE + e;
+    } else {
+        for (int id = threadIdx.x; id < V; id += THREADS) {
+            float x = row.score(id);
+            if (x > max) {
+                max = x;
+                best = id;
+            }
         }
     }
     for (int round = 0; round < 2; round++) {

@@ -19,8 +19,10 @@ template <class T> DEV void load_n(const T *p, int lane, float *v) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(Step st, const x_t *x, i64 x_stride, const b_t *b, i64 b_stride, const c_t *cc, i64 c_stride, const dt_t *dt,
           i64 dt_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride, y_t *y, i64 y_stride,
-          float dt_min, float dt_max) {
+          float dt_min, float dt_max, u32 untouched) {
+    let_next_start();
     int tile = blockIdx.x, c = blockIdx.y, blocks = MAX_TOKENS ? st.rows : st.chunks;
+    if (!untouched || c >= blocks) wait_for_inputs();
     if (c >= blocks) {
         zero_padding<THREADS>(st, y, y_stride, c - blocks, tile * TILE, min(TILE, ROWS - tile * TILE));
         return;
@@ -28,11 +30,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (MAX_TOKENS > 0) {
         // Rows instead of chunks: most of the many chunks are someone else's.
         const u32 *row = st.row(c);
-        if (row[3] == 0 || row[1] > MAX_TOKENS) return;
+        if (row[3] == 0 || row[1] > MAX_TOKENS) {
+            wait_for_inputs();
+            return;
+        }
         c = row[2];
     }
     Chunk ch(st.chunk(c));
-    if (ch.len == 0 || ch.src == CARRY) return;
+    if (ch.len == 0 || ch.src == CARRY) {
+        wait_for_inputs();
+        return;
+    }
     int lane = threadIdx.x % LANES, first = tile * TILE + threadIdx.x / LANES * RPT;
     float s[RPT][ELEMS], a[PER_CHANNEL ? RPT : 1][PER_CHANNEL ? ELEMS : 1];
 #pragma unroll
@@ -52,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     const float *d_par = par + (PER_CHANNEL ? N : 1) * par_stride, *bias_par = d_par + par_stride;
+    if (untouched) wait_for_inputs();
     for (;;) {
         for (int i = 0; i < (int)ch.len; i++) {
             i64 t = ch.start + i;
@@ -75,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int e = 0; e < ELEMS; e++) {
                     float k = decay;
                     if constexpr (PER_CHANNEL) k = __expf(step * a[r][e]);
-                    s[r][e] = k * s[r][e] + xs * bv[e];
-                    sum += s[r][e] * cv[e];
+                    s[r][e] = __fmaf_rn(xs, bv[e], k * s[r][e]);
+                    sum = __fmaf_rn(s[r][e], cv[e], sum);
                 }
                 yv[r] = sum;
             }
@@ -103,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int j = 0; j < (RPT > LANES ? RPT / LANES : 1); j++) {
                     int row = first + mine + j;
                     if (row >= ROWS) continue;
-                    float out = yv[j] + d_par[row / P] * to_f32(x[t * x_stride + row]);
+                    float out = __fmaf_rn(d_par[row / P], to_f32(x[t * x_stride + row]), yv[j]);
                     y[t * y_stride + row] = from_f32<y_t>(out);
                 }
             }

@@ -5,7 +5,7 @@ use std::{cell::RefCell, collections::HashMap, rc::Rc};
 use cudarc::driver::{result, sys};
 use selkie_core::{
     Error, Result,
-    backend::{Backend, Caps, DeviceInfo, Handle, Ops},
+    backend::{Backend, Caps, DeviceInfo, Handle},
     ops::Op,
     source::Bytes,
     tensor::{DType, Tensor},
@@ -14,12 +14,13 @@ use selkie_core::{
 
 use crate::{
     blas::{self, Blas},
-    driver::{self, Context, Event, Graph, Kernel, Stream, named},
+    driver::{self, Context, Event, Kernel, Stream, named},
     faults::Faults,
     launch::{Address, Args, Launch, Work, address},
     memory::{Buf, Pool, Read, Ring},
     nvrtc::{self, DiskCache},
     plan::{self, Target},
+    record::{Ready, Rec, Tape},
     spec::{File, Spec},
 };
 
@@ -97,10 +98,10 @@ fn describe(index: i32) -> std::result::Result<DeviceInfo, result::DriverError> 
 /// An open CUDA device. Fields are dropped in order: what uses the stream before the stream, the context last.
 pub struct Cuda {
     kernels: RefCell<HashMap<Spec, Rc<Kernel>>>,
-    blas: Option<Blas>,
+    pub(crate) blas: Option<Blas>,
     ring: RefCell<Ring>,
     pool: Pool,
-    scratch: RefCell<Option<Buf>>,
+    pub(crate) scratch: RefCell<Option<Buf>>,
     /// Written over to flush the L2, by benches.
     flush: RefCell<Option<Buf>>,
     caps: Caps,
@@ -110,10 +111,12 @@ pub struct Cuda {
     /// Most shared memory of a block, in bytes.
     shared: usize,
     generic: bool,
+    /// Compute capability 9.0 or later: kernels of a step may start while the one before them runs, and copy in bulk.
+    hopper: bool,
     /// Waits after every op, so that a device error names it.
-    synchronous: bool,
+    pub(crate) synchronous: bool,
     faults: Rc<Faults>,
-    stream: Rc<Stream>,
+    pub(crate) stream: Rc<Stream>,
     context: Rc<Context>,
 }
 
@@ -166,6 +169,7 @@ impl Cuda {
             shared: context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
                 as usize,
             generic: options.generic,
+            hopper: major >= 9,
             synchronous: std::env::var_os("SELKIE_CUDA_SYNC").is_some(),
             faults: Faults::new(&stream)?,
             stream,
@@ -173,9 +177,16 @@ impl Cuda {
         })
     }
 
-    fn target(&self) -> Target {
-        let scratch = self.scratch.borrow().as_ref().map_or(0, |b| b.address());
-        Target { sms: self.sms, shared: self.shared, blas: self.blas.is_some(), tuned: !self.generic, scratch }
+    pub(crate) fn target(&self, untouched: bool) -> Target {
+        Target {
+            sms: self.sms,
+            shared: self.shared,
+            bulk: self.hopper,
+            blas: self.blas.is_some(),
+            tuned: !self.generic,
+            scratch: self.scratch.borrow().as_ref().map_or(0, |b| b.address()),
+            untouched,
+        }
     }
 
     /// The loaded kernel of a variant, from disk or from the compiler the first time.
@@ -187,7 +198,7 @@ impl Cuda {
         let started = self.faults.add(op, spec)?;
         let load = |image: &[u8]| Kernel::load(image, &entry, launch.shared, started);
         let stored = self.disk.load(spec).and_then(|image| load(&image).ok());
-        let kernel = match stored {
+        let mut kernel = match stored {
             Some(k) => k,
             None => {
                 let image = nvrtc::compile(spec, &self.arch)?;
@@ -196,13 +207,14 @@ impl Cuda {
                 kernel
             }
         };
+        kernel.early = self.hopper && spec.waits();
         let kernel = Rc::new(kernel);
         self.kernels.borrow_mut().insert(spec.clone(), kernel.clone());
         Ok(kernel)
     }
 
     /// Compiles and measures what `work` needs, so that running it does neither.
-    fn prepare(&self, op: &'static str, work: &Work) -> Result<Ready> {
+    pub(crate) fn prepare(&self, op: &'static str, work: &Work) -> Result<Ready> {
         match work {
             Work::Kernel(l) => Ok(Ready::Kernel(self.kernel(op, l)?, l.clone())),
             Work::Gemm(g) => {
@@ -213,72 +225,14 @@ impl Cuda {
         }
     }
 
-    fn enqueue(&self, op: &'static str, ready: &Ready) -> Result<()> {
-        match ready {
-            Ready::Kernel(kernel, l) => launch(&self.stream, kernel, l).or_else(|e| named(op, Err(e)))?,
-            Ready::Gemm(g) => self.blas.as_ref().expect("prepared").run(&self.stream, g)?,
-        }
-        if self.synchronous { self.stream.wait(op) } else { Ok(()) }
-    }
-
     /// Plans an op and makes sure that scratch, kernels and algorithms are there.
-    fn ready(&self, op: &Op<Buf>) -> Result<Vec<Ready>> {
-        op.check();
-        let need = plan::scratch(op, &self.target());
+    pub(crate) fn ready(&self, op: &Op<Buf>, untouched: bool) -> Result<Vec<Ready>> {
+        let need = plan::scratch(op, &self.target(untouched));
         if need > self.scratch.borrow().as_ref().map_or(0, |b| b.bytes()) {
             self.reserve(need)?;
         }
-        plan::plan(op, &self.target())?.iter().map(|w| self.prepare(op.name(), w)).collect()
+        plan::plan(op, &self.target(untouched))?.iter().map(|w| self.prepare(op.name(), w)).collect()
     }
-}
-
-/// Work that needs no compiler and no measurement any more.
-enum Ready {
-    Kernel(Rc<Kernel>, Launch),
-    Gemm(crate::launch::Gemm),
-}
-
-fn launch(stream: &Stream, kernel: &Kernel, l: &Launch) -> std::result::Result<(), result::DriverError> {
-    let [x, y, z] = l.grid;
-    if x == 0 || y == 0 || z == 0 {
-        return Ok(());
-    }
-    let mut params: Vec<*mut std::ffi::c_void> =
-        l.args.starts.iter().map(|&i| (&raw const l.args.words[i]).cast_mut().cast()).collect();
-    // SAFETY: the plan passes what the kernel's signature asks for; addresses come from checked tensors that the caller
-    // keeps alive; the driver copies the parameters before it returns.
-    unsafe { result::launch_kernel(kernel.function, (x, y, z), (l.threads, 1, 1), l.shared, stream.raw, &mut params) }
-}
-
-/// An open step.
-pub struct Rec<'a> {
-    cuda: &'a Cuda,
-    /// Work to capture; none = ops run as they come.
-    recorded: Option<Vec<(&'static str, Ready)>>,
-    keep: Vec<Buf>,
-}
-
-impl Ops<Buf> for Rec<'_> {
-    fn op(&mut self, op: Op<Buf>) -> Result<()> {
-        let ready = self.cuda.ready(&op)?;
-        match &mut self.recorded {
-            None => ready.iter().try_for_each(|r| self.cuda.enqueue(op.name(), r)),
-            Some(list) => {
-                self.keep.extend(op.tensors().into_iter().map(|(_, t)| t.buf.clone()));
-                // As planned: a later op may replace the arena.
-                self.keep.extend(self.cuda.scratch.borrow().clone());
-                list.extend(ready.into_iter().map(|r| (op.name(), r)));
-                Ok(())
-            }
-        }
-    }
-}
-
-/// A recorded step: a CUDA graph and everything that it touches.
-pub struct Tape {
-    graph: Graph,
-    _kernels: Vec<Rc<Kernel>>,
-    _buffers: Vec<Buf>,
 }
 
 impl Backend for Cuda {
@@ -305,7 +259,7 @@ impl Backend for Cuda {
         let args = Args::new().int(address(t)).int(t.len() as u64).int(u64::from(seed)).float(half);
         let launch = Launch::new(spec, [self.sms * 8, 1, 1], 256, args);
         let ready = self.prepare("fill", &Work::Kernel(launch))?;
-        self.enqueue("fill", &ready)?;
+        self.enqueue("fill", &ready, &mut false)?;
         Ok(true)
     }
 
@@ -316,7 +270,7 @@ impl Backend for Cuda {
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
-        plan::scratch(op, &self.target())
+        plan::scratch(op, &self.target(false))
     }
 
     fn reserve(&self, bytes: u64) -> Result<()> {
@@ -331,12 +285,14 @@ impl Backend for Cuda {
     }
 
     fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
-        f(&mut Rec { cuda: self, recorded: None, keep: Vec::new() }).map_err(|e| self.faults.name(e))
+        let mut rec = Rec::new(self, None);
+        f(&mut rec).and_then(|()| rec.flush()).map_err(|e| self.faults.name(e))
     }
 
     fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
-        let mut rec = Rec { cuda: self, recorded: Some(Vec::new()), keep: Vec::new() };
+        let mut rec = Rec::new(self, Some(Vec::new()));
         f(&mut rec)?;
+        rec.flush()?;
         self.tape(rec.recorded.unwrap_or_default(), rec.keep)
     }
 
@@ -379,27 +335,5 @@ impl Timer for Cuda {
         end.record(&self.stream)?;
         end.wait("a timed step")?;
         Ok(f64::from(end.since(&start)?))
-    }
-}
-
-impl Cuda {
-    /// Captures prepared work, which touches `keep`.
-    fn tape(&self, list: Vec<(&'static str, Ready)>, mut keep: Vec<Buf>) -> Result<Tape> {
-        keep.sort_by_key(Handle::id);
-        keep.dedup_by_key(|b| b.id());
-        let graph = Graph::capture(&self.stream, || list.iter().try_for_each(|(op, r)| self.enqueue_captured(op, r)))?;
-        let kernels = list.into_iter().filter_map(|(_, r)| match r {
-            Ready::Kernel(k, _) => Some(k),
-            Ready::Gemm(_) => None,
-        });
-        Ok(Tape { graph, _kernels: kernels.collect(), _buffers: keep })
-    }
-
-    /// Enqueues within a capture, where waiting is not allowed.
-    fn enqueue_captured(&self, op: &'static str, ready: &Ready) -> Result<()> {
-        match ready {
-            Ready::Kernel(kernel, l) => launch(&self.stream, kernel, l).or_else(|e| named(op, Err(e))),
-            Ready::Gemm(g) => self.blas.as_ref().expect("prepared").run(&self.stream, g),
-        }
     }
 }

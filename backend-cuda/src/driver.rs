@@ -150,6 +150,8 @@ pub struct Kernel {
     module: sys::CUmodule,
     /// The kernel.
     pub function: sys::CUfunction,
+    /// It may start while the kernel before it runs, because it waits for it by itself.
+    pub early: bool,
 }
 
 impl Kernel {
@@ -168,7 +170,7 @@ impl Kernel {
                 return Err(e);
             }
         };
-        let kernel = Self { module, function };
+        let kernel = Self { module, function, early: false };
         kernel.set("started", &started)?;
         // The default limit of 48 KiB counts the kernel's static shared memory too, so any amount asks for itself.
         if shared > 0 {

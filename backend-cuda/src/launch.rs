@@ -90,6 +90,8 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory, in bytes.
     pub shared: u32,
+    /// May start while the kernel before it runs, if its source says how it waits.
+    pub early: bool,
     /// Arguments.
     pub args: Args,
 }
@@ -97,7 +99,13 @@ pub struct Launch {
 impl Launch {
     /// A launch without dynamic shared memory.
     pub fn new(spec: Spec, grid: [usize; 3], threads: usize, args: Args) -> Self {
-        Self { spec, grid: grid.map(|g| g as u32), threads: threads as u32, shared: 0, args }
+        Self { spec, grid: grid.map(|g| g as u32), threads: threads as u32, shared: 0, early: true, args }
+    }
+
+    /// Starts early only if `early`: a kernel that has nothing to do before it must wait starts sooner when it is launched late.
+    pub fn with_early(mut self, early: bool) -> Self {
+        self.early = early;
+        self
     }
 
     /// Asks for `bytes` of dynamic shared memory.

@@ -2,6 +2,9 @@
 //!
 //! The driver, NVRTC and cuBLASLt are opened at run time. Where one is missing, [`devices`] and [`Cuda::open`] say so;
 //! nothing falls back.
+//!
+//! While kernels are being written, the environment variable `SELKIE_KERNELS` names a folder whose files stand in for those of
+//! `kernels/` that were built in.
 
 mod backend;
 mod blas;
@@ -12,7 +15,9 @@ pub mod launch;
 mod memory;
 pub mod nvrtc;
 pub mod plan;
+mod record;
 pub mod spec;
 
-pub use backend::{Cuda, Options, Rec, Tape, devices};
+pub use backend::{Cuda, Options, devices};
 pub use memory::{Buf, Read};
+pub use record::{Rec, Tape};

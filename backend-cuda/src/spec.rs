@@ -1,11 +1,26 @@
 //! A kernel variant: a source file and the constants that specialise it, printed as a prelude before the file.
 
-use std::fmt::{self, Display, Write};
+use std::{
+    borrow::Cow,
+    fmt::{self, Display, Write},
+    fs,
+    path::PathBuf,
+    sync::LazyLock,
+};
 
 use selkie_core::tensor::DType;
 
 /// What every kernel includes.
 const COMMON: &str = include_str!("../../kernels/common.cuh");
+
+/// The folder whose files stand in for those of the binary, for trying a kernel without a build: `SELKIE_KERNELS`.
+static FOLDER: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::var_os("SELKIE_KERNELS").map(PathBuf::from));
+
+/// A file of `kernels/`: from the folder if it is there, else as it was built in.
+fn text_of(name: &str, built_in: &'static str) -> Cow<'static, str> {
+    let there = FOLDER.as_ref().and_then(|dir| fs::read_to_string(dir.join(name)).ok());
+    there.map_or(Cow::Borrowed(built_in), Cow::Owned)
+}
 
 macro_rules! kernels {
     ($($name:ident $file:literal),* $(,)?) => {
@@ -24,8 +39,10 @@ macro_rules! kernels {
                 match self { $(Self::$name => $file,)* }
             }
 
-            fn source(self) -> &'static str {
-                match self { $(Self::$name => include_str!(concat!("../../kernels/", $file, ".cu")),)* }
+            fn source(self) -> Cow<'static, str> {
+                match self { $(Self::$name => {
+                    text_of(concat!($file, ".cu"), include_str!(concat!("../../kernels/", $file, ".cu")))
+                })* }
             }
         }
     };
@@ -63,6 +80,7 @@ kernels! {
     Gather "gather",
     MatmulBias "matmul_bias",
     MatmulFew "matmul_few",
+    MatmulFewBulk "matmul_few_bulk",
     MatmulPlain "matmul_plain",
     RmsNorm "rms_norm",
     RopeKv "rope_kv",
@@ -129,6 +147,11 @@ impl Spec {
         self.file
     }
 
+    /// Whether the kernel itself waits for what runs before it, so that it may start early.
+    pub fn waits(&self) -> bool {
+        self.file.source().contains("wait_for_inputs();")
+    }
+
     /// Name of the kernel's symbol; profilers show it.
     pub fn entry(&self) -> String {
         let mut s = self.file.stem().to_string();
@@ -144,7 +167,8 @@ impl Spec {
 
     /// The whole translation unit. Lines of the log count from the top of the kernel's own file.
     pub fn text(&self) -> String {
-        let mut s = format!("#line 1 \"common.cuh\"\n{COMMON}\n#define ENTRY {}\n", self.entry());
+        let mut s =
+            format!("#line 1 \"common.cuh\"\n{}\n#define ENTRY {}\n", text_of("common.cuh", COMMON), self.entry());
         for (name, v) in &self.values {
             match v {
                 Value::Int(i) => writeln!(s, "constexpr int {name} = {i};"),

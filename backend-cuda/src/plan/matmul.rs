@@ -2,11 +2,11 @@
 
 use selkie_core::{
     Result,
-    ops::{Matmul, RowBlock},
-    tensor::Tensor,
+    ops::{Act, Conv1d, Matmul, RowBlock},
+    tensor::{DType, Tensor},
 };
 
-use super::{Target, wide};
+use super::{Target, act, wide};
 use crate::{
     launch::{Address, Args, Gemm, Launch, Work, address},
     spec::{File, Spec},
@@ -80,6 +80,122 @@ fn few_shape(m: usize, k: usize, shared: usize) -> FewShape {
     panic!("matmul: {m} rows of {k} do not fit into {shared} bytes of shared memory");
 }
 
+/// How the kernel with bulk copies cuts `n` rows of W, if it takes the shape. Warps and depth fix the order of the sums and
+/// depend on the inner dimension only.
+fn bulk_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<FewShape> {
+    let warps = if k <= 1024 { 4 } else { 8 };
+    let depth = if k >= 4096 { 128 } else { 64 };
+    let span = warps * depth;
+    let slices = k.div_ceil(span);
+    let x_bytes = m * (slices * span + 8) * 2;
+    let resident = x_bytes <= 68 << 10;
+    if !resident && !k.is_multiple_of(span) {
+        return None;
+    }
+    let tiles = n.div_ceil(16);
+    // More blocks than one a multiprocessor only where they all fit with everything that they copy.
+    let blocks = if k <= 2048 { tiles.div_ceil(target.sms).clamp(1, 4) } else { 1 };
+    let fixed = 2 * warps * m * 16 * 4 + 2048;
+    let stage = (16 + if resident { 0 } else { m }) * (span + 8) * 2;
+    // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
+    let room =
+        (target.shared.checked_sub(20 << 10)? / blocks).checked_sub(fixed + if resident { x_bytes } else { 0 })?;
+    let stages = (room / stage).min(tiles.div_ceil(target.sms * blocks) * slices).min(16);
+    let shared = stages * stage + if resident { x_bytes } else { 0 };
+    (stages >= 2.min(slices)).then_some(FewShape { warps, stages, depth, resident, shared, blocks })
+}
+
+/// The op ahead of a product, computed by the product's own kernel.
+pub(super) struct Prologue<'a, B> {
+    /// RMS norm instead of an activation.
+    pub norm: bool,
+    /// Input of the norm or the activation.
+    pub first: &'a Tensor<B>,
+    /// Gate of the norm, or second factor.
+    pub second: Option<&'a Tensor<B>>,
+    pub act: Act,
+    /// Weight and epsilon of a norm.
+    pub weight: Option<(&'a Tensor<B>, f32)>,
+    /// Access width, size and threads of a group of a norm.
+    pub shape: [usize; 3],
+    /// As in `rms_norm.cu`.
+    pub gate: usize,
+}
+
+/// A product of one row with the ops around it, if one kernel computes them all.
+pub(super) fn around<B: Address>(
+    a: &Matmul<B>,
+    ahead: Option<&Prologue<B>>,
+    conv: Option<&Conv1d<B>>,
+    target: &Target,
+) -> Option<Work> {
+    let [block] = a.w.blocks.as_slice() else { return None };
+    let (k, n) = (a.w.k, block.w.rows());
+    let out = a.out.cols(block.col, n);
+    let shape = bulk_shape(1, k, n, target).filter(|f| target.bulk && f.resident)?;
+    let few = a.x.rows() == 1 && path(a, block, &out, target) == Path::Few;
+    few.then(|| bulk(a, block, &out, shape, ahead, conv, target))
+}
+
+/// The kernel with bulk copies.
+fn bulk<B: Address>(
+    a: &Matmul<B>,
+    block: &RowBlock<B>,
+    out: &Tensor<B>,
+    f: FewShape,
+    ahead: Option<&Prologue<B>>,
+    conv: Option<&Conv1d<B>>,
+    target: &Target,
+) -> Work {
+    let n = block.w.rows();
+    let [vec, group, threads] = ahead.map_or([1, 1, 32], |p| p.shape);
+    let spec = Spec::new(File::MatmulFewBulk)
+        .int("K", a.w.k)
+        .int("M", a.x.rows())
+        .int("WARPS", f.warps)
+        .int("STAGES", f.stages)
+        .int("DEPTH", f.depth)
+        .flag("X_RESIDENT", f.resident)
+        .flag("ACCUMULATE", a.accumulate)
+        .flag("HAS_BIAS", a.bias.is_some())
+        .int("PRE", ahead.map_or(0, |p| if p.norm { 1 } else { 2 }))
+        .int("ACT", ahead.map_or(0, |p| act(p.act)))
+        .flag("HAS_SECOND", ahead.is_some_and(|p| p.second.is_some()))
+        .int("VEC", vec)
+        .int("GROUP", group)
+        .int("THREADS", threads)
+        .int("GATE", ahead.map_or(0, |p| p.gate))
+        .flag("SHARED_WEIGHT", ahead.and_then(|p| p.weight).is_some_and(|(w, _)| w.len() == group))
+        .flag("CONV", conv.is_some())
+        .int("CONV_FIRST", conv.map_or(0, |c| c.x.offset - out.offset))
+        .int("CHANNELS", conv.map_or(1, |c| c.x.row_len()))
+        .int("TAPS", conv.map_or(2, |c| c.weight.row_len() - 1))
+        .int("CONV_ACT", conv.map_or(0, |c| act(c.act)))
+        .ty("out_t", out.dtype)
+        .ty("pool_t", conv.map_or(DType::F32, |c| c.pool.dtype))
+        .ty("conv_t", conv.map_or(DType::F32, |c| c.out.dtype));
+    let bias = a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64);
+    let weight = ahead.and_then(|p| p.weight);
+    let args = Args::new()
+        .rows(&a.x)
+        .rows(&block.w)
+        .int(n as u64)
+        .int(bias)
+        .rows(out)
+        .float(a.scale)
+        .maybe_at(ahead.map(|p| p.first))
+        .maybe_at(ahead.and_then(|p| p.second))
+        .maybe_at(weight.map(|w| w.0))
+        .float(weight.map_or(0.0, |w| w.1))
+        .maybe_at(conv.map(|c| &c.step.ints))
+        .maybe_rows(conv.map(|c| &c.weight))
+        .maybe_rows(conv.map(|c| &c.pool))
+        .maybe_at(conv.map(|c| &c.out))
+        .int(u64::from(target.untouched));
+    let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
+    Work::Kernel(Launch::new(spec, grid, 32 * (f.warps + 1), args).with_shared(f.shared))
+}
+
 pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<Work>> {
     let (m, k) = (a.x.rows(), a.w.k);
     let mut work = Vec::new();
@@ -89,11 +205,14 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
         let bias = a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64);
         match path(a, block, &out, target) {
             Path::Few => {
+                if let Some(shape) = bulk_shape(m, k, n, target).filter(|_| target.bulk) {
+                    work.push(bulk(a, block, &out, shape, None, None, target));
+                    continue;
+                }
                 let f = few_shape(m, k, target.shared);
                 let spec = Spec::new(File::MatmulFew)
                     .int("K", k)
                     .int("M", m)
-                    .int("MT", 1)
                     .int("WARPS", f.warps)
                     .int("STAGES", f.stages)
                     .int("DEPTH", f.depth)
@@ -156,6 +275,14 @@ mod tests {
                     let f = few_shape(m, k, shared);
                     assert!(f.shared + 2 * f.warps * m * 64 <= shared, "{m} x {k}: {f:?}");
                 }
+            }
+        }
+        let target =
+            Target { sms: 132, shared: 227 << 10, bulk: true, blas: true, tuned: true, scratch: 0, untouched: true };
+        for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (2048, 2048), (3376, 768), (100, 1000), (2688, 1856)] {
+            for m in 1..=FEW {
+                let f = bulk_shape(m, k, n, &target).expect("a common shape");
+                assert!(f.blocks * (f.shared + 2 * f.warps * m * 64 + 2048) <= target.shared, "{m} x {n} x {k}: {f:?}");
             }
         }
         assert!(few_shape(8, 4096, 227 << 10).resident);

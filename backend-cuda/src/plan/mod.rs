@@ -3,6 +3,7 @@
 
 mod attention;
 mod experts;
+mod fused;
 mod matmul;
 mod pointwise;
 mod state;
@@ -15,6 +16,8 @@ use selkie_core::{
 
 use crate::launch::{Address, Work, address};
 
+pub use fused::{fused, may_go_on};
+
 /// What a plan may rely on.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
@@ -22,12 +25,16 @@ pub struct Target {
     pub sms: usize,
     /// Most shared memory of a block, in bytes.
     pub shared: usize,
+    /// Whether the device copies in bulk between memory and shared memory (compute capability 9.0).
+    pub bulk: bool,
     /// Whether cuBLASLt is there.
     pub blas: bool,
     /// Whether variants for some shapes only may be taken.
     pub tuned: bool,
     /// Address of the scratch arena.
     pub scratch: u64,
+    /// No earlier op of the step wrote what this one updates in place, so it may be read before that op is done.
+    pub untouched: bool,
 }
 
 /// The launches of an op, in order.
@@ -42,7 +49,7 @@ pub fn plan<B: Address>(op: &Op<B>, target: &Target) -> Result<Vec<Work>> {
         Op::Activation(a) => pointwise::activation(a),
         Op::RopeKv(a) => pointwise::rope_kv(a),
         Op::Attention(a) => attention::attention(a, target),
-        Op::Conv1d(a) => state::conv1d(a),
+        Op::Conv1d(a) => state::conv1d(a, target),
         Op::SelectiveScan(a) => state::selective_scan(a, target),
         Op::GatedDelta(a) => state::gated_delta(a, target),
         Op::Route(a) => pointwise::route(a),

@@ -75,13 +75,20 @@ fn norm_shape(group: usize, vec: usize) -> (usize, usize) {
     (threads, if threads == 32 { 4 } else { 1 })
 }
 
-pub(super) fn rms_norm<B: Address>(a: &RmsNorm<B>) -> Result<Vec<Work>> {
-    let (rows, group) = (a.x.rows(), a.x.row_len() / a.groups);
+/// Access width of a norm, and threads that hold a group.
+pub(super) fn norm_access<B: Address>(a: &RmsNorm<B>) -> (usize, usize) {
+    let group = a.x.row_len() / a.groups;
     let mut views = vec![&a.x, &a.out];
     views.extend(a.add.iter().map(|(t, _)| t));
     views.extend(a.gate.iter().map(|g| &g.z));
     // The weight is a vector: its offset decides, its row stride is 1.
     let vec = if a.weight.offset.is_multiple_of(4) { vector(group, &views) } else { 1 };
+    (vec, norm_shape(group, vec).0)
+}
+
+pub(super) fn rms_norm<B: Address>(a: &RmsNorm<B>) -> Result<Vec<Work>> {
+    let (rows, group) = (a.x.rows(), a.x.row_len() / a.groups);
+    let vec = norm_access(a).0;
     let (threads, per_block) = norm_shape(group, vec);
     let dtype = |t: Option<&selkie_core::tensor::Tensor<B>>| t.map_or(DType::F32, |t| t.dtype);
     let (add, gate) = (a.add.as_ref().map(|(t, _)| t), a.gate.as_ref().map(|g| &g.z));

@@ -19,7 +19,7 @@ fn conv_shape(tokens: usize, chunks: usize, widest: usize) -> (usize, usize, usi
     if tokens <= 2 * chunks { (widest.min(2), 128, 1) } else { (widest.min(4), 128, 8) }
 }
 
-pub(super) fn conv1d<B: Address>(a: &Conv1d<B>) -> Result<Vec<Work>> {
+pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<Work>> {
     let (tokens, chunks) = (a.step.bucket.tokens, a.step.bucket.chunks);
     let (channels, taps) = (a.x.row_len(), a.weight.row_len() - 1);
     let (vec, cols, loads) = conv_shape(tokens, chunks, vector(channels, &[&a.x, &a.out]));
@@ -37,8 +37,9 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>) -> Result<Vec<Work>> {
         .ty("pool_t", a.pool.dtype)
         .ty("out_t", a.out.dtype);
     let args = Args::new().step(&a.step).rows(&a.x).rows(&a.weight).rows(&a.pool).rows(&a.out);
+    let args = args.int(u64::from(target.untouched));
     let grid = [chunks + tokens.div_ceil(PAGE), channels.div_ceil(cols * vec), 1];
-    Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args))])
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args).with_early(target.untouched))])
 }
 
 /// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks: PADDING_SPAN tokens each.
@@ -150,10 +151,12 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         .rows(&a.pool)
         .rows(&a.y)
         .float(a.dt_limit.0)
-        .float(a.dt_limit.1);
+        .float(a.dt_limit.1)
+        .int(u64::from(target.untouched));
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
     let grid = [(heads * p).div_ceil(tile), units + padding_blocks(bucket.tokens), 1];
-    let mut work = vec![Work::Kernel(Launch::new(spec, grid, shape.threads, args.clone()))];
+    let launch = Launch::new(spec, grid, shape.threads, args.clone()).with_early(target.untouched);
+    let mut work = vec![Work::Kernel(launch)];
     if let Some((pb, shared)) = chunked {
         let spec = Spec::new(File::SelectiveScanChunk)
             .int("HEADS", heads)
@@ -237,10 +240,11 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .rows(&a.par)
         .rows(&a.pool)
         .rows(&a.out)
-        .float(a.beta_scale);
+        .float(a.beta_scale)
+        .int(u64::from(target.untouched));
     let units = if chunked { bucket.rows } else { bucket.chunks };
     let grid = [heads * dv.div_ceil(columns), units + padding_blocks(bucket.tokens), 1];
-    let mut work = vec![Work::Kernel(Launch::new(spec, grid, 128, args))];
+    let mut work = vec![Work::Kernel(Launch::new(spec, grid, 128, args).with_early(target.untouched))];
     if chunked {
         let constants = |file| {
             Spec::new(file)

@@ -8,7 +8,7 @@ use selkie_core::{
 };
 use selkie_cuda::{
     launch::{Address, Work},
-    plan::{Target, plan, scratch},
+    plan::{Target, fused, plan, scratch},
     spec::{File, Spec},
 };
 
@@ -150,9 +150,9 @@ const OTHERS: &[Shape] = &[
     },
 ];
 
-/// The variants of all ops of these shapes on a device with `shared` bytes of shared memory a block; only the base shape
-/// unless `all`.
-pub fn specs(all: bool, shared: usize) -> Vec<Spec> {
+/// The variants of all ops of these shapes on a device with `shared` bytes of shared memory a block, with
+/// or without bulk copies; only the base shape unless `all`.
+pub fn specs(all: bool, shared: usize, bulk: bool) -> Vec<Spec> {
     let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
     let mut found = vec![Spec::new(File::Empty)];
     found.extend(random);
@@ -168,14 +168,19 @@ pub fn specs(all: bool, shared: usize) -> Vec<Spec> {
         for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
             for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
                 let mut maker = Maker::new(act, state, bucket);
+                let target = Target { sms: 132, shared, bulk, blas: true, tuned, scratch: 1 << 60, untouched: true };
                 for op in ops(shape, &mut maker) {
-                    let target = Target { sms: 132, shared, blas: true, tuned, scratch: 1 << 60 };
                     op.check();
                     let _ = scratch(&op, &target);
                     for work in plan(&op, &target).expect("a shape of a supported model") {
                         if let Work::Kernel(l) = work {
                             found.push(l.spec);
                         }
+                    }
+                }
+                for chain in chains(shape, &mut maker).iter().filter(|_| bucket.tokens == 1) {
+                    if let Some(Work::Kernel(l)) = fused(chain, &target) {
+                        found.push(l.spec);
                     }
                 }
             }
@@ -305,6 +310,39 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         moe(m, &mut ops, e, k, inner, d);
     }
     ops
+}
+
+/// Ops that follow one another in a layer and may become one kernel.
+fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
+    let (step, t, d) = (m.step.clone(), m.step.bucket.tokens, s.width);
+    let product = |m: &mut Maker, x: &Tensor<Fake>, n: usize, accumulate: bool| {
+        let (w, out) = (m.weight(DType::Bf16, n, x.row_len()), m.act(&[t, n]));
+        Matmul { x: x.clone(), w, bias: None, out, scale: 1.0, accumulate }
+    };
+    let norm = |m: &mut Maker, width: usize, groups: usize, gated: bool| {
+        let (x, out, weight) = (m.act(&[t, width]), m.act(&[t, width]), m.f32(&[width]));
+        let gate = gated.then(|| Gate { z: m.act(&[t, width]), act: Act::Silu, before: true });
+        RmsNorm { x, add: None, weight, gate, out, eps: 1e-5, groups }
+    };
+    let mut chains: Vec<Vec<Op<Fake>>> = Vec::new();
+    for (act, gated) in [(Act::Silu, true), (Act::Relu2, false)] {
+        let (gate, out) = (m.act(&[t, s.mlp]), m.act(&[t, s.mlp]));
+        let up = gated.then(|| m.act(&[t, s.mlp]));
+        let down = product(m, &out, d, true);
+        chains.push(vec![Activation { gate, up, row_gate: None, out, act }.into(), down.into()]);
+    }
+    if let Some([h, p, n, g]) = s.mamba2 {
+        let (di, c) = (h * p, h * p + 2 * g * n);
+        let first = norm(m, d, 1, false);
+        let input = product(m, &first.out, di + c + h, false);
+        let (weight, pool, out) = (m.f32(&[c, 5]), m.act(&[9, c, 3]), m.act(&[t, c]));
+        let conv = Conv1d { step, x: input.out.cols(di, c), weight, pool, out, act: Act::Silu };
+        chains.push(vec![first.into(), input.into(), conv.into()]);
+        let gated = norm(m, di, g, true);
+        let output = product(m, &gated.out, d, true);
+        chains.push(vec![gated.into(), output.into()]);
+    }
+    chains
 }
 
 fn matmul(m: &mut Maker, t: usize, w: Weight<Fake>, accumulate: bool, bias: bool) -> Op<Fake> {

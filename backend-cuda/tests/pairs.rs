@@ -1,0 +1,103 @@
+//! A norm or an activation, the product behind it and a convolution behind that leave the same bits as one kernel and as two
+//! or three.
+//!
+//! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use selkie_core::{
+    Result,
+    backend::{Backend, Handle, Ops},
+    ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight},
+    step::{Chunk, Row, Step, bucket_of, encode},
+    tensor::{DType, Tensor},
+};
+use selkie_cuda::{Buf, Cuda, Options};
+
+fn main() {
+    let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "cuda"));
+    let ignored = Cuda::open(Options::default()).is_err() && !required;
+    let trials = [
+        ("norm, 768", Lead::Norm { groups: 1, gate: None }, 768, 3384),
+        ("norm, 4096", Lead::Norm { groups: 1, gate: None }, 4096, 18560),
+        ("norm, an inner dim of no slice", Lead::Norm { groups: 1, gate: None }, 1000, 40),
+        ("norm after a gate, groups of 1024", Lead::Norm { groups: 8, gate: Some(true) }, 8192, 4096),
+        ("norm after a gate, one group", Lead::Norm { groups: 1, gate: Some(true) }, 1536, 768),
+        ("norm before a gate, heads of 128", Lead::Norm { groups: 32, gate: Some(false) }, 4096, 2048),
+        ("silu with a factor", Lead::Activation { act: Act::Silu, up: true }, 2048, 768),
+        ("relu2", Lead::Activation { act: Act::Relu2, up: false }, 21504, 4096),
+        ("gelu with a factor, 1000", Lead::Activation { act: Act::Gelu, up: true }, 1000, 52),
+    ]
+    .into_iter()
+    .flat_map(|(name, lead, k, n)| {
+        [(String::new(), None), (", convolution in place".into(), Some(1)), (", convolution".into(), Some(2))].map(
+            |(and, dst): (String, Option<u32>)| {
+                let run = move || compare(lead, k, n, dst).unwrap_or_else(|e| Err(e.to_string().into()));
+                Trial::test(format!("{name}{and}"), run).with_ignored_flag(ignored)
+            },
+        )
+    });
+    let mut args = Arguments::from_args();
+    args.test_threads.get_or_insert(1);
+    libtest_mimic::run(&args, trials.collect()).exit();
+}
+
+#[derive(Clone, Copy)]
+enum Lead {
+    Norm { groups: usize, gate: Option<bool> },
+    Activation { act: Act, up: bool },
+}
+
+/// `n` output columns; `dst`: the slot that a convolution of all but the first and last 8 of them writes, from slot 1.
+fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::result::Result<(), Failed>> {
+    let cuda = Cuda::open(Options::default())?;
+    let fill = |t: &Tensor<Buf>| cuda.fill_random(t, t.buf.id() as u32, 1.0).map(|_| ());
+    let tensor = |dtype: DType, dims: &[usize]| -> Result<Tensor<Buf>> {
+        let bytes = dims.iter().product::<usize>() * dtype.bytes();
+        let t = Tensor::new(cuda.alloc("pair", bytes.next_multiple_of(16) as u64)?, dtype, dims);
+        fill(&t)?;
+        Ok(t)
+    };
+    let (mid, out) = (tensor(DType::Bf16, &[1, k])?, tensor(DType::Bf16, &[1, n])?);
+    let mut ops: Vec<Op<Buf>> = vec![match lead {
+        Lead::Norm { groups, gate } => {
+            let (x, z) = (tensor(DType::Bf16, &[1, k])?, tensor(DType::Bf16, &[1, k])?);
+            let gate = gate.map(|before| Gate { z, act: Act::Silu, before });
+            let weight = tensor(DType::F32, &[k])?;
+            RmsNorm { x, add: None, weight, gate, out: mid.clone(), eps: 1e-5, groups }.into()
+        }
+        Lead::Activation { act, up } => {
+            let up = if up { Some(tensor(DType::Bf16, &[1, k])?) } else { None };
+            Activation { gate: tensor(DType::Bf16, &[1, k])?, up, row_gate: None, out: mid.clone(), act }.into()
+        }
+    }];
+    let w = Weight { blocks: vec![RowBlock { w: tensor(DType::Bf16, &[n, k])?, col: 0 }], n, k };
+    ops.push(Matmul { x: mid.clone(), w, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into());
+    let mut results = vec![mid, out.clone()];
+    let mut pools = Vec::new();
+    if let Some(dst) = dst {
+        let (c, chunks) = (n - 16, vec![Chunk { len: 1, src: 1, dst }]);
+        let rows = [Row { first_position: 70, ids: vec![0], chunks, outputs: vec![0], ..Row::default() }];
+        let words = encode(&rows, bucket_of(&rows));
+        let ints = cuda.alloc("ints", 4 * words.len() as u64)?;
+        cuda.write(&ints, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
+        let (pool, conv) = (tensor(DType::Bf16, &[3, c, 3])?, tensor(DType::Bf16, &[1, c])?);
+        let (step, x, weight) = (Step::new(ints, bucket_of(&rows)), out.cols(8, c), tensor(DType::F32, &[c, 5])?);
+        ops.push(Conv1d { step, x, weight, pool: pool.clone(), out: conv.clone(), act: Act::Silu }.into());
+        results.extend([conv, pool.clone()]);
+        pools.push(pool);
+    }
+    let left = || -> Result<Vec<Vec<u8>>> { results.iter().map(|t| pollster::block_on(cuda.read(t))).collect() };
+    for op in &ops {
+        cuda.run(|r| r.op(op.clone()))?;
+    }
+    let apart = left()?;
+    for t in &results {
+        cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize])?;
+    }
+    pools.iter().try_for_each(fill)?;
+    let tape = cuda.record(|r| ops.iter().try_for_each(|op| r.op(op.clone())))?;
+    cuda.play(&tape)?;
+    let together = left()?;
+    let zero = apart.iter().any(|v| v.iter().all(|b| *b == 0));
+    Ok(if apart == together && !zero { Ok(()) } else { Err(format!("bits differ, or all are zero: {zero}").into()) })
+}
