@@ -101,6 +101,10 @@ impl Backend for CpuBackend {
         self.free()
     }
 
+    fn adopts(&self) -> bool {
+        true
+    }
+
     fn adopt(&self, bytes: &Bytes) -> Option<Buf> {
         Some(Buf::adopted(bytes))
     }

@@ -34,9 +34,12 @@
 //!   such as [`Simd::exp`] are built from these. Tails go through the same operations as full vectors.
 //! - Tokens prove that the CPU has the instructions: they only come from detection, so all methods on slices are safe.
 
+pub mod bits;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod plain;
+#[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+mod wasm;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -47,6 +50,8 @@ use super::math;
 #[cfg(target_arch = "aarch64")]
 pub use neon::Neon;
 pub use plain::Plain;
+#[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+pub use wasm::Wasm128;
 #[cfg(target_arch = "x86_64")]
 pub use x86::{Avx2, Avx512};
 
@@ -65,7 +70,11 @@ pub enum Isa {
     /// NEON: four registers per vector.
     #[cfg(target_arch = "aarch64")]
     Neon(Neon),
-    /// What the compiler makes of arrays.
+    /// WebAssembly's 128-bit vectors: four registers per vector.
+    #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+    Wasm128(Wasm128),
+    /// What the compiler makes of arrays. A wasm module with vectors knows that it has them.
+    #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
     Plain(Plain),
 }
 
@@ -76,7 +85,7 @@ impl Isa {
         *BEST.get_or_init(|| Self::all()[0])
     }
 
-    /// Every instruction set of this CPU, fastest first; the last is plain code.
+    /// Every instruction set of this CPU, fastest first; plain code is the last.
     pub fn all() -> Vec<Self> {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -86,6 +95,9 @@ impl Isa {
         }
         #[cfg(target_arch = "aarch64")]
         all.extend(Neon::detect().map(Self::Neon));
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        all.push(Self::Wasm128(Wasm128));
+        #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
         all.push(Self::Plain(Plain));
         all
     }
@@ -99,6 +111,9 @@ impl Isa {
             Self::Avx2(_) => "avx2",
             #[cfg(target_arch = "aarch64")]
             Self::Neon(_) => "neon",
+            #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+            Self::Wasm128(_) => "simd128",
+            #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
             Self::Plain(_) => "plain",
         }
     }
@@ -127,6 +142,13 @@ macro_rules! dispatch {
                 #[inline(always)]
                 |$s| $body,
             ),
+            #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+            $crate::cpu::simd::Isa::Wasm128(t) => $crate::cpu::simd::Simd::run(
+                t,
+                #[inline(always)]
+                |$s| $body,
+            ),
+            #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
             $crate::cpu::simd::Isa::Plain(t) => $crate::cpu::simd::Simd::run(
                 t,
                 #[inline(always)]
