@@ -84,6 +84,10 @@ pub trait Backend: Sized + 'static {
     }
     /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
     fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;
+    /// Whether the device computes in host memory, so that [`Backend::adopt`] works.
+    fn adopts(&self) -> bool {
+        false
+    }
     /// Uses host bytes where they lie, read-only and at any alignment; `None` if the device cannot, and the caller
     /// uploads them.
     fn adopt(&self, bytes: &Bytes) -> Option<Self::Buf>;

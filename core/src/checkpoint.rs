@@ -46,6 +46,50 @@ pub struct RawTensor {
     pub bytes: Bytes,
 }
 
+/// A tensor that is there and has the right shape, to be read whole or in parts.
+pub struct StoredTensor {
+    /// F32, BF16 or F16.
+    pub dtype: DType,
+    /// Sizes, outermost first, as they were asked for.
+    pub shape: Vec<usize>,
+    place: Place,
+}
+
+enum Place {
+    File { source: Rc<dyn Source>, info: TensorInfo },
+    Memory(Bytes),
+}
+
+impl StoredTensor {
+    /// Its bytes `range`, counted from its first element.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub async fn read(&self, range: Range<usize>) -> Result<Bytes> {
+        match &self.place {
+            Place::File { source, info } => {
+                let at = |byte: usize| info.range.start + byte as u64;
+                source.read(&info.file, at(range.start)..at(range.end)).await
+            }
+            Place::Memory(bytes) => Ok(bytes.slice(range)),
+        }
+    }
+
+    /// All of it.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub async fn whole(self) -> Result<RawTensor> {
+        let bytes = self.read(0..self.bytes()).await?;
+        Ok(RawTensor { dtype: self.dtype, shape: self.shape, bytes })
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bytes()
+    }
+}
+
 /// The tensors of a model.
 #[derive(Clone)]
 pub struct Checkpoint {
@@ -148,9 +192,22 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::get`].
     pub async fn get_any(&self, names: &[&str], shape: &[usize]) -> Result<RawTensor> {
+        self.find_tensor(names, shape)?.whole().await
+    }
+
+    /// The tensor that [`Checkpoint::get`] reads.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::get`], but those of the source.
+    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<StoredTensor> {
+        self.find_tensor(&[name], shape)
+    }
+
+    fn find_tensor(&self, names: &[&str], shape: &[usize]) -> Result<StoredTensor> {
         let Kind::Files { source, tensors } = &self.kind else {
             let Kind::Random { seed } = self.kind else { unreachable!("a checkpoint is files or random") };
-            return random::tensor(seed, names[0], shape);
+            let RawTensor { dtype, shape, bytes } = random::tensor(seed, names[0], shape)?;
+            return Ok(StoredTensor { dtype, shape, place: Place::Memory(bytes) });
         };
         let Some((name, info)) = names.iter().find_map(|name| tensors.get_key_value(*name)) else {
             let why =
@@ -171,8 +228,8 @@ impl Checkpoint {
                 why: "weights must be F32, BF16 or F16; use an unquantised release of the model".into(),
             });
         };
-        let bytes = source.read(&info.file, info.range.clone()).await?;
-        Ok(RawTensor { dtype, shape: shape.to_vec(), bytes })
+        let place = Place::File { source: source.clone(), info: info.clone() };
+        Ok(StoredTensor { dtype, shape: shape.to_vec(), place })
     }
 
     /// The stored bytes of `name`, whatever its dtype.

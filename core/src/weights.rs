@@ -10,14 +10,14 @@ use std::{collections::HashMap, ops::Range};
 use crate::{
     Error, Result,
     backend::Backend,
-    checkpoint::{Checkpoint, RawTensor},
+    checkpoint::{Checkpoint, RawTensor, StoredTensor},
     ops::{ExpertRange, RowBlock, Weight},
-    source::Bytes,
     tensor::{DType, Tensor},
 };
 
-/// Bytes of one write to a device: small enough to report progress and to bound staging memory.
-const PIECE: usize = 16 << 20;
+/// Bytes of one read and one write to a device: small enough to report progress and to bound staging memory, which a
+/// page's module would never give back.
+const PIECE: usize = if cfg!(target_arch = "wasm32") { 4 << 20 } else { 16 << 20 };
 
 /// Rows of a stored matrix that become output columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,6 +121,10 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.checkpoint.get(&self.full(name), shape).await
     }
 
+    fn stored(&self, name: &str, shape: &[usize]) -> Result<StoredTensor> {
+        self.checkpoint.tensor(&self.full(name), shape)
+    }
+
     fn advance(&mut self, bytes: usize) {
         self.progress.done += bytes as u64;
         self.progress.total = self.progress.total.max(self.progress.done);
@@ -131,6 +135,15 @@ impl<'a, B: Backend> Loader<'a, B> {
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
             self.backend.write(dst, at + (i * PIECE) as u64, piece)?;
             self.advance(piece.len());
+        }
+        Ok(())
+    }
+
+    /// Copies bytes `from` of a tensor to `dst` from byte `at` on, never holding more than a piece of them.
+    async fn copy(&mut self, tensor: &StoredTensor, from: Range<usize>, dst: &B::Buf, at: usize) -> Result<()> {
+        for start in from.clone().step_by(PIECE) {
+            let piece = tensor.read(start..from.end.min(start + PIECE)).await?;
+            self.write(dst, (at + start - from.start) as u64, &piece)?;
         }
         Ok(())
     }
@@ -153,24 +166,30 @@ impl<'a, B: Backend> Loader<'a, B> {
         if let Some(w) = self.random_matrix(n, k, &parts[0].name)? {
             return Ok(w);
         }
-        let mut tensors: HashMap<&str, RawTensor> = HashMap::new();
+        let mut tensors: HashMap<&str, StoredTensor> = HashMap::new();
         for p in &parts {
             if !tensors.contains_key(p.name.as_str()) {
-                tensors.insert(&p.name, self.raw(&p.name, &[p.of, k]).await?);
+                tensors.insert(&p.name, self.stored(&p.name, &[p.of, k])?);
             }
         }
+        if !self.backend.adopts() {
+            return self.gather(n, k, &parts, &tensors).await;
+        }
         let mut adopted: HashMap<&str, Tensor<B::Buf>> = HashMap::new();
-        for (name, raw) in &tensors {
-            let Some(buf) = self.backend.adopt(&raw.bytes) else { break };
-            adopted.insert(name, Tensor::new(buf, raw.dtype, &raw.shape));
+        for (name, tensor) in tensors {
+            adopted.insert(name, self.adopt(tensor).await?);
         }
-        if adopted.len() == tensors.len() {
-            tensors.values().for_each(|raw| self.advance(raw.bytes.len()));
-            let view = |p: &Part| adopted[p.name.as_str()].slice_rows(p.rows.start, p.rows.len());
-            let blocks = parts.iter().map(|p| RowBlock { w: view(p), col: p.col }).collect();
-            return Ok(Weight { blocks, n, k });
-        }
-        self.gather(n, k, &parts, &tensors)
+        let view = |p: &Part| adopted[p.name.as_str()].slice_rows(p.rows.start, p.rows.len());
+        let blocks = parts.iter().map(|p| RowBlock { w: view(p), col: p.col }).collect();
+        Ok(Weight { blocks, n, k })
+    }
+
+    /// A tensor where it lies in host memory.
+    async fn adopt(&mut self, tensor: StoredTensor) -> Result<Tensor<B::Buf>> {
+        let raw = tensor.whole().await?;
+        self.advance(raw.bytes.len());
+        let buf = self.backend.adopt(&raw.bytes).expect("a backend that adopts");
+        Ok(Tensor::new(buf, raw.dtype, &raw.shape))
     }
 
     /// Random values made on the device, if nothing is stored and it can make them.
@@ -206,30 +225,36 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// Copies the rows of `parts`, sorted by column, into buffers of one dtype within the binding limit.
-    fn gather(&mut self, n: usize, k: usize, parts: &[Part], raw: &HashMap<&str, RawTensor>) -> Result<Weight<B::Buf>> {
+    async fn gather(
+        &mut self,
+        n: usize,
+        k: usize,
+        parts: &[Part],
+        stored: &HashMap<&str, StoredTensor>,
+    ) -> Result<Weight<B::Buf>> {
         let mut blocks = Vec::new();
         // What is left of the current part.
         let (mut next, mut taken) = (0, 0);
         while next < parts.len() {
-            let dtype = raw[parts[next].name.as_str()].dtype;
+            let dtype = stored[parts[next].name.as_str()].dtype;
             let col = parts[next].col + taken;
             let row = k * dtype.bytes();
             let most = self.rows_per_binding(row, &parts[next].name)?;
-            let mut copies: Vec<(Bytes, usize)> = Vec::new();
+            let mut copies: Vec<(&StoredTensor, Range<usize>, usize)> = Vec::new();
             let mut rows = 0;
-            while next < parts.len() && rows < most && raw[parts[next].name.as_str()].dtype == dtype {
+            while next < parts.len() && rows < most && stored[parts[next].name.as_str()].dtype == dtype {
                 let p = &parts[next];
                 let count = (p.rows.len() - taken).min(most - rows);
                 let from = p.rows.start + taken;
-                copies.push((raw[p.name.as_str()].bytes.slice(from * row..(from + count) * row), rows * row));
+                copies.push((&stored[p.name.as_str()], from * row..(from + count) * row, rows * row));
                 (rows, taken) = (rows + count, taken + count);
                 if taken == p.rows.len() {
                     (next, taken) = (next + 1, 0);
                 }
             }
             let buf = self.backend.alloc(&self.full(&parts[0].name), (rows * row) as u64)?;
-            for (bytes, at) in copies {
-                self.write(&buf, at as u64, &bytes)?;
+            for (tensor, from, at) in copies {
+                self.copy(tensor, from, &buf, at).await?;
             }
             blocks.push(RowBlock { w: Tensor::new(buf, dtype, &[rows, k]), col });
         }
@@ -294,16 +319,16 @@ impl<'a, B: Backend> Loader<'a, B> {
         let stacked = parts.stacked.iter().find(stored);
         match stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {
             Some(name) => {
-                let raw = self.raw(name, &[experts, n, k]).await?;
-                if let Some(buf) = self.backend.adopt(&raw.bytes) {
-                    self.advance(raw.bytes.len());
-                    let w = Tensor::new(buf, raw.dtype, &[experts, n, k]);
+                let tensor = self.stored(name, &[experts, n, k])?;
+                if self.backend.adopts() {
+                    let w = self.adopt(tensor).await?;
                     return Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock { w, col: 0 }] }]);
                 }
-                let each = raw.bytes.len() / experts;
-                let mut gather = ExpertGather::new(self, name, raw.dtype, experts, n, k)?;
+                let each = tensor.bytes() / experts;
+                let mut gather = ExpertGather::new(self, name, tensor.dtype, experts, n, k)?;
                 for e in 0..experts {
-                    gather.put(self, e, 0, &raw.bytes[e * each..(e + 1) * each])?;
+                    let bytes = tensor.read(e * each..(e + 1) * each).await?;
+                    gather.put(self, e, 0, &bytes)?;
                 }
                 Ok(gather.ranges)
             }
@@ -324,24 +349,22 @@ impl<'a, B: Backend> Loader<'a, B> {
             let (mut col, mut blocks) = (0, Vec::new());
             for (pattern, rows) in each {
                 let name = pattern.replace("{}", &e.to_string());
-                let raw = self.raw(&name, &[*rows, k]).await?;
-                if gather.is_none()
-                    && let Some(buf) = self.backend.adopt(&raw.bytes)
-                {
-                    self.advance(raw.bytes.len());
-                    blocks.push(RowBlock { w: Tensor::new(buf, raw.dtype, &[1, *rows, k]), col });
+                let tensor = self.stored(&name, &[*rows, k])?;
+                if self.backend.adopts() {
+                    let w = self.adopt(tensor).await?;
+                    blocks.push(RowBlock { w: Tensor::new(w.buf, w.dtype, &[1, *rows, k]), col });
                 } else {
                     if gather.is_none() {
-                        gather = Some(ExpertGather::new(self, &name, raw.dtype, experts, n, k)?);
+                        gather = Some(ExpertGather::new(self, &name, tensor.dtype, experts, n, k)?);
                     }
                     let gather = gather.as_mut().expect("it was just made");
-                    if raw.dtype != gather.dtype {
+                    if tensor.dtype != gather.dtype {
                         return Err(Error::Unsupported {
-                            what: format!("tensor `{}` of dtype {:?}", self.full(&name), raw.dtype),
+                            what: format!("tensor `{}` of dtype {:?}", self.full(&name), tensor.dtype),
                             why: format!("the experts before it are {:?}", gather.dtype),
                         });
                     }
-                    gather.put(self, e, col, &raw.bytes)?;
+                    gather.put(self, e, col, &tensor.whole().await?.bytes)?;
                 }
                 col += rows;
             }

@@ -73,6 +73,9 @@ impl Backend for Behind {
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
         self.cpu.alloc(label, bytes)
     }
+    fn adopts(&self) -> bool {
+        true
+    }
     fn adopt(&self, bytes: &Bytes) -> Option<Buf> {
         self.cpu.adopt(bytes)
     }

@@ -44,7 +44,7 @@ pub enum FinishReason {
     Cancelled,
 }
 
-/// Milliseconds that a request spent; 0 where the platform has no clock.
+/// Milliseconds that a request spent.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timing {
     /// From submission to the step that gave it its first token.
@@ -100,6 +100,7 @@ struct Live {
 
 /// A step on its way: whose tokens it samples, and the reads that will bring them.
 struct Flight<B: Backend> {
+    tokens: usize,
     outputs: Vec<SeqId>,
     ids: Option<B::Read>,
     logits: Option<B::Read>,
@@ -146,6 +147,9 @@ pub struct Engine<B: Backend> {
     /// Ends that no step reported yet: cancellations.
     ended: Vec<Event>,
     keep_logits: bool,
+    clock: fn() -> f64,
+    most_step_tokens: usize,
+    landed_tokens: usize,
     weight_bytes: u64,
 }
 
@@ -192,6 +196,9 @@ impl<B: Backend> Engine<B> {
             flight: None,
             ended: Vec::new(),
             keep_logits: options.logits,
+            clock: options.clock,
+            most_step_tokens: options.step_tokens,
+            landed_tokens: 0,
             weight_bytes,
         })
     }
@@ -211,8 +218,14 @@ impl<B: Backend> Engine<B> {
         let prompt_tokens = request.prompt.len();
         let id = self.scheduler.submit(request)?;
         let request = Request { sampling, stop_ids, ..Request::default() };
-        let live =
-            Live { request, prompt_tokens, completion_tokens: 0, submitted: now(), admitted: None, first_token: None };
+        let live = Live {
+            request,
+            prompt_tokens,
+            completion_tokens: 0,
+            submitted: (self.clock)(),
+            admitted: None,
+            first_token: None,
+        };
         self.live.insert(id, live);
         Ok(id)
     }
@@ -237,6 +250,11 @@ impl<B: Backend> Engine<B> {
     /// A device error. The engine is of no use after that.
     pub async fn step(&mut self) -> Result<Vec<Event>> {
         let mut events = std::mem::take(&mut self.ended);
+        if !events.is_empty() {
+            // Whoever cancels does not wait for the device.
+            return Ok(events);
+        }
+        self.landed_tokens = 0;
         let plan = self.scheduler.plan();
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
         let done =
@@ -248,7 +266,7 @@ impl<B: Backend> Engine<B> {
     }
 
     fn enqueue(&mut self, plan: &Plan) -> Result<Flight<B>> {
-        let now = now();
+        let now = (self.clock)();
         for id in &plan.admitted {
             let row = plan.rows.iter().find(|r| r.seq == *id).expect("an admitted request has a row");
             let live = self.live.get_mut(id).expect("a planned request is live");
@@ -257,21 +275,23 @@ impl<B: Backend> Engine<B> {
             self.runner.open_lane(row.lane, &live.request.sampling, known)?;
         }
         let rows: Vec<Row> = plan.rows.iter().map(encode_row).collect();
+        let tokens = plan.rows.iter().map(|r| r.tokens.len()).sum();
         let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.outputs.iter().map(|_| r.seq)).collect();
         let ids = self.runner.step(&rows)?;
         let logits = (self.keep_logits && !outputs.is_empty()).then(|| self.runner.read_logits(outputs.len()));
-        Ok(Flight { outputs, ids, logits })
+        Ok(Flight { tokens, outputs, ids, logits })
     }
 
     /// Reads a step's ids and commits them.
     async fn land(&mut self, flight: Flight<B>, events: &mut Vec<Event>) -> Result<()> {
+        self.landed_tokens = flight.tokens;
         let Some(ids) = flight.ids else { return Ok(()) };
         let ids = ids.await?;
         let logits: Option<Vec<f32>> = match flight.logits {
             Some(read) => Some(bytemuck::pod_collect_to_vec(&read.await?)),
             None => None,
         };
-        let now = now();
+        let now = (self.clock)();
         for (i, (&id, bytes)) in flight.outputs.iter().zip(ids.chunks_exact(4)).enumerate() {
             let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
             // None: it ended while the step was on its way.
@@ -297,7 +317,7 @@ impl<B: Backend> Engine<B> {
     fn finish(&mut self, id: SeqId, reason: FinishReason) -> Event {
         let live = self.live.remove(&id).expect("only a live request ends");
         let cache = self.scheduler.end(id);
-        let now = now();
+        let now = (self.clock)();
         let (admitted, first) = (live.admitted.unwrap_or(now), live.first_token.unwrap_or(now));
         Event::Finished(Finished {
             id,
@@ -353,6 +373,28 @@ impl<B: Backend> Engine<B> {
         self.scheduler.clear_cache();
     }
 
+    /// Starts or stops keeping and reusing prefixes. What is kept stays.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] while requests are queued or running.
+    pub fn set_prefix_cache(&mut self, on: bool) -> Result<()> {
+        if !self.live.is_empty() {
+            return Err(Error::BadRequest("the prefix cache is switched while nothing runs".into()));
+        }
+        self.scheduler.set_prefix_cache(on);
+        Ok(())
+    }
+
+    /// Changes the tokens of a step, within 1 and [`EngineOptions::step_tokens`].
+    pub fn set_step_tokens(&mut self, tokens: usize) {
+        self.scheduler.set_step_tokens(tokens.clamp(1, self.most_step_tokens));
+    }
+
+    /// Tokens of the step that the last call of [`Engine::step`] came back with, 0 if none.
+    pub fn landed_tokens(&self) -> usize {
+        self.landed_tokens
+    }
+
     /// Starts or stops collecting the events of the prefix tree.
     pub fn subscribe(&mut self, on: bool) {
         self.scheduler.subscribe(on);
@@ -397,19 +439,4 @@ fn encode_row(row: &PlanRow) -> Row {
         pages: row.pages.clone(),
         outputs: row.outputs.clone(),
     }
-}
-
-/// Milliseconds since some moment.
-#[cfg(not(target_arch = "wasm32"))]
-fn now() -> f64 {
-    use std::sync::LazyLock;
-    use std::time::Instant;
-    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-    START.elapsed().as_secs_f64() * 1e3
-}
-
-/// The bare wasm target has no clock; the page measures from outside.
-#[cfg(target_arch = "wasm32")]
-fn now() -> f64 {
-    0.0
 }

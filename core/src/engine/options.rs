@@ -32,6 +32,21 @@ pub struct EngineOptions {
     pub policy: CapturePolicy,
     /// Return the logits with every token: for comparisons, not for speed.
     pub logits: bool,
+    /// Milliseconds since some moment, for [`super::Timing`]. wasm32 has no clock of its own: there the default stands still.
+    pub clock: fn() -> f64,
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn clock() -> f64 {
+    use std::sync::LazyLock;
+    use std::time::Instant;
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    START.elapsed().as_secs_f64() * 1e3
+}
+
+#[cfg(target_arch = "wasm32")]
+fn clock() -> f64 {
+    0.0
 }
 
 impl Default for EngineOptions {
@@ -46,6 +61,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             policy: CapturePolicy::Default,
             logits: false,
+            clock,
         }
     }
 }

@@ -67,6 +67,25 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
     spec.layers.iter().enumerate().map(layer).collect()
 }
 
+/// Whether [`alloc`] can split pools of that many slots and pages so that every piece fits into a binding.
+///
+/// # Errors
+/// [`Error::BadRequest`] as there.
+pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Result<()> {
+    for state in &spec.layers {
+        if let Some(kv) = state.kv {
+            split(kv.heads, PAGE * kv.head_dim * caps.kv.bytes(), pages, caps.max_binding, "KV pages")?;
+        }
+        if let Some([channels, taps]) = state.conv {
+            split(channels, taps * caps.conv.bytes(), slots, caps.max_binding, "slots")?;
+        }
+        if let Some([heads, p, n]) = state.recurrent {
+            split(heads, p * n * caps.state.bytes(), slots, caps.max_binding, "slots")?;
+        }
+    }
+    Ok(())
+}
+
 /// Sizes of the fewest, nearly equal blocks of `units` whose `count + 1` entries fit into `limit` bytes each.
 fn split(units: usize, unit_bytes: usize, count: usize, limit: u64, what: &str) -> Result<Vec<usize>> {
     let most = limit / ((count as u64 + 1) * unit_bytes as u64);

@@ -27,7 +27,10 @@ use super::{
 };
 use crate::{
     Error, Result,
-    state::{Cache, CacheEvent, CapturePolicy, GRID, Limits, Pool, Report, StateShape, prefix::NONE},
+    state::{
+        Cache, CacheEvent, CapturePolicy, GRID, Limits, Pool, Report, StateShape,
+        prefix::{NONE, Tree},
+    },
 };
 
 /// What a committed token means for its sequence.
@@ -225,6 +228,11 @@ impl Scheduler {
         self.cache.tree().len()
     }
 
+    /// The prefix tree.
+    pub fn tree(&self) -> &Tree {
+        self.cache.tree()
+    }
+
     /// The slots and their holders.
     pub fn slots(&self) -> &Pool {
         self.cache.slots()
@@ -246,6 +254,17 @@ impl Scheduler {
                 self.cache.guard(seq.guard);
             }
         }
+    }
+
+    /// Starts or stops matching and entering prefixes. Nothing may be queued or running.
+    pub(super) fn set_prefix_cache(&mut self, on: bool) {
+        assert!(self.running.is_empty() && self.queue.is_empty(), "the prefix cache is switched while nothing runs");
+        self.rules.cache = on;
+    }
+
+    /// Changes the tokens of a step, at least 1.
+    pub(super) fn set_step_tokens(&mut self, tokens: usize) {
+        self.limits.step_tokens = tokens;
     }
 
     /// Starts to collect the events of the tree, or stops.

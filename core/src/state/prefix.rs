@@ -62,6 +62,13 @@ pub struct Node {
     alive: bool,
 }
 
+impl Node {
+    /// When its page or state was last used: larger is later.
+    pub fn last_use(&self) -> u64 {
+        self.used.max(self.state_used)
+    }
+}
+
 /// Nodes, their names and the two orders of eviction.
 #[derive(Debug, Default)]
 pub struct Tree {
