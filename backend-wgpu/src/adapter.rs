@@ -15,6 +15,13 @@ pub struct Options {
 /// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.
 pub(crate) async fn list() -> Vec<wgpu::Adapter> {
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
+    if cfg!(target_arch = "wasm32") {
+        let fast = wgpu::RequestAdapterOptions {
+            power_preference: wgpu::PowerPreference::HighPerformance,
+            ..Default::default()
+        };
+        return instance.request_adapter(&fast).await.into_iter().collect();
+    }
     let mut all = instance.enumerate_adapters(wgpu::Backends::PRIMARY).await;
     all.sort_by_key(|a| rank(a.get_info().device_type));
     all
@@ -87,8 +94,12 @@ pub async fn devices() -> Vec<DeviceInfo> {
     };
     let mut all: Vec<DeviceInfo> = adapters.iter().enumerate().map(info).collect();
     if all.is_empty() {
-        let why = "no Vulkan, Metal or DirectX 12 driver was found: install one (on Linux the loader libvulkan1 and the \
-                   GPU's driver, or mesa-vulkan-drivers for a software device)";
+        let why = if cfg!(target_arch = "wasm32") {
+            "this browser offers no WebGPU adapter"
+        } else {
+            "no Vulkan, Metal or DirectX 12 driver was found: install one (on Linux the loader libvulkan1 and the \
+                   GPU's driver, or mesa-vulkan-drivers for a software device)"
+        };
         all.push(DeviceInfo { backend: "wgpu", index: 0, name: "none".into(), memory: None, usable: Err(why.into()) });
     }
     all

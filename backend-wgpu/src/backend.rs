@@ -45,6 +45,27 @@ pub struct Tape {
     _bufs: Vec<Buf>,
 }
 
+/// The device's queue: uploads and steps in order.
+#[cfg(target_arch = "wasm32")]
+#[derive(Clone)]
+pub struct Queue(Arc<Gpu>);
+
+#[cfg(target_arch = "wasm32")]
+impl Queue {
+    /// Resolves when everything enqueued before this call is done.
+    pub fn done(&self) -> impl Future<Output = ()> + use<> {
+        self.0.done()
+    }
+}
+
+/// A page's buffers would live until its garbage is collected.
+#[cfg(target_arch = "wasm32")]
+impl Drop for WgpuBackend {
+    fn drop(&mut self) {
+        self.gpu.device.destroy();
+    }
+}
+
 impl WgpuBackend {
     /// Opens an adapter: its number in [`crate::devices`], or a part of its name; without either the first usable one.
     ///
@@ -118,6 +139,30 @@ impl WgpuBackend {
         self.gpu.queue.submit([encoder.finish()]);
     }
 
+    /// Why nothing works on the device any more, if so.
+    ///
+    /// # Errors
+    /// The first error that nobody waited for.
+    pub fn check(&self) -> Result<()> {
+        self.gpu.deferred.check()
+    }
+
+    /// Waits until the browser has compiled all shaders and made all buffers asked for so far; tells `report` how many of
+    /// how many.
+    ///
+    /// # Errors
+    /// [`Error::Compile`], [`Error::OutOfMemory`] and whatever else went wrong since the device was opened.
+    #[cfg(target_arch = "wasm32")]
+    pub async fn settle(&self, report: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        self.gpu.settle(report).await
+    }
+
+    /// To wait for the device without holding the backend.
+    #[cfg(target_arch = "wasm32")]
+    pub fn queue(&self) -> Queue {
+        Queue(self.gpu.clone())
+    }
+
     fn lowered(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Vec<Kernel<Buf>>> {
         let mut rec = Rec { facts: &self.facts, kernels: vec![] };
         f(&mut rec)?;
@@ -159,16 +204,17 @@ impl Backend for WgpuBackend {
         // Shaders read vectors of 16 bytes.
         let size = bytes.max(1).checked_next_multiple_of(16).filter(|size| *size <= most);
         let size = size.ok_or_else(|| out_of_memory(most))?;
-        let scope = self.gpu.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let buffer = self.gpu.device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some(label),
-            size,
-            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
-            mapped_at_creation: false,
-        });
-        if crate::ready(scope.pop()).flatten().is_some() {
-            return Err(out_of_memory(0));
-        }
+        let create = || {
+            self.gpu.device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some(label),
+                size,
+                usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
+                mapped_at_creation: false,
+            })
+        };
+        let what = label.to_owned();
+        let error = move |_| Error::OutOfMemory { what: what.clone(), asked: bytes, free: 0 };
+        let buffer = self.gpu.scoped(&[wgpu::ErrorFilter::OutOfMemory], create, error)?;
         let id = self.next_id.replace(self.next_id.get() + 1);
         Ok(Buf::new(buffer, id, bytes, &self.gone))
     }

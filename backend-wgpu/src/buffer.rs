@@ -37,6 +37,9 @@ impl Buf {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        // A page would keep the memory until its garbage is collected. What was submitted still runs.
+        #[cfg(target_arch = "wasm32")]
+        self.buffer.destroy();
         self.gone.borrow_mut().push(self.id);
     }
 }
@@ -123,7 +126,11 @@ impl Future for Read {
                 let error = |why: String| Error::Device { op: "read".into(), why };
                 done.clone().map_err(|e| error(e.to_string()))?;
                 let view = staging.slice(..).get_mapped_range().map_err(|e| error(e.to_string()))?;
-                Poll::Ready(Ok(view[*skip..*skip + *len].to_vec()))
+                let bytes = view[*skip..*skip + *len].to_vec();
+                drop(view);
+                // A page would keep the buffer until its garbage is collected.
+                staging.destroy();
+                Poll::Ready(Ok(bytes))
             }
         }
     }

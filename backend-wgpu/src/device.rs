@@ -4,12 +4,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use selkie_core::error::{Error, Result};
 
+#[cfg(target_arch = "wasm32")]
+use crate::signal::Signal;
+
 /// Uploads are handed to the device in portions of this size, so that their staging memory is reused.
 const SUBMIT_BYTES: u64 = 8 << 20;
 
 /// The first error that nobody was waiting for; it fails the next call that can report one.
 #[derive(Default)]
-pub struct Deferred(Mutex<Option<(String, String)>>);
+pub struct Deferred(Mutex<Option<Fault>>);
+
+/// Makes an error as often as somebody asks.
+type Fault = Box<dyn Fn() -> Error + Send>;
 
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // What the locks guard is valid at every moment.
@@ -19,13 +25,19 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Deferred {
     /// Keeps the first error only: the others follow from it.
     pub fn set(&self, op: &str, why: impl Into<String>) {
-        lock(&self.0).get_or_insert_with(|| (op.into(), why.into()));
+        let (op, why): (String, String) = (op.into(), why.into());
+        self.fail(move || Error::Device { op: op.clone(), why: why.clone() });
+    }
+
+    /// The same with any error.
+    pub fn fail(&self, error: impl Fn() -> Error + Send + 'static) {
+        lock(&self.0).get_or_insert_with(|| Box::new(error));
     }
 
     /// The error, if there is one. It stays: after it no result can be trusted.
     pub fn check(&self) -> Result<()> {
         match &*lock(&self.0) {
-            Some((op, why)) => Err(Error::Device { op: op.clone(), why: why.clone() }),
+            Some(error) => Err(error()),
             None => Ok(()),
         }
     }
@@ -47,6 +59,9 @@ pub struct Gpu {
     pub deferred: Arc<Deferred>,
     /// Bytes written since the last submission.
     pending: Mutex<u64>,
+    /// Error scopes that the browser has not answered yet.
+    #[cfg(target_arch = "wasm32")]
+    answers: Mutex<Vec<Signal<()>>>,
     #[cfg(not(target_arch = "wasm32"))]
     waiter: waiter::Waiter,
 }
@@ -71,6 +86,8 @@ impl Gpu {
             queue,
             deferred,
             pending: Mutex::new(0),
+            #[cfg(target_arch = "wasm32")]
+            answers: Mutex::default(),
             #[cfg(not(target_arch = "wasm32"))]
             waiter,
         }
@@ -99,6 +116,76 @@ impl Gpu {
 
     #[cfg(target_arch = "wasm32")]
     fn limit_staging(&self, _: wgpu::SubmissionIndex) {}
+
+    /// Calls `f` within an error scope of each filter and returns what it made, or `error` of the scopes' message. The
+    /// browser answers later than that: there the error is deferred, and [`Gpu::settle`] waits for the answer.
+    ///
+    /// # Errors
+    /// `error`.
+    pub fn scoped<T>(
+        &self,
+        filters: &[wgpu::ErrorFilter],
+        f: impl FnOnce() -> T,
+        error: impl Fn(String) -> Error + Clone + Send + 'static,
+    ) -> Result<T> {
+        let scopes: Vec<_> = filters.iter().map(|f| self.device.push_error_scope(*f)).collect();
+        let made = f();
+        // Innermost first.
+        for scope in scopes.into_iter().rev() {
+            self.answer(scope.pop(), error.clone())?;
+        }
+        Ok(made)
+    }
+
+    #[cfg(not(target_arch = "wasm32"))]
+    fn answer(&self, scope: impl Future<Output = Option<wgpu::Error>>, error: impl Fn(String) -> Error) -> Result<()> {
+        match crate::ready(scope).flatten() {
+            Some(e) => Err(error(e.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn answer(
+        &self,
+        scope: impl Future<Output = Option<wgpu::Error>> + 'static,
+        error: impl Fn(String) -> Error + Send + 'static,
+    ) -> Result<()> {
+        let (deferred, answered) = (self.deferred.clone(), Signal::new());
+        lock(&self.answers).push(answered.clone());
+        wasm_bindgen_futures::spawn_local(async move {
+            if let Some(e) = scope.await {
+                let message = e.to_string();
+                deferred.fail(move || error(message.clone()));
+            }
+            answered.set(());
+        });
+        Ok(())
+    }
+
+    /// Waits for the answers of all error scopes, telling `report` how many of how many are there.
+    ///
+    /// # Errors
+    /// The first error that was deferred.
+    #[cfg(target_arch = "wasm32")]
+    pub async fn settle(&self, report: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let answers = std::mem::take(&mut *lock(&self.answers));
+        let total = answers.len();
+        for (i, answer) in answers.into_iter().enumerate() {
+            answer.await;
+            report(i + 1, total);
+        }
+        self.deferred.check()
+    }
+
+    /// Resolves when everything submitted before this call is done.
+    #[cfg(target_arch = "wasm32")]
+    pub fn done(&self) -> Signal<()> {
+        let done = Signal::new();
+        let set = done.clone();
+        self.queue.on_submitted_work_done(move || set.set(()));
+        done
+    }
 
     /// Has callbacks of what was submitted run soon.
     pub fn wake(&self) {

@@ -12,20 +12,22 @@ mod device;
 pub mod kernel;
 pub mod lower;
 mod pipelines;
+#[cfg(target_arch = "wasm32")]
+mod signal;
 #[cfg(not(target_arch = "wasm32"))]
 mod timer;
 
-use std::future::Future;
-use std::pin::pin;
-use std::task::{Context, Poll, Waker};
-
 pub use adapter::{Options, devices, may_have_hardware};
+#[cfg(target_arch = "wasm32")]
+pub use backend::Queue;
 pub use backend::{Rec, Tape, WgpuBackend};
 pub use buffer::{Buf, Read};
 
-/// What a future holds already. wgpu answers error scopes at once on native; the browser answers later.
+/// What a future holds already: wgpu answers error scopes at once, but in the browser.
+#[cfg(not(target_arch = "wasm32"))]
 fn ready<T>(f: impl Future<Output = T>) -> Option<T> {
-    match pin!(f).poll(&mut Context::from_waker(Waker::noop())) {
+    use std::task::{Context, Poll, Waker};
+    match std::pin::pin!(f).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(v) => Some(v),
         Poll::Pending => None,
     }

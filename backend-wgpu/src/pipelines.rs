@@ -136,7 +136,7 @@ impl Pipelines {
         let layouts: Vec<Rc<Layout>> = missing.iter().map(|s| self.layout(s.layout())).collect();
         let jobs: Vec<(&Spec, &wgpu::PipelineLayout)> =
             missing.iter().copied().zip(layouts.iter().map(|l| &l.pipeline)).collect();
-        let compiled = compile_all(&self.gpu.device, self.cache.get(), &jobs);
+        let compiled = compile_all(&self.gpu, self.cache.get(), &jobs);
         for ((spec, layout), compiled) in missing.iter().zip(&layouts).zip(compiled) {
             let pipeline = Pipeline { pipeline: compiled?, layout: layout.clone() };
             self.pipelines.insert((*spec).clone(), Rc::new(pipeline));
@@ -219,49 +219,46 @@ impl Pipelines {
 }
 
 fn compile_one(
-    device: &wgpu::Device,
+    gpu: &Gpu,
     cache: Option<&wgpu::PipelineCache>,
     spec: &Spec,
     layout: &wgpu::PipelineLayout,
 ) -> Result<wgpu::ComputePipeline> {
     let label = spec.label();
-    let scopes = [wgpu::ErrorFilter::Internal, wgpu::ErrorFilter::Validation].map(|f| device.push_error_scope(f));
-    let desc =
-        wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(spec.source().into()) };
-    let module = device.create_shader_module(desc);
-    let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-        label: Some(&label),
-        layout: Some(layout),
-        module: &module,
-        entry_point: Some("main"),
-        compilation_options: wgpu::PipelineCompilationOptions {
-            // Every shader writes what it reads.
-            zero_initialize_workgroup_memory: false,
-            ..Default::default()
-        },
-        cache,
-    });
-    // Innermost first. In the browser the answers come later, and through the uncaptured errors.
-    for scope in scopes.into_iter().rev() {
-        if let Some(e) = crate::ready(scope.pop()).flatten() {
-            return Err(Error::Compile { label, log: e.to_string() });
-        }
-    }
-    Ok(pipeline)
+    let create = || {
+        let source = wgpu::ShaderSource::Wgsl(spec.source().into());
+        let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source };
+        let module = gpu.device.create_shader_module(desc);
+        gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label: Some(&label),
+            layout: Some(layout),
+            module: &module,
+            entry_point: Some("main"),
+            compilation_options: wgpu::PipelineCompilationOptions {
+                // Every shader writes what it reads.
+                zero_initialize_workgroup_memory: false,
+                ..Default::default()
+            },
+            cache,
+        })
+    };
+    let name = label.clone();
+    let error = move |log| Error::Compile { label: name.clone(), log };
+    gpu.scoped(&[wgpu::ErrorFilter::Internal, wgpu::ErrorFilter::Validation], create, error)
 }
 
 #[cfg(target_arch = "wasm32")]
 fn compile_all(
-    device: &wgpu::Device,
+    gpu: &Gpu,
     cache: Option<&wgpu::PipelineCache>,
     jobs: &[(&Spec, &wgpu::PipelineLayout)],
 ) -> Vec<Result<wgpu::ComputePipeline>> {
-    jobs.iter().map(|(spec, layout)| compile_one(device, cache, spec, layout)).collect()
+    jobs.iter().map(|(spec, layout)| compile_one(gpu, cache, spec, layout)).collect()
 }
 
 #[cfg(not(target_arch = "wasm32"))]
 fn compile_all(
-    device: &wgpu::Device,
+    gpu: &Gpu,
     cache: Option<&wgpu::PipelineCache>,
     jobs: &[(&Spec, &wgpu::PipelineLayout)],
 ) -> Vec<Result<wgpu::ComputePipeline>> {
@@ -272,7 +269,7 @@ fn compile_all(
         loop {
             let i = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             let Some((spec, layout)) = jobs.get(i) else { return done };
-            done.push((i, compile_one(device, cache, spec, layout)));
+            done.push((i, compile_one(gpu, cache, spec, layout)));
         }
     };
     let mut all: Vec<(usize, Result<wgpu::ComputePipeline>)> = std::thread::scope(|s| {
