@@ -1,0 +1,111 @@
+//! The op cases in a browser: every shader that a page may pick, run by WebGPU and compared with the f64 references in wasm.
+//!
+//! No part of the page: `web/build --ops` makes `web/dist-ops/selkie_ops.js`, which the browser tests load.
+
+#[cfg(target_arch = "wasm32")]
+mod ops {
+    use selkie_core::{
+        backend::Backend,
+        cases::{self, Case, Size},
+        cpu::{CpuBackend, simd, simd::bits::everything},
+    };
+    use selkie_wgpu::{Options, WgpuBackend};
+    use serde_json::{Value, json};
+    use wasm_bindgen::prelude::*;
+
+    #[wasm_bindgen]
+    extern "C" {
+        #[wasm_bindgen(js_namespace = console, js_name = error)]
+        fn console_error(message: &str);
+    }
+
+    #[wasm_bindgen(start)]
+    fn start() {
+        std::panic::set_hook(Box::new(|info| console_error(&info.to_string())));
+    }
+
+    /// The cases that run on software within minutes, as JSON: `["matmul/base", ...]` by number.
+    #[wasm_bindgen]
+    pub fn list() -> String {
+        Value::from(small().iter().map(Case::id).collect::<Vec<_>>()).to_string()
+    }
+
+    fn small() -> Vec<Case> {
+        cases::all().into_iter().filter(|c| c.size == Size::Small).collect()
+    }
+
+    /// The cases on one backend.
+    #[wasm_bindgen]
+    pub struct Ops {
+        cases: Vec<Case>,
+        gpu: Option<WgpuBackend>,
+    }
+
+    #[wasm_bindgen]
+    impl Ops {
+        /// `wgpu`, `wgpu-default-limits` (those that every browser has) or `cpu`.
+        pub async fn open(backend: String) -> Result<Ops, JsError> {
+            let options = Options { force_default_limits: backend == "wgpu-default-limits", ..Options::default() };
+            let gpu = match backend.as_str() {
+                "cpu" => None,
+                _ => Some(WgpuBackend::open(None, options).await?),
+            };
+            Ok(Self { cases: small(), gpu })
+        }
+
+        /// Runs a case: `{ id, ok, worst, failures, pipelines }` as JSON; `worst` is the largest error in units of its
+        /// limit, `pipelines` how many shaders were compiled so far. An error of the device fails the case.
+        pub async fn run(&self, case: usize) -> Result<String, JsError> {
+            let case = self.cases.get(case).ok_or_else(|| JsError::new("no such case"))?;
+            let report = match &self.gpu {
+                Some(gpu) => on(gpu, case).await,
+                None => on(&CpuBackend::new(), case).await,
+            };
+            let pipelines = self.gpu.as_ref().map_or(0, WgpuBackend::pipelines);
+            let (ok, worst, failures) = report;
+            let report =
+                json!({ "id": case.id(), "ok": ok, "worst": worst, "failures": failures, "pipelines": pipelines });
+            Ok(report.to_string())
+        }
+
+        /// Waits for the browser's answer about every shader compiled so far; its message if it refused one.
+        pub async fn settle(&self) -> Result<(), JsError> {
+            match &self.gpu {
+                Some(gpu) => Ok(gpu.settle(&mut |_, _| {}).await?),
+                None => Ok(()),
+            }
+        }
+    }
+
+    async fn on<B: Backend>(backend: &B, case: &Case) -> (bool, Option<f64>, Vec<String>) {
+        match cases::run(backend, case).await {
+            Ok(report) => (report.ok(), Some(report.worst()), report.failures),
+            Err(e) => (false, None, vec![e.to_string()]),
+        }
+    }
+
+    /// Whether vectors and plain code give the same bits in this browser: the first number that differs.
+    #[wasm_bindgen(js_name = simdDifference)]
+    pub fn simd_difference() -> Option<String> {
+        let want = everything(simd::Plain);
+        let got = dispatched();
+        let at = (0..want.len()).find(|&i| got[i] != want[i])?;
+        Some(format!("number {at} is {:08x}, not {:08x}", got[at], want[at]))
+    }
+
+    #[cfg(target_feature = "simd128")]
+    fn dispatched() -> Vec<u32> {
+        everything(simd::Wasm128)
+    }
+
+    #[cfg(not(target_feature = "simd128"))]
+    fn dispatched() -> Vec<u32> {
+        everything(simd::Plain)
+    }
+
+    /// The instruction set that this module computes with.
+    #[wasm_bindgen]
+    pub fn isas() -> String {
+        simd::Isa::best().name().to_owned()
+    }
+}

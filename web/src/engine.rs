@@ -1,0 +1,215 @@
+//! The class that JavaScript sees.
+
+use std::cell::{Cell, RefCell};
+use std::pin::Pin;
+
+use selkie_core::{
+    Error,
+    backend::{Backend, Caps},
+    cpu::CpuBackend,
+    engine::{EngineOptions, SeqId},
+    models,
+};
+use serde_json::{Value, json};
+use wasm_bindgen::prelude::*;
+
+use crate::{
+    device::{self, Device},
+    error,
+    files::ModelFile,
+    js, model,
+    pace::Pace,
+    report,
+    request::{LoadOptions, Request},
+    session::{self, AnySession},
+};
+
+/// Most and first tokens of a step on a GPU, on a software adapter and on the CPU.
+const GPU_STEP: (usize, usize) = (512, 128);
+const SOFTWARE_STEP: (usize, usize) = (64, 64);
+const CPU_STEP: (usize, usize) = (256, 32);
+
+/// A loaded model with its states, its prefix tree and its requests.
+#[wasm_bindgen]
+pub struct WasmEngine {
+    /// Not there while a step runs.
+    session: RefCell<Option<AnySession>>,
+    /// Requests to end once the step that runs is over.
+    cancelled: RefCell<Vec<SeqId>>,
+    pace: Cell<Pace>,
+    /// When the device has run the last step that nothing was read from.
+    enqueued: RefCell<Option<Pin<Box<dyn Future<Output = ()>>>>>,
+    device: String,
+    info: Value,
+}
+
+#[wasm_bindgen]
+impl WasmEngine {
+    /// Loads a model. `files` are `{ name, size, read(offset, length) }`; `on_progress` gets `{ stage, loaded, total }`.
+    pub async fn load(
+        files: Vec<ModelFile>,
+        options: JsValue,
+        on_progress: Option<js_sys::Function>,
+    ) -> Result<WasmEngine, JsValue> {
+        let asked: LoadOptions = js::parse(&options).map_err(|e| error::error("bad_request", &e))?;
+        let (source, files) = model::open(files, asked.label.clone()).await?;
+        let fail = |e: Error| source.error(&e);
+        let spec = models::spec(&files.config).map_err(fail)?;
+        let progress = |stage: &str, loaded: u64, total: u64| {
+            if let Some(f) = &on_progress {
+                let p = json!({ "stage": stage, "loaded": loaded, "total": total });
+                // What a listener throws is its own affair.
+                let _ = f.call1(&JsValue::NULL, &js::object(&p));
+            }
+        };
+        let weights = files.checkpoint.bytes();
+        let fitting = |caps: &Caps, (most, _): (usize, usize)| -> Result<EngineOptions, JsValue> {
+            let options = session::options(&spec, caps, weights, &asked, most).map_err(fail)?;
+            let sizes = options.sizes(&spec, caps, None).map_err(fail)?;
+            match model::problem(&files, &spec, caps, &sizes) {
+                Some(why) => Err(error::error("too_large", &why)),
+                None => Ok(options),
+            }
+        };
+        let mut weights_loaded = |loaded, total| progress("weights", loaded, total);
+        let (session, step, device, fallback) = match device::open(asked.backend).await? {
+            Device::Wgpu(backend, name) => {
+                let step = if backend.is_software() { SOFTWARE_STEP } else { GPU_STEP };
+                let options = fitting(backend.caps(), step)?;
+                source.feed(backend.queue());
+                let session =
+                    session::load(backend, files.clone(), &options, &mut weights_loaded).await.map_err(fail)?;
+                let gpu = session.engine().runner().backend();
+                gpu.settle(&mut |done, of| progress("pipelines", done as u64, of as u64)).await.map_err(fail)?;
+                (AnySession::Wgpu(session), step, name, None)
+            }
+            Device::Cpu(fallback) => {
+                let backend = CpuBackend::new();
+                let options = fitting(backend.caps(), CPU_STEP)?;
+                let session =
+                    session::load(backend, files.clone(), &options, &mut weights_loaded).await.map_err(fail)?;
+                let name = session.engine().caps().device.clone();
+                (AnySession::Cpu(session), CPU_STEP, name, fallback)
+            }
+        };
+        progress("weights", weights, weights);
+        let info = report::info(&session, &device, fallback.as_deref());
+        Ok(Self {
+            session: RefCell::new(Some(session)),
+            cancelled: RefCell::default(),
+            pace: Cell::new(Pace::new(step.1, step.0)),
+            enqueued: RefCell::default(),
+            device,
+            info,
+        })
+    }
+
+    /// Facts fixed at load.
+    pub fn info(&self) -> JsValue {
+        js::object(&self.info)
+    }
+
+    /// Queues a request and returns its number.
+    pub fn submit(&self, request: JsValue) -> Result<f64, JsValue> {
+        let request: Request = js::parse(&request).map_err(|e| error::error("bad_request", &e))?;
+        let seed = (js_sys::Math::random() * 9_007_199_254_740_992.0) as u64;
+        self.with(|s| {
+            let ask = request.ask(&s.files().generation, seed);
+            s.submit(ask).map(|id| id.0 as f64)
+        })?
+        .map_err(|e| error::of(&e))
+    }
+
+    /// Runs one step; the updates that it brought, none when there is nothing to do.
+    pub async fn step(&self) -> Result<JsValue, JsValue> {
+        let mut session = self.session.take().ok_or_else(busy)?;
+        let result = self.step_of(&mut session).await;
+        self.cancelled.take().into_iter().for_each(|id| session.cancel(id));
+        let failed = result.as_ref().err().map(|e| device_error(e, &session));
+        self.session.replace(Some(session));
+        match (result, failed) {
+            (_, Some(error)) => Err(error),
+            (updates, None) => Ok(js::object(&updates.unwrap_or_default().into())),
+        }
+    }
+
+    /// Ends a request early, after the step that runs; its last update comes with the next step.
+    pub fn cancel(&self, id: f64) {
+        let id = SeqId(id as u64);
+        if self.with(|s| s.cancel(id)).is_err() {
+            self.cancelled.borrow_mut().push(id);
+        }
+    }
+
+    /// Whether nothing is queued or running.
+    #[wasm_bindgen(js_name = isIdle)]
+    pub fn is_idle(&self) -> bool {
+        self.with(|s| s.is_idle()).unwrap_or(false)
+    }
+
+    /// Forgets all kept prefixes.
+    #[wasm_bindgen(js_name = clearCache)]
+    pub fn clear_cache(&self) -> Result<(), JsValue> {
+        self.with(AnySession::clear_cache)
+    }
+
+    /// Starts or stops keeping and reusing prefixes, while nothing runs.
+    #[wasm_bindgen(js_name = setPrefixCache)]
+    pub fn set_prefix_cache(&self, on: bool) -> Result<(), JsValue> {
+        self.with(|s| s.set_prefix_cache(on))?.map_err(|e| error::of(&e))
+    }
+
+    /// Counters, pools and the prefix tree.
+    pub fn stats(&self) -> Result<JsValue, JsValue> {
+        self.with(|s| js::object(&report::stats(s, &self.device)))
+    }
+
+    /// Destroys the GPU device under the engine, as a driver's reset does: for tests of what follows.
+    #[wasm_bindgen(js_name = loseDevice)]
+    pub fn lose_device(&self) -> Result<(), JsValue> {
+        self.with(|s| {
+            if let Some(gpu) = s.gpu() {
+                gpu.lose();
+            }
+        })
+    }
+}
+
+impl WasmEngine {
+    fn with<T>(&self, f: impl FnOnce(&mut AnySession) -> T) -> Result<T, JsValue> {
+        self.session.borrow_mut().as_mut().map(f).ok_or_else(busy)
+    }
+
+    async fn step_of(&self, session: &mut AnySession) -> selkie_core::Result<Vec<Value>> {
+        let mut pace = self.pace.get();
+        session.set_step_tokens(pace.tokens());
+        let before = self.enqueued.take();
+        let started = js::now();
+        let updates = session.step().await?;
+        if updates.is_empty()
+            && let Some(queue) = session.queue()
+        {
+            // Steps that nothing is read from would pile up in front of the device, and a stop would wait for them all.
+            let done = queue.done();
+            if let Some(before) = before {
+                before.await;
+            }
+            self.enqueued.replace(Some(Box::pin(done)));
+        }
+        pace.took(session.landed_tokens(), js::now() - started);
+        self.pace.set(pace);
+        Ok(updates.into_iter().map(report::update).collect())
+    }
+}
+
+fn busy() -> JsValue {
+    error::error("busy", "a step is running: await it first")
+}
+
+/// An error of a step. A read may fail before the browser tells why: that the device is lost.
+fn device_error(e: &Error, session: &AnySession) -> JsValue {
+    match session.gpu().map(|gpu| gpu.check()) {
+        Some(Err(cause)) => error::of(&cause),
+        _ => error::of(e),
+    }
+}

@@ -1,0 +1,32 @@
+//! Errors for JavaScript: `Error` objects with a `code` that programs understand and a message that people do.
+
+use js_sys::{Error as JsError, Reflect};
+use selkie_core::Error;
+use wasm_bindgen::prelude::*;
+
+/// An `Error` object with a code.
+pub fn error(code: &str, message: &str) -> JsValue {
+    let error = JsError::new(message);
+    // A fresh object takes any property.
+    let _ = Reflect::set(&error, &"code".into(), &code.into());
+    error.into()
+}
+
+/// A core error as an object; see `web/js/selkie.d.ts` for the codes.
+pub fn of(e: &Error) -> JsValue {
+    const MIB: f64 = 1048576.0;
+    match e {
+        Error::Io { .. } => error("missing_file", &e.to_string()),
+        Error::BadModel { .. } => error("bad_model", &e.to_string()),
+        Error::BadRequest(_) => error("bad_request", &e.to_string()),
+        Error::Unsupported { .. } | Error::NoDevice { .. } => error("unsupported", &e.to_string()),
+        Error::OutOfMemory { what, asked, .. } => {
+            let asked = *asked as f64 / MIB;
+            error("out_of_memory", &format!("there is not enough memory for {what}: {asked:.1} MiB were asked for"))
+        }
+        Error::Device { op, .. } if op == "device" => {
+            error("device_lost", "the browser took the GPU away (a driver reset, sleep, or too little memory)")
+        }
+        Error::Compile { .. } | Error::Device { .. } => error("internal", &e.to_string()),
+    }
+}

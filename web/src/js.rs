@@ -1,0 +1,57 @@
+//! JavaScript values: plain objects in and out, and what a worker's globals tell.
+
+use js_sys::{JSON, Reflect};
+use serde::de::DeserializeOwned;
+use wasm_bindgen::prelude::*;
+
+#[wasm_bindgen]
+extern "C" {
+    #[wasm_bindgen(js_namespace = performance, js_name = now)]
+    fn performance_now() -> f64;
+
+    #[wasm_bindgen(js_namespace = console, js_name = error)]
+    fn console_error(message: &str);
+}
+
+/// Panics show in the console before they trap.
+#[wasm_bindgen(start)]
+pub fn start() {
+    std::panic::set_hook(Box::new(|info| console_error(&info.to_string())));
+}
+
+/// Milliseconds since the page or the worker began.
+pub fn now() -> f64 {
+    performance_now()
+}
+
+/// Seconds since 1970.
+pub fn unix_time() -> u64 {
+    (js_sys::Date::now() / 1e3) as u64
+}
+
+/// A plain object or array.
+pub fn object(value: &serde_json::Value) -> JsValue {
+    JSON::parse(&value.to_string()).unwrap_or(JsValue::NULL)
+}
+
+/// What a plain object says; functions and `undefined` in it count as absent.
+pub fn parse<T: DeserializeOwned + Default>(value: &JsValue) -> Result<T, String> {
+    if value.is_undefined() || value.is_null() {
+        return Ok(T::default());
+    }
+    let text = JSON::stringify(value).ok().and_then(|text| text.as_string());
+    let text = text.ok_or_else(|| "it is no plain object".to_owned())?;
+    serde_json::from_str(&text).map_err(|e| e.to_string())
+}
+
+/// A property that may not be there.
+pub fn get(of: &JsValue, name: &str) -> Option<JsValue> {
+    let value = Reflect::get(of, &name.into()).ok()?;
+    (!value.is_undefined() && !value.is_null()).then_some(value)
+}
+
+/// Bytes of the machine's memory, as far as the browser tells: rounded, and no more than a few GiB.
+pub fn device_memory() -> Option<u64> {
+    let gib = get(&get(&js_sys::global(), "navigator")?, "deviceMemory")?.as_f64()?;
+    Some((gib * f64::from(1 << 30)) as u64)
+}

@@ -1,0 +1,58 @@
+//! Steps so short that a stop takes effect at once: the tokens of the next step, from how long the last ones took.
+
+/// A step should not take longer, in milliseconds. Two may be under way, and a stop has 200 ms.
+const TARGET_MS: f64 = 70.0;
+/// Fewer tokens cost a device almost as much.
+const LEAST: usize = 16;
+
+/// Tokens of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    tokens: usize,
+    most: usize,
+}
+
+impl Pace {
+    /// Starts with `first` tokens a step, never to exceed `most`.
+    pub fn new(first: usize, most: usize) -> Self {
+        Self { tokens: first.min(most), most }
+    }
+
+    /// Tokens of the next step.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// A step of `tokens` tokens took `ms`. Small steps say nothing about large ones.
+    pub fn took(&mut self, tokens: usize, ms: f64) {
+        if tokens < LEAST.min(self.tokens) {
+            return;
+        }
+        let fits = (TARGET_MS / ms.max(0.01) * tokens as f64) as usize;
+        // Multiples of the grid waste nothing; growth is careful, since a first step may be slower than the next.
+        let fits = if fits >= 64 { fits / 64 * 64 } else { fits / LEAST * LEAST };
+        self.tokens = fits.clamp(LEAST, (2 * self.tokens).max(64)).min(self.most);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_follow_the_device() {
+        let mut pace = Pace::new(64, 512);
+        for (tokens, ms, next) in
+            [(64, 2.0, 128), (1, 50.0, 128), (128, 4.0, 256), (256, 140.0, 128), (128, 900.0, 16), (16, 1.0, 64)]
+        {
+            pace.took(tokens, ms);
+            assert_eq!(pace.tokens(), next, "{tokens} in {ms} ms");
+        }
+        pace.took(64, 0.0);
+        pace.took(128, 0.0);
+        pace.took(256, 0.0);
+        pace.took(512, 0.0);
+        assert_eq!(pace.tokens(), 512);
+        assert_eq!(Pace::new(64, 8).tokens(), 8);
+    }
+}

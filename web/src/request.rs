@@ -1,0 +1,73 @@
+//! Options and requests as JavaScript gives them.
+
+use selkie_core::{
+    chat::Message,
+    generation::GenerationConfig,
+    session::{Ask, Overrides, Prompt},
+};
+use serde::Deserialize;
+
+use crate::device::Wanted;
+
+/// Options of a load.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct LoadOptions {
+    pub backend: Wanted,
+    pub prefix_cache: Option<bool>,
+    pub memory_bytes: Option<u64>,
+    pub context_tokens: Option<usize>,
+    pub max_batch: Option<usize>,
+    pub label: Option<String>,
+}
+
+/// A request.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Request {
+    messages: Option<Vec<Turn>>,
+    prompt: Option<String>,
+    ids: Option<Vec<u32>>,
+    max_tokens: Option<usize>,
+    temperature: Option<f32>,
+    top_k: Option<u32>,
+    top_p: Option<f32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    seed: Option<u64>,
+    stop: Vec<String>,
+    namespace: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Turn {
+    role: String,
+    content: String,
+}
+
+impl Request {
+    /// The request with the model's own sampling values where it names none. `seed` is for those who name none either.
+    pub fn ask(self, generation: &GenerationConfig, seed: u64) -> Ask {
+        let overrides = Overrides {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        };
+        let message = |turn: Turn| Message { role: turn.role, content: turn.content };
+        let prompt = match (self.messages, self.prompt, self.ids) {
+            (Some(messages), ..) => Prompt::Messages(messages.into_iter().map(message).collect()),
+            (None, Some(text), _) => Prompt::Text(text),
+            (None, None, ids) => Prompt::Ids(ids.unwrap_or_default()),
+        };
+        Ask {
+            prompt,
+            sampling: overrides.over(generation.sampling(seed)),
+            max_tokens: self.max_tokens,
+            stop: self.stop,
+            namespace: self.namespace,
+        }
+    }
+}
