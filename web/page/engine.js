@@ -83,7 +83,7 @@ export function engineLife(page) {
     badge.hidden = false;
     badge.textContent = backendName(info.backend);
     state.textContent = "";
-    foot.textContent = info.fallback ? `Runs on your CPU. ${info.fallback}`
+    foot.textContent = info.fallback ? `Runs on your CPU: ${sentence(info.fallback).text}`
       : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: right, but slow.`
       : `Runs on ${info.device}. Nothing you type leaves your device.`;
     keep("model", "url" in model.source && model !== DEMO ? model.source.url : null);

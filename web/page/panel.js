@@ -1,7 +1,7 @@
 /** The cache panel: what each turn reused, the prefix tree, memory, the device. Beside the chat, or a sheet on narrow screens. */
 import { by, bytes, count, duration, h, keep, plural, rate, recall } from "./dom.js";
 import { tree } from "./tree.js";
-import { backendName, explain } from "./words.js";
+import { backendName, explain, sentence } from "./words.js";
 
 /** @typedef {import("./chat.js").Meta} Meta */
 
@@ -144,8 +144,8 @@ export function cachePanel({ engine, leave, announce }) {
       device.append(section("Device",
         h("p", {}, h("span", { className: "badge" }, backendName(info.backend)), " ", info.device),
         info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: right, but slow."),
-        info.fallback && h("p", { className: "hint" }, info.fallback),
-        info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${info.storageProblem}`),
+        info.fallback && h("p", { className: "hint" }, sentence(info.fallback).text),
+        info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${sentence(info.storageProblem).text}`),
         h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context, loaded in ${duration(info.loadMs)}.`)));
       refresh();
     },
