@@ -49,8 +49,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             // Keys that do not count must not bring a NaN into the products.
             int absolute = page * PAGE + warp * KEYS + key;
             bool in = absolute <= position && absolute >= begin;
-            cp_async16(smem_addr(sk + key * PITCH + x), in ? k + key * HEAD_DIM + x : k_pages, in, once);
-            cp_async16(smem_addr(sv + key * PITCH + x), in ? v + key * HEAD_DIM + x : v_pages, in, once);
+            const bf16 *pk = in ? k + key * HEAD_DIM + x : k_pages, *pv = in ? v + key * HEAD_DIM + x : v_pages;
+            u32 to_k = smem_addr(sk + key * PITCH + x), to_v = smem_addr(sv + key * PITCH + x);
+            // Measured: with one long row the hint saves 3 us of 52, with 64 rows it costs 12 of 277.
+            if constexpr (SPLITS > 1) {
+                cp_async16(to_k, pk, in, once);
+                cp_async16(to_v, pv, in, once);
+            } else {
+                cp_async16(to_k, pk, in);
+                cp_async16(to_v, pv, in);
+            }
         }
     };
     // Pages that no token of this step lies in do not wait for the kernels before.

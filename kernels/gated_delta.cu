@@ -13,7 +13,7 @@ constexpr int RPT = div_up(DK, GROUPS);       // rows per thread
 constexpr int TILES = div_up(DV, COLS);
 constexpr int WARPS = THREADS / 32;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RPT <= 8 ? 7 : 1)
     ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride, const a_t *a,
           i64 a_stride, const b_t *b, i64 b_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride,
           out_t *out, i64 out_stride, float beta_scale, u32 untouched) {

@@ -149,7 +149,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
     int tiles = div_up(n, ROWS);
     int mine = blockIdx.x < tiles ? div_up(tiles - (int)blockIdx.x, (int)gridDim.x) : 0;
     int total = mine * SLICES;
-    let_next_start();
     if (threadIdx.x == CONSUMERS) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + s, 1);
@@ -207,6 +206,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
     if (untouched) fetch_channel(blockIdx.x);
     if constexpr (PRE == 1) norm(first, second, norm_weight, eps, resident, sums);
     wait_for_inputs();
+    // Not sooner: blocks that wait two kernels ahead slow down those that are to run first.
+    let_next_start();
     if constexpr (PRE == 2) activation(first, second, resident);
     if constexpr (PRE != 0) {
         sync_consumers();

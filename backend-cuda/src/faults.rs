@@ -9,7 +9,7 @@ use selkie_core::{Error, Result};
 use crate::{
     driver::{Stream, named},
     memory::Pinned,
-    spec::Spec,
+    spec::{NAMES_FAULTS, Spec},
 };
 
 /// The word and what the numbers in it mean.
@@ -28,8 +28,7 @@ impl Faults {
         let word = Pinned::mapped(8)?;
         // SAFETY: the memory was just allocated, 8 bytes of it.
         unsafe { word.at.cast::<u32>().write_volatile(0) };
-        let on = std::env::var_os("SELKIE_CUDA_NAME_FAULTS").is_some();
-        Ok(Rc::new(Self { word, kernels: RefCell::default(), on, stream: stream.clone() }))
+        Ok(Rc::new(Self { word, kernels: RefCell::default(), on: *NAMES_FAULTS, stream: stream.clone() }))
     }
 
     /// What a kernel's image is told: the `Started` structure of `common.cuh`.

@@ -186,6 +186,9 @@ pub(super) fn cases(to: &mut Table) {
     for n in [1, 8] {
         to.sized(Size::Bench, &format!("decode of {n}, Nemotron-H-8B"), Scan { batch: rows(n), ..nemotron.clone() });
     }
+    // A device may take many heads another way than few.
+    let batch = find("verification of 3 rows").padded();
+    to.sized(Size::Bench, "verification of 3 rows, Nemotron-H-8B", Scan { batch, ..nemotron.clone() });
     let batch = Batch::new(vec![cut(0, 256, 0, &[0, 1, 0, 2])]);
     to.sized(Size::Bench, "256 tokens, Nemotron-H-8B", Scan { batch, ..nemotron });
 }
