@@ -1,6 +1,6 @@
 //! The command line: subcommands, options and their help texts.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{ffi::OsString, net::IpAddr, path::PathBuf};
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use selkie_core::session::Overrides;
@@ -27,6 +27,7 @@ const EXAMPLES: &str = "Examples:
   selkie chat -m ~/models/granite-4.0-h-350m
   selkie batch requests.jsonl -o answers.jsonl
   selkie inspect -m ~/models/granite-4.0-h-350m
+  selkie web
   selkie devices";
 
 /// The subcommands.
@@ -82,6 +83,13 @@ Examples:
   selkie devices
   selkie devices --json | jq '.[] | select(.usable)'")]
     Devices(DevicesArgs),
+    /// Serve the browser page to this machine
+    #[command(after_help = "The page is made by `web/build`; any other static server does as well.
+
+Examples:
+  selkie web
+  selkie web --port 9000 --dir web/dist")]
+    Web(WebArgs),
     /// Measure speed
     Bench(BenchArgs),
 }
@@ -293,6 +301,20 @@ pub struct DevicesArgs {
     /// Print a JSON array
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `web`.
+#[derive(Debug, Args)]
+pub struct WebArgs {
+    /// Port to listen on (0: any free one)
+    #[arg(long, value_name = "N", default_value = "8080")]
+    pub port: u16,
+    /// The folder that holds the page
+    #[arg(long, value_name = "DIR", default_value = "web/dist")]
+    pub dir: PathBuf,
+    /// Address to listen on; the default is reached from this machine only
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
+    pub listen: IpAddr,
 }
 
 /// Arguments of `bench`.

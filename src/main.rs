@@ -18,6 +18,7 @@ mod logits;
 mod model;
 mod output_file;
 mod terminal;
+mod web;
 
 fn main() -> ExitCode {
     let cli = match Cli::read() {
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         Command::Logits(args) => logits::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Devices(args) => devices::run(&args),
+        Command::Web(args) => web::run(&args),
         Command::Bench(args) => bench::run(&args),
     };
     match outcome {

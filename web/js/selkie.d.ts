@@ -10,8 +10,8 @@
  * console.log((await answer.done).usage); // { promptTokens, completionTokens, matched, reused, computed, reason }
  * ```
  *
- * The files beside this one (`worker.js`, `store.js`) and the wasm module above it (`../selkie_web.js`) are served from the page's own origin.
- * No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
+ * The files beside this one and the wasm module above it (`../selkie_web.js`, `../selkie_web_bg.wasm`) are served from the page's
+ * own origin. No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
  */
 
 /**
@@ -121,6 +121,8 @@ export interface EngineInfo {
   /** See {@link ModelInfo.name}. */
   name: string;
   family: string;
+  /** One letter per layer: M Mamba-2, G Gated DeltaNet, * attention, - MLP, E mixture of experts. */
+  layerMap: string;
   parameters: number;
   weightBytes: number;
   /** Longest sequence of this engine, prompt and answer together. */
@@ -259,6 +261,8 @@ export interface Stats {
   generatedTokens: number;
   /** Requests by reason. */
   reasons: Record<Reason, number>;
+  /** Size of the wasm module's memory; it never shrinks. */
+  wasmBytes: number;
 }
 
 export interface Engine {
