@@ -302,11 +302,11 @@ test("a folder from disk", async () => {
     [[], "missing_file", /No files/],
     [without("config.json"), "missing_file", /no config\.json/],
     [without(WEIGHTS), "missing_file", /neither model\.safetensors/],
-    [[...without(WEIGHTS), ["m/pytorch_model.bin", "x"]], "missing_file", /pytorch_model\.bin has to be converted/],
-    [[...without(WEIGHTS), ["m/model.safetensors.index.json", '{"weight_map":{"a":"model-1.safetensors"}}']], "missing_file", /names model-1/],
-    [[...without(WEIGHTS), [`m/${WEIGHTS}`, demoBytes(WEIGHTS).subarray(0, 100_000)]], "bad_model", /model\.safetensors/],
-    [[...without(WEIGHTS), [`m/${WEIGHTS}`, "junk"]], "bad_model", /model\.safetensors/],
-    [[...without("config.json"), ["m/config.json", "{"]], "bad_model", /config\.json/],
+    [[...without(WEIGHTS), ["my-model/pytorch_model.bin", "x"]], "missing_file", /pytorch_model\.bin has to be converted/],
+    [[...without(WEIGHTS), ["my-model/model.safetensors.index.json", '{"weight_map":{"a":"model-1.safetensors"}}']], "missing_file", /names model-1/],
+    [[...without(WEIGHTS), [`my-model/${WEIGHTS}`, demoBytes(WEIGHTS).subarray(0, 100_000)]], "bad_model", /model\.safetensors/],
+    [[...without(WEIGHTS), [`my-model/${WEIGHTS}`, "junk"]], "bad_model", /model\.safetensors/],
+    [[...without("config.json"), ["my-model/config.json", "{"]], "bad_model", /config\.json/],
   ]) {
     const error = await pick(page, chosen);
     assert.equal(error.code, code, error.message);
