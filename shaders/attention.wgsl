@@ -1,90 +1,153 @@
-// Attention of one token and query head over the row's pages, with a running softmax. A workgroup of 64 threads: a thread
-// per key of a page for the scores, a thread per element of the head for the values.
+// Attention of few tokens over the row's pages: a workgroup takes one token, HEADS query heads of one KV head and P.per
+// consecutive pages, page by page with a running softmax. Where the pages of a token are split over workgroups
+// (PARTIAL), attention_merge puts their results together.
 
-const PARTS: u32 = (HEAD_DIM + 63u) / 64u;
+const QUADS: u32 = HEAD_DIM / 4u;
+// Threads that hold the same quad of a head, for different keys of a page.
+const TEAMS: u32 = 256u / QUADS;
 
-var<workgroup> query: array<vec4<f32>, HEAD_DIM / 4u>;
-var<workgroup> weights: array<f32, 64>;
-var<workgroup> tree: array<f32, 64>;
+var<workgroup> query: array<vec4<f32>, HEADS * QUADS>;
+var<workgroup> scores: array<f32, 256>;
+var<workgroup> weights: array<f32, 256>;
+var<workgroup> factors: array<f32, HEADS>;
+var<workgroup> parts: array<vec4<f32>, 256>;
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) lane: u32) {
+        @builtin(local_invocation_index) thread: u32) {
     let index = group_index(group, groups);
     if index >= P.groups {
         return;
     }
-    let t = index / P.heads;
-    let h = index % P.heads;
+    let split = index % P.splits;
+    let item = index / P.splits;
+    let t = item / (P.heads / HEADS);
+    let head = item % (P.heads / HEADS) * HEADS;
+    let kv = head / P.heads_per_kv;
     let row = ints_at(P.token_row + t);
     if row == NONE {
         return;
     }
-    let kv = h / P.heads_per_kv;
     let end = ints_at(P.positions + t) + 1u;
     let begin = select(0u, end - P.window, end > P.window);
-    for (var d = lane; d < HEAD_DIM / 4u; d += 64u) {
-        query[d] = P.scale * q_v4(t * P.q_row + h * HEAD_DIM + 4u * d);
+    let first_page = max(split * P.per, begin / PAGE);
+    let last_page = min(split * P.per + P.per, (end + PAGE - 1u) / PAGE);
+    for (var i = thread; i < HEADS * QUADS; i += 256u) {
+        query[i] = P.scale * q_v4(t * P.q_row + head * HEAD_DIM + 4u * i);
     }
     workgroupBarrier();
-    var acc: array<f32, PARTS>;
+    // 4 threads share a key.
+    let key = thread / 4u;
+    let lane = thread % 4u;
+    let quad = thread % QUADS;
+    let team = thread / QUADS;
+    // The softmax of one head's keys: 64 threads each.
+    let my_head = thread / PAGE;
     var largest = LOWEST;
     var total = 0.0;
-    for (var block = begin / PAGE; block * PAGE < end; block++) {
+#for h HEADS
+    var acc$h = vec4<f32>();
+#end
+    for (var block = first_page; block < last_page; block++) {
         let page = ints_at(P.page_table + row * P.pages + block);
-        let position = block * PAGE + lane;
-        var score = LOWEST;
-        if position >= begin && position < end {
-            let key = page * P.keys_row + (kv * PAGE + lane) * HEAD_DIM;
-            var sum = vec4<f32>();
-            for (var d = 0u; d < HEAD_DIM / 4u; d++) {
-                sum += query[d] * keys_v4(key + 4u * d);
-            }
-            score = sum.x + sum.y + sum.z + sum.w;
+        let low = block * PAGE;
+        let keys_first = page * P.keys_row + (kv * PAGE + key) * HEAD_DIM + 4u * lane;
+        let values_first = page * P.values_row + (kv * PAGE + team) * HEAD_DIM + 4u * quad;
+        // Nobody wrote what lies outside of the range.
+        let seen = low + key >= begin && low + key < end;
+#for i HELD
+        var k$i = vec4<f32>();
+        if seen && 4u * $iu + lane < QUADS {
+            k$i = keys_v4(keys_first + 16u * $iu);
         }
-        tree[lane] = score;
-        workgroupBarrier();
-        for (var half = 32u; half > 0u; half /= 2u) {
-            if lane < half {
-                tree[lane] = max(tree[lane], tree[lane + half]);
-            }
-            workgroupBarrier();
+#end
+#for j LOADS
+        var v$j = vec4<f32>();
+        let key$j = team + TEAMS * $ju;
+        if team < TEAMS && key$j < PAGE && low + key$j >= begin && low + key$j < end {
+            v$j = values_v4(values_first + TEAMS * $ju * HEAD_DIM);
         }
-        let before = largest;
-        largest = max(largest, tree[0]);
-        let weight = select(0.0, exp(score - largest), position >= begin && position < end);
-        weights[lane] = weight;
-        workgroupBarrier();
-        tree[lane] = weight;
-        workgroupBarrier();
-        for (var half = 32u; half > 0u; half /= 2u) {
-            if lane < half {
-                tree[lane] += tree[lane + half];
-            }
-            workgroupBarrier();
+#end
+#for h HEADS
+        var product$h = 0.0;
+#for i HELD
+        // A quad past the last one is multiplied by a zero key.
+        product$h += dot(k$i, query[$hu * QUADS + min(4u * $iu + lane, QUADS - 1u)]);
+#end
+#end
+#if SUBGROUP
+#for h HEADS
+        let sum$h = shuffled(product$h);
+        if lane == $hu {
+            scores[$hu * PAGE + key] = select(LOWEST, sum$h, seen);
         }
-        let rescale = exp(before - largest);
-        total = total * rescale + tree[0];
-        let first = select(0u, begin - block * PAGE, begin > block * PAGE);
-        let last = min(PAGE, end - block * PAGE);
-        let values = page * P.values_row + kv * PAGE * HEAD_DIM;
-        for (var i = 0u; i < PARTS; i++) {
-            let d = lane + 64u * i;
-            if d < HEAD_DIM {
-                var sum = acc[i] * rescale;
-                for (var j = first; j < last; j++) {
-                    sum += weights[j] * values_at(values + j * HEAD_DIM + d);
-                }
-                acc[i] = sum;
+#end
+#else
+        var products = vec4<f32>();
+#for h HEADS
+        products[$h] = product$h;
+#end
+        parts[thread] = products;
+        workgroupBarrier();
+        if lane < HEADS {
+            var sum = 0.0;
+            for (var i = 0u; i < 4u; i++) {
+                sum += parts[4u * key + i][lane];
+            }
+            scores[lane * PAGE + key] = select(LOWEST, sum, seen);
+        }
+#endif
+        workgroupBarrier();
+        if my_head < HEADS {
+            let before = largest;
+            for (var i = 0u; i < PAGE; i++) {
+                largest = max(largest, scores[my_head * PAGE + i]);
+            }
+            let position = low + thread % PAGE;
+            let weight = select(0.0, exp(scores[thread] - largest), position >= begin && position < end);
+            let factor = exp(before - largest);
+            total = total * factor + weight;
+            weights[thread] = weight;
+            if thread % PAGE == 0u {
+                factors[my_head] = factor;
             }
         }
         workgroupBarrier();
+#for h HEADS
+        acc$h *= factors[$h];
+#for j LOADS
+        acc$h += weights[$hu * PAGE + min(key$j, PAGE - 1u)] * v$j;
+#end
+#end
     }
-    let factor = select(0.0, 1.0 / total, total > 0.0);
-    for (var i = 0u; i < PARTS; i++) {
-        let d = lane + 64u * i;
-        if d < HEAD_DIM {
-            out_set(t * P.out_row + h * HEAD_DIM + d, acc[i] * factor);
-        }
+    workgroupBarrier();
+    weights[thread] = total;
+    if thread % PAGE == 0u && my_head < HEADS {
+        factors[my_head] = largest;
     }
+#for h HEADS
+    parts[thread] = acc$h;
+    workgroupBarrier();
+    if thread < QUADS {
+        var sum = vec4<f32>();
+        for (var i = 0u; i < TEAMS; i++) {
+            sum += parts[i * QUADS + thread];
+        }
+        var weight = 0.0;
+        for (var i = 0u; i < PAGE; i++) {
+            weight += weights[$hu * PAGE + i];
+        }
+#if PARTIAL
+        let at = ((t * P.heads + head + $hu) * P.splits + split) * P.partial_row;
+        partial_set4(at + 4u * thread, bitcast<vec4<u32>>(sum));
+        if thread == 0u {
+            partial_set4(at + HEAD_DIM, bitcast<vec4<u32>>(vec4<f32>(factors[$h], weight, 0.0, 0.0)));
+        }
+#else
+        let factor = select(0.0, 1.0 / weight, weight > 0.0);
+        out_set4(t * P.out_row + (head + $hu) * HEAD_DIM + 4u * thread, sum * factor);
+#endif
+    }
+    workgroupBarrier();
+#end
 }

@@ -1,78 +1,220 @@
-// out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows: LANES threads share a weight row, every thread takes VEC
-// elements of K at a time and all MR rows of x. A workgroup makes 256 / LANES columns of MR rows.
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. LANES threads, a team, share ROWS weight rows and split K; every
+// thread takes eight elements of K at a time and all MR rows of x, with DEEP loads of every weight row in flight. A workgroup
+// makes WG / LANES * ROWS columns of MR rows.
+//
+// NORM: x is normed on its way in, u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm, and the first team writes u.
+// ACTIVATE: mid = act(out) is written too; with SIDES = 2 mid = act(out of the first half) * out of the second half.
 
-var<workgroup> sums: array<f32, 256u * MR>;
+const SPAN: u32 = 8u * LANES;
+const TEAMS: u32 = WG / LANES;
 
-fn product(m: u32, w: mat2x4<f32>, k: u32) -> f32 {
-    let x = x_v8(m * P.x_row + k);
-    return dot(x[0], w[0]) + dot(x[1], w[1]);
+fn dot8(x: mat2x4<f32>, w: mat2x4<f32>) -> f32 {
+    let p = x[0] * w[0] + x[1] * w[1];
+    return p.x + p.y + p.z + p.w;
 }
 
-@compute @workgroup_size(256)
+#if NORM
+// Elements k to k + 7 of row m before the norm.
+fn gated(m: u32, k: u32) -> mat2x4<f32> {
+    let x = x_v8(m * P.x_row + k);
+#if GATE
+    let z = z_v8(m * P.z_row + k);
+    return mat2x4<f32>(x[0] * activate4(GATE_ACT, z[0]), x[1] * activate4(GATE_ACT, z[1]));
+#else
+    return x;
+#endif
+}
+
+fn scaled(x: mat2x4<f32>, k: u32) -> mat2x4<f32> {
+    let g = norm_v8(k);
+    return mat2x4<f32>(x[0] * g[0], x[1] * g[1]);
+}
+#endif
+
+#if SUBGROUP
+// A partial sum per subgroup of a team.
+const PARTS: u32 = (LANES + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE;
+const LAST_PARTS: u32 = PARTS;
+#else
+const PARTS: u32 = LANES;
+const LAST_PARTS: u32 = min(PARTS, 16u);
+#endif
+var<workgroup> sums: array<f32, TEAMS * PARTS * MR>;
+
+// Adds up the teams' sums of row m to what `team_sum` reads. Everybody takes part; a barrier has to follow.
+fn collect(thread: u32, m: u32, part: f32) {
+    let lane = thread % LANES;
+    let at = (thread / LANES * MR + m) * PARTS;
+#if SUBGROUP
+    let sum = shuffled(part);
+    if lane % SUBGROUP_SIZE == 0u {
+        sums[at + lane / SUBGROUP_SIZE] = sum;
+    }
+#else
+    sums[at + lane] = part;
+#endif
+}
+
+// The sum of row m over the thread's team.
+fn team_sum(thread: u32, m: u32) -> f32 {
+    let at = (thread / LANES * MR + m) * PARTS;
+    var sum = 0.0;
+    for (var i = 0u; i < LAST_PARTS; i++) {
+        sum += sums[at + i];
+    }
+    return sum;
+}
+
+// Where a team has many partial sums, 16 threads per row bring them down to 16.
+fn narrow(thread: u32) {
+#if SUBGROUP
+#else
+    let lane = thread % LANES;
+    for (var i = lane; i < 16u * MR; i += LANES) {
+        let at = (thread / LANES * MR + i / 16u) * PARTS;
+        for (var j = i % 16u + 16u; j < LANES; j += 16u) {
+            sums[at + i % 16u] += sums[at + j];
+        }
+    }
+    workgroupBarrier();
+#endif
+}
+
+@compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
     let index = group_index(group, groups);
     if index >= P.groups {
         return;
     }
-    const COLUMNS = 256u / LANES;
     let lane = thread % LANES;
-    let n = index * COLUMNS + thread / LANES;
-    var acc: array<f32, MR>;
-    if n < P.n {
-        let row = n * P.w_row;
-#if EIGHT
-        var k = 8u * lane;
-        // Four loads in flight.
-        for (; k + 24u * LANES < P.k; k += 32u * LANES) {
-            let w0 = w_v8(row + k);
-            let w1 = w_v8(row + k + 8u * LANES);
-            let w2 = w_v8(row + k + 16u * LANES);
-            let w3 = w_v8(row + k + 24u * LANES);
-            for (var m = 0u; m < MR; m++) {
-                acc[m] += product(m, w0, k) + product(m, w1, k + 8u * LANES);
-                acc[m] += product(m, w2, k + 16u * LANES) + product(m, w3, k + 24u * LANES);
-            }
-        }
-        for (; k < P.k; k += 8u * LANES) {
-            let w = w_v8(row + k);
-            for (var m = 0u; m < MR; m++) {
-                acc[m] += product(m, w, k);
-            }
-        }
-#else
-        for (var k = 4u * lane; k < P.k; k += 4u * LANES) {
-            let w = w_v4(row + k);
-            for (var m = 0u; m < MR; m++) {
-                acc[m] += dot(w, x_v4(m * P.x_row + k));
-            }
-        }
+    let first = (index * TEAMS + thread / LANES) * (ROWS / SIDES);
+#for r ROWS
+    // Rows past the last one are computed from it and not stored.
+    let row$r = (min(first + $ru / SIDES, P.n - 1u) + $ru % SIDES * P.n) * P.w_row;
+#for m MR
+    var acc$r_$m = 0.0;
+#end
+#end
+#if NORM
+#for m MR
+    var square$m = 0.0;
+#end
 #endif
+#if EIGHT
+    var k = 8u * lane;
+    for (; k + SPAN * (DEEP - 1u) < P.k; k += SPAN * DEEP) {
+#for i DEEP
+#for r ROWS
+        let w$i_$r = w_raw8(row$r + k + SPAN * $iu);
+#end
+#end
+#for i DEEP
+#for m MR
+#if NORM
+        let v$i_$m = gated($mu, k + SPAN * $iu);
+        square$m += dot8(v$i_$m, v$i_$m);
+        let x$i_$m = scaled(v$i_$m, k + SPAN * $iu);
+#else
+        let x$i_$m = x_v8($mu * P.x_row + k + SPAN * $iu);
+#endif
+#for r ROWS
+        acc$r_$m += dot8(x$i_$m, w_unpack(w$i_$r));
+#end
+#end
+#end
     }
-    for (var m = 0u; m < MR; m++) {
-        sums[m * 256u + thread] = acc[m];
+#if REST
+    for (; k < P.k; k += SPAN) {
+#for r ROWS
+        let w$r = w_raw8(row$r + k);
+#end
+#for m MR
+#if NORM
+        let v$m = gated($mu, k);
+        square$m += dot8(v$m, v$m);
+        let x$m = scaled(v$m, k);
+#else
+        let x$m = x_v8($mu * P.x_row + k);
+#endif
+#for r ROWS
+        acc$r_$m += dot8(x$m, w_unpack(w$r));
+#end
+#end
+    }
+#endif
+#else
+    for (var k = 4u * lane; k < P.k; k += 4u * LANES) {
+#for r ROWS
+        let w$r = w_v4(row$r + k);
+#for m MR
+        acc$r_$m += dot(w$r, x_v4($mu * P.x_row + k));
+#end
+#end
+    }
+#endif
+    // The factor of the output row that this thread stores.
+    var factor = P.scale;
+#if NORM
+#if ACROSS
+#for m MR
+    collect(thread, $mu, square$m);
+#end
+    workgroupBarrier();
+    narrow(thread);
+#for m MR
+    let scale$m = 1.0 / sqrt(team_sum(thread, $mu) / f32(P.k) + P.eps);
+#end
+    workgroupBarrier();
+#else
+#for m MR
+    let scale$m = 1.0 / sqrt(shuffled(square$m) / f32(P.k) + P.eps);
+#end
+#endif
+#for m MR
+    if lane == $mu {
+        factor *= scale$m;
+    }
+    if first == 0u {
+        for (var k = 8u * lane; k < P.k; k += SPAN) {
+            let u = scaled(gated($mu, k), k);
+            u_set4($mu * P.u_row + k, scale$m * u[0]);
+            u_set4($mu * P.u_row + k + 4u, scale$m * u[1]);
+        }
+    }
+#end
+#endif
+    var sum = 0.0;
+    var before = 0.0;
+#for r ROWS
+#if ACROSS
+#for m MR
+    collect(thread, $mu, acc$r_$m);
+#end
+    workgroupBarrier();
+    narrow(thread);
+    if lane < MR {
+        sum = team_sum(thread, lane);
     }
     workgroupBarrier();
-    for (var half = LANES / 2u; half > 0u; half /= 2u) {
-        if lane < half {
-            for (var m = 0u; m < MR; m++) {
-                sums[m * 256u + thread] += sums[m * 256u + thread + half];
-            }
-        }
-        workgroupBarrier();
+#else
+#for m MR
+    let sum$r_$m = shuffled(acc$r_$m);
+    if lane == $mu {
+        sum = sum$r_$m;
     }
-    if thread < COLUMNS * MR {
-        let column = index * COLUMNS + thread % COLUMNS;
-        let m = thread / COLUMNS;
-        if column < P.n && m < P.m {
-            store(m, column, sums[m * 256u + thread % COLUMNS * LANES]);
-        }
+#end
+#endif
+    if lane < MR && first + $ru / SIDES < P.n {
+        before = store(lane, first + $ru / SIDES, $ru % SIDES, factor * sum, before);
     }
+#end
 }
 
-fn store(m: u32, n: u32, sum: f32) {
-    var v = P.scale * sum;
-    let c = P.col + n;
+// Stores column n of one half and returns it; `before` is that column of the half before.
+fn store(m: u32, n: u32, half: u32, value: f32, before: f32) -> f32 {
+    var v = value;
+    let c = P.col + half * P.n + n;
 #if BIAS
     v += bias_at(c);
 #endif
@@ -80,4 +222,12 @@ fn store(m: u32, n: u32, sum: f32) {
     v += out_at(m * P.out_row + c);
 #endif
     out_set(m * P.out_row + c, v);
+#if ACTIVATE
+    if SIDES == 1u {
+        mid_set(m * P.mid_row + n, activate(ACT, v));
+    } else if half == 1u {
+        mid_set(m * P.mid_row + n, activate(ACT, before) * v);
+    }
+#endif
+    return v;
 }

@@ -1,7 +1,42 @@
 // x += P.add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight with a gate before or after. A workgroup of WG
-// threads per group of a row; P.len elements each.
+// threads per group of a row of P.len elements; every thread keeps HELD quads, all loaded before the first is used.
 
+#if SUBGROUP
+var<workgroup> sums: array<f32, (WG + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE>;
+#else
 var<workgroup> sums: array<f32, WG>;
+#endif
+
+// The sum over the workgroup, for everybody.
+fn sum_all(thread: u32, part: f32) -> f32 {
+#if SUBGROUP
+    let of_subgroup = shuffled(part);
+    if thread % SUBGROUP_SIZE == 0u {
+        sums[thread / SUBGROUP_SIZE] = of_subgroup;
+    }
+    workgroupBarrier();
+    var sum = 0.0;
+    for (var i = 0u; i < (WG + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE; i++) {
+        sum += sums[i];
+    }
+    return sum;
+#else
+    sums[thread] = part;
+    workgroupBarrier();
+    // 16 threads add up, then everybody adds their sums.
+    if thread < 16u {
+        for (var j = thread + 16u; j < WG; j += 16u) {
+            sums[thread] += sums[j];
+        }
+    }
+    workgroupBarrier();
+    var sum = 0.0;
+    for (var i = 0u; i < 16u; i++) {
+        sum += sums[i];
+    }
+    return sum;
+#endif
+}
 
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
@@ -12,39 +47,40 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let t = index / P.parts;
     let first = index % P.parts * P.len;
+#for i HELD
+    let i$i = 4u * (lane + WG * $iu);
+    var v$i = vec4<f32>();
+    if i$i < P.len {
+        v$i = x_v4(t * P.x_row + first + i$i);
+    }
+#if GATE
+    var z$i = vec4<f32>();
+    if i$i < P.len {
+        z$i = z_v4(t * P.z_row + first + i$i);
+    }
+#endif
+#end
     var sum = 0.0;
-    for (var i = 4u * lane; i < P.len; i += 4u * WG) {
-        let c = first + i;
+#for i HELD
 #if ADD
-        var v = x_v4(t * P.x_row + c) + P.add_scale * add_v4(t * P.add_row + c);
-        x_set4(t * P.x_row + c, v);
-#else
-        var v = x_v4(t * P.x_row + c);
+    if i$i < P.len {
+        v$i += P.add_scale * add_v4(t * P.add_row + first + i$i);
+        x_set4(t * P.x_row + first + i$i, v$i);
+    }
 #endif
 #if GATE_BEFORE
-        v *= activate4(ACT, z_v4(t * P.z_row + c));
+    v$i *= activate4(ACT, z$i);
 #endif
-        sum += dot(v, v);
-    }
-    sums[lane] = sum;
-    workgroupBarrier();
-    for (var half = WG / 2u; half > 0u; half /= 2u) {
-        if lane < half {
-            sums[lane] += sums[lane + half];
-        }
-        workgroupBarrier();
-    }
-    let scale = 1.0 / sqrt(sums[0] / f32(P.len) + P.eps);
-    for (var i = 4u * lane; i < P.len; i += 4u * WG) {
-        let c = first + i;
-        var v = x_v4(t * P.x_row + c);
-#if GATE_BEFORE
-        v *= activate4(ACT, z_v4(t * P.z_row + c));
-#endif
-        v *= scale * weight_v4(select(c, i, P.shared_weight != 0u));
+    sum += dot(v$i, v$i);
+#end
+    let scale = 1.0 / sqrt(sum_all(lane, sum) / f32(P.len) + P.eps);
+#for i HELD
+    if i$i < P.len {
+        v$i *= scale * weight_v4(select(first + i$i, i$i, P.shared_weight != 0u));
 #if GATE_AFTER
-        v *= activate4(ACT, z_v4(t * P.z_row + c));
+        v$i *= activate4(ACT, z$i);
 #endif
-        out_set4(t * P.out_row + c, v);
+        out_set4(t * P.out_row + first + i$i, v$i);
     }
+#end
 }

@@ -1,5 +1,6 @@
 // One token per output row, by the rule of core/src/sample.rs: a workgroup of 256 threads per output. Thresholds are found
 // on keys, the scores' bits in an order that u32 comparison follows, four bits at a time; sums are made in a fixed order.
+// Of a large vocabulary a dispatch before (FIND) takes the best of every PART ids, a workgroup each (FOUND).
 
 const LOWEST_KEY: u32 = 0x007fffffu;
 
@@ -142,6 +143,60 @@ fn sum_all(thread: u32, value: f32) -> f32 {
     return result;
 }
 
+// The largest of all threads' keys with its id to words[0] and floats[0], the lowest id among equals.
+fn best_of_all(thread: u32, largest: u32, best: u32) {
+    words[thread] = largest;
+    floats[thread] = bitcast<f32>(best);
+    workgroupBarrier();
+    for (var half = 128u; half > 0u; half /= 2u) {
+        if thread < half {
+            let other = words[thread + half];
+            let a = bitcast<u32>(floats[thread]);
+            let b = bitcast<u32>(floats[thread + half]);
+            if other > words[thread] || (other == words[thread] && other != LOWEST_KEY && b < a) {
+                words[thread] = other;
+                floats[thread] = bitcast<f32>(b);
+            }
+        }
+        workgroupBarrier();
+    }
+}
+
+#if FIND
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let index = group_index(group, groups);
+    if index >= P.groups {
+        return;
+    }
+    let o = index / P.parts;
+    if ints_at(P.output_token + o) == NONE {
+        return;
+    }
+    let lane = ints_at(P.output_lane + o);
+    let penalty = bitcast<f32>(lanes_at(lane * P.lanes_row + 3u));
+    let first = index % P.parts * PART + thread;
+    var largest = LOWEST_KEY;
+    var best = 0u;
+#for i LOADS
+    var key$i = 0u;
+    if first + 256u * $iu < P.vocab {
+        key$i = key_of(score(o, lane, first + 256u * $iu, penalty));
+    }
+#end
+#for i LOADS
+    if key$i > largest {
+        largest = key$i;
+        best = first + 256u * $iu;
+    }
+#end
+    best_of_all(thread, largest, best);
+    if thread == 0u {
+        parts_set4(4u * index, vec4<u32>(words[0], bitcast<u32>(floats[0]), 0u, 0u));
+    }
+}
+#else
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
@@ -164,6 +219,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // The largest score, the lowest id among equals.
     var largest = LOWEST_KEY;
     var best = 0u;
+#if FOUND
+    for (var i = thread; i < P.parts; i += 256u) {
+        let found = parts_v4(4u * (o * P.parts + i));
+        if found.x > largest {
+            largest = found.x;
+            best = found.y;
+        }
+    }
+#else
     for (var id = thread; id < P.vocab; id += 1024u) {
         // Four loads in flight.
         var keys: array<u32, 4>;
@@ -179,21 +243,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
         }
     }
-    words[thread] = largest;
-    floats[thread] = bitcast<f32>(best);
-    workgroupBarrier();
-    for (var half = 128u; half > 0u; half /= 2u) {
-        if thread < half {
-            let other = words[thread + half];
-            let a = bitcast<u32>(floats[thread]);
-            let b = bitcast<u32>(floats[thread + half]);
-            if other > words[thread] || (other == words[thread] && other != LOWEST_KEY && b < a) {
-                words[thread] = other;
-                floats[thread] = bitcast<f32>(b);
-            }
-        }
-        workgroupBarrier();
-    }
+#endif
+    best_of_all(thread, largest, best);
     if thread == 0u {
         // No score above minus infinity: token 0.
         chosen = select(bitcast<u32>(floats[0]), 0u, words[0] == LOWEST_KEY);
@@ -281,3 +332,4 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
     }
 }
+#endif

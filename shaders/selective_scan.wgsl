@@ -1,11 +1,24 @@
 // The selective scan, token by token with the state in registers: right for any chunk table. A workgroup takes one row of
 // the batch and 256 / LANES rows of the state (rows are heads times head dims); LANES threads share a row of N and each
-// holds VECTORS quads of it. Sums over N are added up for a tile of TILE tokens at once.
+// holds VECTORS quads of it. Sums over N are shuffled within a subgroup, or added up for a tile of TILE tokens at once.
 
 const STATE_ROWS: u32 = 256u / LANES;
 const TILE: u32 = 8u;
 
+#if SUBGROUP
+#else
 var<workgroup> sums: array<f32, 256u * TILE>;
+#endif
+
+// The output of a token for a row of the state, of which `y` is the part from the state.
+fn finish(t: u32, r: u32, y: f32) {
+#if PER_CHANNEL
+    let d = par_at(STATE * P.par_row + r);
+#else
+    let d = par_at(P.par_row + r / HEAD_DIM);
+#endif
+    y_set(t * P.y_row + r, y + d * x_at(t * P.x_row + r));
+}
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
@@ -76,8 +89,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                         sum += state[v] * c_v4(t * P.c_row + n);
                     }
                 }
-                sums[j * 256u + thread] = sum.x + sum.y + sum.z + sum.w;
+                let y = sum.x + sum.y + sum.z + sum.w;
+#if SUBGROUP
+                let all = shuffled(y);
+                if lane == 0u && active_row {
+                    finish(t, r, all);
+                }
+#else
+                sums[j * 256u + thread] = y;
+#endif
             }
+#if SUBGROUP
+#else
             workgroupBarrier();
             for (var o = thread; o < count * STATE_ROWS; o += 256u) {
                 let t = start + tile + o / STATE_ROWS;
@@ -88,15 +111,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                     for (var l = 0u; l < LANES; l++) {
                         y += sums[o / STATE_ROWS * 256u + q * LANES + l];
                     }
-#if PER_CHANNEL
-                    let d = par_at(STATE * P.par_row + target_row);
-#else
-                    let d = par_at(P.par_row + target_row / HEAD_DIM);
-#endif
-                    y_set(t * P.y_row + target_row, y + d * x_at(t * P.x_row + target_row));
+                    finish(t, target_row, y);
                 }
             }
             workgroupBarrier();
+#endif
         }
         if dst != 0u && active_row {
             for (var v = 0u; v < VECTORS; v++) {

@@ -6,9 +6,10 @@
 mod common;
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use selkie_core::backend::Backend;
+use selkie_core::backend::{Backend, Ops};
 use selkie_core::cases::{self, Size};
 use selkie_core::cpu::CpuBackend;
+use selkie_core::ops::{Act, Activation, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
 use selkie_core::tensor::{DType, Tensor};
 use selkie_core::{Error, Result};
 use selkie_cuda::{Cuda, Options};
@@ -75,6 +76,66 @@ fn wgpu_failures() -> Vec<(String, bool, Check)> {
         .into()
 }
 
+/// A norm, a product and an activation in a row, which wgpu makes one dispatch of, and the same one by one.
+fn wgpu_fusions() -> Vec<(String, bool, impl FnOnce(&WgpuBackend) -> Result<(), Failed> + Send + 'static)> {
+    let case = |rows: usize, k: usize, n: usize, gate: bool, up: bool| {
+        let name =
+            format!("fuses {rows} x {k} -> {n}{}{}", if gate { ", gate" } else { "" }, if up { ", up" } else { "" });
+        (name, false, move |b: &WgpuBackend| fusion(b, rows, k, n, gate, up).map_err(|e| e.to_string())?)
+    };
+    vec![
+        case(1, 256, 48, false, false),
+        case(1, 4096, 33, true, true),
+        case(3, 72, 40, true, false),
+        case(8, 520, 64, false, true),
+    ]
+}
+
+fn fusion(b: &WgpuBackend, rows: usize, k: usize, n: usize, gate: bool, up: bool) -> Result<Result<(), Failed>> {
+    let tensor = |name: &str, seed: u32, dims: &[usize]| {
+        let buf = b.alloc(name, 4 * dims.iter().product::<usize>() as u64)?;
+        let value = |i: usize| (((i as u32 + 1) * seed) % 2003) as f32 / 1001.5 - 1.0;
+        let values: Vec<f32> = (0..dims.iter().product()).map(value).collect();
+        b.write(&buf, 0, &values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>())?;
+        Result::Ok(Tensor::new(buf, DType::F32, dims))
+    };
+    let (x, z, norm) = (tensor("x", 7919, &[rows, k])?, tensor("z", 104_729, &[rows, k])?, tensor("norm", 31, &[k])?);
+    let width = if up { 2 * n } else { n };
+    let w = tensor("w", 1_299_709, &[width, k])?;
+    let (u, out, mid) = (tensor("u", 0, &[rows, k])?, tensor("out", 0, &[rows, width])?, tensor("mid", 0, &[rows, n])?);
+    let gate = gate.then(|| Gate { z: z.clone(), act: Act::Silu, before: true });
+    let weight = Weight { blocks: vec![RowBlock { w, col: 0 }], n: width, k };
+    let ops: [Op<_>; 3] = [
+        RmsNorm { x, add: None, weight: norm, gate, out: u.clone(), eps: 1e-5, groups: 1 }.into(),
+        Matmul { x: u.clone(), w: weight, bias: None, out: out.clone(), scale: 0.5, accumulate: false }.into(),
+        Activation {
+            gate: out.cols(0, n),
+            up: up.then(|| out.cols(n, n)),
+            row_gate: None,
+            out: mid.clone(),
+            act: if up { Act::Silu } else { Act::Relu2 },
+        }
+        .into(),
+    ];
+    let read = |t: &Tensor<_>| -> Result<Vec<f32>> {
+        let bytes = pollster::block_on(b.read(t))?;
+        Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+    };
+    let all = || [&u, &out, &mid].into_iter().map(read).collect::<Result<Vec<_>>>();
+    b.run(|rec| ops.iter().try_for_each(|op| rec.op(op.clone())))?;
+    let together = all()?;
+    for op in &ops {
+        b.run(|rec| rec.op(op.clone()))?;
+    }
+    for ((name, a), b) in ["u", "out", "mid"].into_iter().zip(together).zip(all()?) {
+        let worst = a.iter().zip(&b).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f32::max);
+        if !(worst < 1e-4) || b.iter().all(|v| *v == 0.0) {
+            return Ok(Err(format!("{name} differs by {worst}").into()));
+        }
+    }
+    Ok(Ok(()))
+}
+
 /// On a software device only correctness counts.
 fn wgpu_sizes() -> Size {
     if common::wgpu().is_ok_and(|b| b.is_software()) { Size::Small } else { Size::Bench }
@@ -93,6 +154,10 @@ fn main() {
     let recurrent = |case: &cases::Case| ["selective_scan", "gated_delta"].contains(&case.op);
     trials.extend(some_ops_on("cuda-bf16-state", bf16_state, Size::Bench, recurrent));
     trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
+    let plain = || common::wgpu_with(selkie_wgpu::Options { no_subgroups: true, ..Default::default() });
+    trials.extend(ops_on("wgpu-plain", plain, Size::Small));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
+    trials.extend(common::on("wgpu", common::wgpu, wgpu_fusions()));
+    trials.extend(common::on("wgpu-plain", plain, wgpu_fusions()));
     libtest_mimic::run(&args, trials).exit();
 }

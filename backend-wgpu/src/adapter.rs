@@ -10,6 +10,8 @@ pub struct Options {
     pub force_default_limits: bool,
     /// Split pools and weights as if a binding held only this many bytes: for tests of the splits on small models.
     pub max_piece: Option<u64>,
+    /// Use no subgroup operations even where the adapter has them.
+    pub no_subgroups: bool,
 }
 
 /// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.

@@ -1,7 +1,6 @@
 //! The [`Backend`]: buffers, steps, tapes.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -15,9 +14,17 @@ use crate::adapter::{self, Options};
 use crate::buffer::{Buf, Read};
 use crate::cache_file::CacheFile;
 use crate::device::Gpu;
-use crate::kernel::{Kernel, Spec};
-use crate::lower::{Facts, lower};
+use crate::kernel::Kernel;
+use crate::lower::{Facts, lower, lower_step};
 use crate::pipelines::{Dispatch, Pipelines};
+
+/// Features that are used where the adapter has them.
+const WANTED: wgpu::Features =
+    wgpu::Features::PIPELINE_CACHE.union(wgpu::Features::TIMESTAMP_QUERY).union(wgpu::Features::SUBGROUP);
+
+/// Submissions of a step that is encoded on the spot, and the dispatches that are worth one: it costs 25 to 40 µs.
+const MOST_PARTS: usize = 6;
+const LEAST_PART: usize = 48;
 
 /// A GPU through Vulkan, Metal, DirectX 12 or the browser. Activations, KV pages and states in f32; weights as they are
 /// stored.
@@ -26,22 +33,26 @@ pub struct WgpuBackend {
     facts: Facts,
     gpu: Arc<Gpu>,
     pipelines: RefCell<Pipelines>,
-    /// What the measured ops will need, to be compiled at load.
-    wanted: RefCell<HashSet<Spec>>,
+    /// Ops whose shaders are compiled at load.
+    measured: RefCell<Vec<Op<Buf>>>,
+    /// Where ops keep what only their own dispatches need.
+    arena: RefCell<Option<Buf>>,
     next_id: Cell<usize>,
     gone: Rc<RefCell<Vec<usize>>>,
     software: bool,
 }
 
-/// An open step: the kernels so far.
-pub struct Rec<'a> {
-    facts: &'a Facts,
-    kernels: Vec<Kernel<Buf>>,
+/// An open step: the ops so far.
+#[derive(Default)]
+pub struct Rec {
+    ops: Vec<Op<Buf>>,
 }
 
 /// A recorded step: dispatches, and handles to what they touch.
 pub struct Tape {
     dispatches: Vec<Dispatch>,
+    /// The next replay, encoded while the device was busy with the last one: a command buffer can be submitted once only.
+    ready: RefCell<Option<wgpu::CommandBuffer>>,
     _bufs: Vec<Buf>,
 }
 
@@ -80,7 +91,7 @@ impl WgpuBackend {
         let (device, queue) = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("selkie"),
-                required_features: adapter.features() & wgpu::Features::PIPELINE_CACHE,
+                required_features: adapter.features() & WANTED,
                 required_limits: limits.clone(),
                 ..Default::default()
             })
@@ -100,16 +111,20 @@ impl WgpuBackend {
             max_binding: options.max_piece.map_or(max_binding, |piece| piece.min(max_binding)),
             asynchronous: true,
         };
+        let one_size = info.subgroup_min_size == info.subgroup_max_size && info.subgroup_min_size.is_power_of_two();
+        let subgroups = device.features().contains(wgpu::Features::SUBGROUP) && one_size && !options.no_subgroups;
+        let subgroup = subgroups.then_some(info.subgroup_min_size as usize);
         let cache = CacheFile::open(&device, &info);
         let gpu = Arc::new(Gpu::new(device, queue));
         let gone = Rc::default();
         let pipelines = RefCell::new(Pipelines::new(&gpu, cache, &gone));
         Ok(Self {
             caps,
-            facts: Facts { max_binding },
+            facts: Facts { max_binding, subgroup },
             gpu,
             pipelines,
-            wanted: RefCell::default(),
+            measured: RefCell::default(),
+            arena: RefCell::default(),
             next_id: Cell::new(1),
             gone,
             software: adapter::is_software(&info),
@@ -163,34 +178,47 @@ impl WgpuBackend {
         Queue(self.gpu.clone())
     }
 
-    fn lowered(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Vec<Kernel<Buf>>> {
-        let mut rec = Rec { facts: &self.facts, kernels: vec![] };
+    fn lowered(&self, f: impl FnOnce(&mut Rec) -> Result<()>) -> Result<Vec<Kernel<Buf>>> {
+        let mut rec = Rec::default();
         f(&mut rec)?;
-        Ok(rec.kernels)
+        lower_step(&rec.ops, &self.facts)
     }
 
-    fn submit(&self, dispatches: &[Dispatch]) {
+    fn arena_bytes(&self) -> u64 {
+        self.arena.borrow().as_ref().map_or(0, Handle::bytes)
+    }
+
+    fn dispatches(&self, kernels: &[Kernel<Buf>]) -> Result<Vec<Dispatch>> {
+        let (arena, bytes) = (self.arena.borrow(), self.arena_bytes());
+        for k in kernels {
+            assert!(k.scratch() <= bytes, "{} needs {} bytes of scratch, {bytes} are reserved", k.op, k.scratch());
+        }
+        self.pipelines.borrow_mut().dispatches(kernels, arena.as_ref())
+    }
+
+    /// The dispatches as one compute pass.
+    fn encode(&self, dispatches: &[Dispatch]) -> wgpu::CommandBuffer {
         let mut encoder =
             self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("step") });
         {
             let mut pass = encoder.begin_compute_pass(&Default::default());
             dispatches.iter().for_each(|d| d.encode(&mut pass));
         }
-        self.gpu.queue.submit([encoder.finish()]);
+        encoder.finish()
     }
 }
 
-impl Ops<Buf> for Rec<'_> {
+impl Ops<Buf> for Rec {
     fn op(&mut self, op: Op<Buf>) -> Result<()> {
         op.check();
-        self.kernels.extend(lower(&op, self.facts)?);
+        self.ops.push(op);
         Ok(())
     }
 }
 
 impl Backend for WgpuBackend {
     type Buf = Buf;
-    type Rec<'a> = Rec<'a>;
+    type Rec<'a> = Rec;
     type Tape = Tape;
     type Read = Read;
 
@@ -245,38 +273,46 @@ impl Backend for WgpuBackend {
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
-        // No shader needs scratch. What cannot be lowered fails when it is recorded.
-        if let Ok(kernels) = lower(op, &self.facts) {
-            self.wanted.borrow_mut().extend(kernels.into_iter().map(|k| k.spec));
+        // What cannot be lowered fails when it is recorded.
+        let kernels = lower(op, &self.facts).unwrap_or_default();
+        self.measured.borrow_mut().push(op.clone());
+        kernels.iter().map(Kernel::scratch).max().unwrap_or(0)
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        if bytes > self.arena_bytes() {
+            self.arena.replace(Some(self.alloc("scratch", bytes)?));
         }
-        0
+        let kernels = lower_step(&self.measured.take(), &self.facts)?;
+        self.pipelines.borrow_mut().compile(kernels.iter().map(|k| &k.spec))
     }
 
-    fn reserve(&self, _: u64) -> Result<()> {
-        let wanted = self.wanted.take();
-        self.pipelines.borrow_mut().compile(&wanted)
-    }
-
-    fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
+    fn run(&self, f: impl FnOnce(&mut Rec) -> Result<()>) -> Result<()> {
         self.gpu.deferred.check()?;
         let kernels = self.lowered(f)?;
-        let dispatches = self.pipelines.borrow_mut().dispatches(&kernels)?;
-        self.submit(&dispatches);
+        let dispatches = self.dispatches(&kernels)?;
+        // In parts, so that the device starts while the rest is encoded: that takes 1 to 2.5 µs a dispatch.
+        for part in dispatches.chunks(dispatches.len().div_ceil(MOST_PARTS).max(LEAST_PART)) {
+            self.gpu.queue.submit([self.encode(part)]);
+        }
         Ok(())
     }
 
-    fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
+    fn record(&self, f: impl FnOnce(&mut Rec) -> Result<()>) -> Result<Tape> {
         let kernels = self.lowered(f)?;
-        let dispatches = self.pipelines.borrow_mut().dispatches(&kernels)?;
-        let mut bufs: Vec<Buf> = kernels.into_iter().flat_map(|k| k.buffers).map(|(b, ..)| b).collect();
+        let dispatches = self.dispatches(&kernels)?;
+        let mut bufs: Vec<Buf> = kernels.into_iter().flat_map(|k| k.buffers).filter_map(|(b, ..)| b).collect();
+        bufs.extend(self.arena.borrow().clone());
         bufs.sort_by_key(Handle::id);
         bufs.dedup_by_key(|b| b.id());
-        Ok(Tape { dispatches, _bufs: bufs })
+        Ok(Tape { dispatches, ready: RefCell::default(), _bufs: bufs })
     }
 
     fn play(&self, tape: &Tape) -> Result<()> {
         self.gpu.deferred.check()?;
-        self.submit(&tape.dispatches);
+        let step = tape.ready.take().unwrap_or_else(|| self.encode(&tape.dispatches));
+        self.gpu.queue.submit([step]);
+        tape.ready.replace(Some(self.encode(&tape.dispatches)));
         Ok(())
     }
 

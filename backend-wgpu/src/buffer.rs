@@ -95,7 +95,7 @@ impl Read {
         });
         let mut encoder = gpu.device.create_command_encoder(&Default::default());
         encoder.copy_buffer_to_buffer(buffer, from, &staging, 0, size);
-        gpu.queue.submit([encoder.finish()]);
+        let submitted = gpu.queue.submit([encoder.finish()]);
         let map = Arc::new(Mutex::new(Map::default()));
         let mapped = map.clone();
         staging.slice(..).map_async(wgpu::MapMode::Read, move |result| {
@@ -105,7 +105,7 @@ impl Read {
                 waker.wake();
             }
         });
-        gpu.wake();
+        gpu.watch(submitted);
         Self(State::Mapping { gpu: gpu.clone(), staging, skip: (at - from) as usize, len, map })
     }
 }

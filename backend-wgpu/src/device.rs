@@ -187,11 +187,15 @@ impl Gpu {
         done
     }
 
-    /// Has callbacks of what was submitted run soon.
-    pub fn wake(&self) {
-        #[cfg(not(target_arch = "wasm32"))]
-        self.waiter.wake();
+    /// Has callbacks run soon after a submission is done, and not only when everything submitted later is.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn watch(&self, submitted: wgpu::SubmissionIndex) {
+        self.waiter.watch(submitted);
     }
+
+    /// The event loop runs callbacks.
+    #[cfg(target_arch = "wasm32")]
+    pub fn watch(&self, _: wgpu::SubmissionIndex) {}
 }
 
 /// A thread that waits for the device, since callbacks only run while somebody polls. In the browser the event loop does.
@@ -205,36 +209,40 @@ mod waiter {
 
     pub struct Waiter {
         /// `None` only while it is dropped.
-        wake: Option<Sender<()>>,
+        submissions: Option<Sender<wgpu::SubmissionIndex>>,
         thread: Option<JoinHandle<()>>,
     }
 
     impl Waiter {
         pub fn new(device: wgpu::Device, deferred: Arc<Deferred>) -> Self {
-            let (wake, woken) = channel();
+            let (submissions, submitted) = channel();
+            let errors = deferred.clone();
             let run = move || {
-                while woken.recv().is_ok() {
-                    while woken.try_recv().is_ok() {}
-                    if let Err(e) = device.poll(wgpu::PollType::wait_indefinitely()) {
-                        deferred.set("device", e.to_string());
+                while let Ok(index) = submitted.recv() {
+                    let wait = wgpu::PollType::Wait { submission_index: Some(index), timeout: None };
+                    if let Err(e) = device.poll(wait) {
+                        errors.set("device", e.to_string());
                     }
                 }
             };
-            let thread = std::thread::Builder::new().name("wgpu wait".into()).spawn(run).ok();
-            Self { wake: Some(wake), thread }
+            let thread = std::thread::Builder::new().name("wgpu wait".into()).spawn(run);
+            if let Err(e) = &thread {
+                deferred.set("device", format!("no thread to wait for it: {e}"));
+            }
+            Self { submissions: Some(submissions), thread: thread.ok() }
         }
 
-        pub fn wake(&self) {
-            if let Some(wake) = &self.wake {
-                // Without the thread the read's own polling still makes progress.
-                let _ = wake.send(());
+        pub fn watch(&self, submitted: wgpu::SubmissionIndex) {
+            if let Some(submissions) = &self.submissions {
+                // Fails without the thread only, which every read reports.
+                let _ = submissions.send(submitted);
             }
         }
     }
 
     impl Drop for Waiter {
         fn drop(&mut self) {
-            self.wake = None;
+            self.submissions = None;
             if let Some(thread) = self.thread.take() {
                 let _ = thread.join();
             }

@@ -5,7 +5,9 @@
 //! `x_v4(i)`, `y_set(i, v)`, ...; `i` counts elements from the view's start) are generated here, so that shaders name
 //! views and never bindings. All of it works on any [`Handle`], so that tests build every kernel without a device.
 
+use std::borrow::Cow;
 use std::fmt::Write;
+use std::path::Path;
 
 use selkie_core::backend::Handle;
 use selkie_core::ops::Access;
@@ -16,6 +18,9 @@ use selkie_core::tensor::{DType, Tensor};
 const MAX_GROUPS: usize = 65535;
 /// Bytes of a parameter block: one dynamic offset step of the strictest device.
 pub const PARAM_BYTES: usize = 256;
+
+/// Steps of a sum over a subgroup, for shaders that make one.
+const SHUFFLES: &str = "SHUFFLES";
 
 /// A shader file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,6 +41,12 @@ macro_rules! shader {
     };
 }
 pub(crate) use shader;
+
+/// A shader's text: that of a file in the folder `SELKIE_SHADERS`, for development, or the one in the binary.
+fn source_of(shader: Shader) -> Cow<'static, str> {
+    let file = std::env::var_os("SELKIE_SHADERS").map(|dir| Path::new(&dir).join(format!("{}.wgsl", shader.stem)));
+    file.and_then(|file| std::fs::read_to_string(file).ok()).map_or(shader.text.into(), Cow::Owned)
+}
 
 /// How a view's elements are stored in its binding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -139,35 +150,78 @@ impl Spec {
         }
         s.push_str(include_str!("../../shaders/common.wgsl"));
         self.views.iter().for_each(|v| v.accessors(&self.bindings[v.binding], &mut s));
+        if let Some(Const::U32(steps)) = self.consts.iter().find(|c| c.0 == SHUFFLES).map(|c| c.1) {
+            let sum: String = (0..steps).map(|i| format!(" s += subgroupShuffleXor(s, {}u);", 1 << i)).collect();
+            let _ = writeln!(s, "fn shuffled(x: f32) -> f32 {{ var s = x;{sum} return s; }}");
+        }
         self.text(&mut s);
         s
     }
 
+    /// The constant `name`, for lines that are repeated.
+    fn count(&self, name: &str) -> usize {
+        let value = self.consts.iter().find(|(n, _)| *n == name);
+        let Some((_, Const::U32(n))) = value else { panic!("{}: no constant {name}", self.shader.stem) };
+        *n as usize
+    }
+
     /// The file's text, with lines between `#if FLAG`, `#else` and `#endif` as the flags say: what is left out may name views
-    /// that the op does not have.
+    /// that the op does not have. Lines between `#for i COUNT` and `#end` are repeated with `$i` as 0, 1, ..: loads that
+    /// stand one after the other are in flight together, whatever a driver makes of loops.
     fn text(&self, s: &mut String) {
-        let mut keep = vec![];
-        for line in self.shader.text.lines() {
-            match line.trim_start().split_once(' ').unwrap_or((line.trim_start(), "")) {
-                ("#if", flag) => {
+        let file = source_of(self.shader);
+        let lines: Vec<&str> = file.lines().collect();
+        let rest = self.block(&lines, &[], true, s);
+        assert!(rest.is_empty(), "{}: {} without its beginning", self.shader.stem, rest[0].trim());
+    }
+
+    /// Adds lines up to the end of a block, if they are kept, and returns what follows from that end on.
+    fn block<'t>(&self, mut lines: &'t [&'t str], vars: &[(&str, usize)], keep: bool, s: &mut String) -> &'t [&'t str] {
+        while let Some((line, rest)) = lines.split_first() {
+            let here = lines;
+            let mut words = line.split_whitespace();
+            lines = rest;
+            match words.next() {
+                Some("#if") => {
+                    let flag = words.next().unwrap_or_default();
                     let value = self.consts.iter().find(|(name, _)| *name == flag);
-                    let on = matches!(value, Some((_, Const::Bool(true))));
-                    assert!(value.is_some(), "{}: no flag {flag}", self.shader.stem);
-                    keep.push(on);
+                    let on = match value {
+                        Some((_, Const::Bool(on))) => *on,
+                        // Flags may depend on those around them.
+                        _ => !keep || panic!("{}: no flag {flag}", self.shader.stem),
+                    };
+                    lines = self.block(lines, vars, keep && on, s);
+                    if lines.first().is_some_and(|l| l.trim() == "#else") {
+                        lines = self.block(&lines[1..], vars, keep && !on, s);
+                    }
+                    assert!(!lines.is_empty(), "{}: #if without #endif", self.shader.stem);
+                    lines = &lines[1..];
                 }
-                ("#else", _) => {
-                    let last = keep.last_mut().expect("#else follows #if");
-                    *last = !*last;
+                Some("#for") => {
+                    let (var, count) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+                    let count = count.parse().unwrap_or_else(|_| if keep { self.count(count) } else { 1 });
+                    let body = lines;
+                    for i in 0..count.max(1) {
+                        let inner = [vars, &[(var, i)]].concat();
+                        lines = self.block(body, &inner, keep && count > 0, s);
+                    }
+                    assert!(!lines.is_empty(), "{}: #for without #end", self.shader.stem);
+                    lines = &lines[1..];
                 }
-                ("#endif", _) => drop(keep.pop()),
-                _ if keep.iter().all(|k| *k) => {
-                    s.push_str(line);
+                // The caller looks at the end itself.
+                Some("#else" | "#endif" | "#end") => return here,
+                _ if keep => {
+                    let mut line = (*line).to_owned();
+                    for (var, i) in vars {
+                        line = line.replace(&format!("${var}"), &i.to_string());
+                    }
+                    s.push_str(&line);
                     s.push('\n');
                 }
                 _ => {}
             }
         }
-        assert!(keep.is_empty(), "{}: #if without #endif", self.shader.stem);
+        lines
     }
 }
 
@@ -188,7 +242,12 @@ impl ViewSpec {
             }
             Elem::Bf16 | Elem::F16 => {
                 let unpack = if self.elem == Elem::Bf16 { "bf16x4" } else { "f16x4" };
+                f(format!(
+                    "alias {n}_raw = vec4<u32>;\nfn {n}_unpack(w: {n}_raw) -> mat2x4<f32> {{ \
+                     return mat2x4<f32>({unpack}(w.xy), {unpack}(w.zw)); }}"
+                ));
                 if binding.wide {
+                    f(format!("fn {n}_raw8(i: u32) -> {n}_raw {{ return b{b}[({at}) >> 3u]; }}"));
                     f(format!(
                         "fn {n}_v8(i: u32) -> mat2x4<f32> {{ let w = b{b}[({at}) >> 3u]; \
                          return mat2x4<f32>({unpack}(w.xy), {unpack}(w.zw)); }}"
@@ -198,6 +257,10 @@ impl ViewSpec {
                          return {unpack}(select(w.xy, w.zw, (({at}) & 4u) != 0u)); }}"
                     ));
                 } else {
+                    f(format!(
+                        "fn {n}_raw8(i: u32) -> {n}_raw {{ let j = ({at}) >> 1u; \
+                         return vec4<u32>(b{b}[j], b{b}[j + 1u], b{b}[j + 2u], b{b}[j + 3u]); }}"
+                    ));
                     f(format!(
                         "fn {n}_v4(i: u32) -> vec4<f32> {{ let j = ({at}) >> 1u; \
                          return {unpack}(vec2<u32>(b{b}[j], b{b}[j + 1u])); }}"
@@ -222,6 +285,10 @@ impl ViewSpec {
             }
             if self.elem == Elem::F32 {
                 f(format!("fn {n}_v8(i: u32) -> mat2x4<f32> {{ return mat2x4<f32>({n}_v4(i), {n}_v4(i + 4u)); }}"));
+                f(format!(
+                    "alias {n}_raw = mat2x4<f32>;\nfn {n}_raw8(i: u32) -> {n}_raw {{ return {n}_v8(i); }}\n\
+                     fn {n}_unpack(w: {n}_raw) -> mat2x4<f32> {{ return w; }}"
+                ));
             }
         }
         if self.access != ViewAccess::Read {
@@ -246,32 +313,41 @@ pub struct Kernel<B> {
     pub op: &'static str,
     /// What it is compiled from.
     pub spec: Spec,
-    /// Buffers by binding, from binding 1 on: first byte and number of bytes bound.
-    pub buffers: Vec<(B, u64, u64)>,
+    /// Buffers by binding, from binding 1 on (`None` = the scratch arena): first byte and number of bytes bound.
+    pub buffers: Vec<(Option<B>, u64, u64)>,
     /// The words of `Params`.
     pub params: Vec<u32>,
     /// Workgroups.
     pub grid: [u32; 3],
 }
 
+impl<B> Kernel<B> {
+    /// Bytes of the scratch arena that the kernel uses.
+    pub fn scratch(&self) -> u64 {
+        let end = |(buf, from, bytes): &(Option<B>, u64, u64)| if buf.is_none() { from + bytes } else { 0 };
+        self.buffers.iter().map(end).max().unwrap_or(0)
+    }
+}
+
 /// A [`Kernel`] being put together.
-pub struct Builder<'a, B> {
+pub struct Builder<B> {
     shader: Shader,
     consts: Vec<(&'static str, Const)>,
     params: Vec<(&'static str, &'static str, u32)>,
-    views: Vec<View<'a, B>>,
+    views: Vec<View<B>>,
 }
 
-struct View<'a, B> {
+struct View<B> {
     name: &'static str,
-    tensor: &'a Tensor<B>,
+    /// `None` = the scratch arena.
+    tensor: Tensor<Option<B>>,
     access: Access,
     /// The shader only uses groups of four elements at multiples of four within a row.
     vector: bool,
     atomic: bool,
 }
 
-impl<'a, B: Handle> Builder<'a, B> {
+impl<B: Handle> Builder<B> {
     /// No constants, parameters or views yet.
     pub fn new(shader: Shader) -> Self {
         Self { shader, consts: vec![], params: vec![], views: vec![] }
@@ -289,6 +365,16 @@ impl<'a, B: Handle> Builder<'a, B> {
         self
     }
 
+    /// `SUBGROUP` and, with subgroups of `size` threads, `shuffled(x)`: the sum of x over `lanes` threads that lie next to each
+    /// other, or over the subgroup if that is smaller, for each of them.
+    pub fn subgroup(self, size: Option<usize>, lanes: usize) -> Self {
+        let b = self.flag("SUBGROUP", size.is_some());
+        match size.map(|size| size.min(lanes)) {
+            Some(size) => b.constant("SUBGROUP_SIZE", size).constant(SHUFFLES, size.ilog2() as usize),
+            None => b,
+        }
+    }
+
     /// `P.name: u32`.
     pub fn param(mut self, name: &'static str, value: usize) -> Self {
         self.params.push((name, "u32", value as u32));
@@ -302,28 +388,39 @@ impl<'a, B: Handle> Builder<'a, B> {
     }
 
     /// The view `name`, of which the shader uses single elements.
-    pub fn view(self, name: &'static str, access: Access, tensor: &'a Tensor<B>) -> Self {
+    pub fn view(self, name: &'static str, access: Access, tensor: &Tensor<B>) -> Self {
         self.push(name, access, tensor, false, false)
     }
 
     /// The view `name`, of which the shader uses groups of four elements at multiples of four within a row, and single
     /// elements only to read.
-    pub fn vectors(self, name: &'static str, access: Access, tensor: &'a Tensor<B>) -> Self {
+    pub fn vectors(self, name: &'static str, access: Access, tensor: &Tensor<B>) -> Self {
         self.push(name, access, tensor, true, false)
     }
 
     /// The view `name` of words that several workgroups update.
-    pub fn atomics(self, name: &'static str, tensor: &'a Tensor<B>) -> Self {
+    pub fn atomics(self, name: &'static str, tensor: &Tensor<B>) -> Self {
         self.push(name, Access::InPlace, tensor, false, true)
     }
 
-    fn push(mut self, name: &'static str, access: Access, tensor: &'a Tensor<B>, vector: bool, atomic: bool) -> Self {
-        self.views.push(View { name, tensor, access, vector, atomic });
+    /// The view `name` of `[rows, len]` words of the scratch arena from word `offset` on, of which the shader uses groups of
+    /// four like those of [`Builder::vectors`].
+    pub fn scratch(mut self, name: &'static str, access: Access, offset: usize, [rows, len]: [usize; 2]) -> Self {
+        let mut tensor = Tensor::new(None, DType::U32, &[rows, len]);
+        tensor.offset = offset;
+        self.views.push(View { name, tensor, access, vector: true, atomic: false });
+        self
+    }
+
+    fn push(mut self, name: &'static str, access: Access, tensor: &Tensor<B>, vector: bool, atomic: bool) -> Self {
+        let mut place = Tensor::new(Some(tensor.buf.clone()), tensor.dtype, tensor.dims());
+        (place.offset, place.row_stride) = (tensor.offset, tensor.row_stride);
+        self.views.push(View { name, tensor: place, access, vector, atomic });
         self
     }
 
     /// The step's integers as the view `ints`, and where its sections lie.
-    pub fn step(self, step: &'a Step<B>) -> Self {
+    pub fn step(self, step: &Step<B>) -> Self {
         let b: &Bucket = &step.bucket;
         self.view("ints", Access::Read, &step.ints)
             .param("tokens", b.tokens)
@@ -341,10 +438,10 @@ impl<'a, B: Handle> Builder<'a, B> {
     /// The kernel over `groups` workgroups, numbered by `group_index`. Buffers larger than `max_binding` are bound in part.
     pub fn build(mut self, op: &'static str, groups: usize, max_binding: u64) -> Kernel<B> {
         self.params.push(("groups", "u32", groups as u32));
-        let mut bindings: Vec<(BindingSpec, usize, B, u64, u64)> = vec![];
+        let mut bindings: Vec<(BindingSpec, Option<usize>, Option<B>, u64, u64)> = vec![];
         let mut views = vec![];
         for v in &self.views {
-            let t = v.tensor;
+            let t = &v.tensor;
             let elem = match t.dtype {
                 _ if v.atomic => Elem::Atomic,
                 DType::F32 => Elem::F32,
@@ -356,7 +453,7 @@ impl<'a, B: Handle> Builder<'a, B> {
             let per_vector = 16 / t.dtype.bytes();
             let aligned = t.offset % per_vector == 0 && (t.rows() <= 1 || t.row_stride % per_vector == 0);
             let wide = v.vector && aligned && t.row_len() % per_vector == 0;
-            let (id, writable) = (t.buf.id(), v.access != Access::Read);
+            let (id, writable) = (t.buf.as_ref().map(Handle::id), v.access != Access::Read);
             let (from, to) = (t.byte_offset() as u64, t.byte_end() as u64);
             let binding = match bindings.iter().position(|(_, other, ..)| *other == id) {
                 Some(i) => {
@@ -383,7 +480,7 @@ impl<'a, B: Handle> Builder<'a, B> {
         let mut buffers = vec![];
         for (_, _, buf, first, last) in &bindings {
             // Storage that the device rounds up to vectors; see `Backend::alloc`.
-            let all = buf.bytes().max(1).next_multiple_of(16);
+            let all = buf.as_ref().map_or(u64::MAX, |b| b.bytes().max(1).next_multiple_of(16));
             let from = if all <= max_binding { 0 } else { first / 256 * 256 };
             let to = if all <= max_binding { all } else { last.next_multiple_of(16).min(all) };
             buffers.push((buf.clone(), from, to - from));

@@ -3,29 +3,78 @@
 use std::collections::{HashMap, HashSet};
 
 use naga::proc::Layouter;
-use naga::valid::{Capabilities, ValidationFlags, Validator};
+use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
 use naga::{AddressSpace, StorageAccess};
+use selkie_core::backend::Handle;
 use selkie_core::cases;
+use selkie_core::ops::{Act, Activation, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
+use selkie_core::tensor::{DType, Tensor};
 use selkie_wgpu::kernel::Spec;
-use selkie_wgpu::lower::{Facts, lower};
+use selkie_wgpu::lower::{Facts, lower, lower_step};
 
 /// WebGPU's defaults.
 const STORAGE_BUFFERS: usize = 8;
 const WORKGROUP_BYTES: u32 = 16 << 10;
 const INVOCATIONS: u32 = 256;
-const FACTS: Facts = Facts { max_binding: 1 << 30 };
+/// Sizes of subgroups: none, and those that were run.
+const SUBGROUPS: [Option<usize>; 3] = [None, Some(8), Some(32)];
 
-/// The variants of all cases, with a case that needs each.
+/// The variants of all cases and of what is fused, with a case that needs each.
 fn variants() -> HashMap<Spec, String> {
     let mut all = HashMap::new();
-    for case in cases::all() {
-        let kernels = lower(&case.plain_op(), &FACTS).unwrap_or_else(|e| panic!("{}: {e}", case.id()));
-        for k in kernels {
-            assert!(k.grid.iter().all(|n| (1..=65535).contains(n)), "{}: grid {:?}", case.id(), k.grid);
-            all.entry(k.spec).or_insert_with(|| case.id());
+    for facts in SUBGROUPS.map(|subgroup| Facts { max_binding: 1 << 30, subgroup }) {
+        for case in cases::all() {
+            let kernels = lower(&case.plain_op(), &facts).unwrap_or_else(|e| panic!("{}: {e}", case.id()));
+            for k in kernels {
+                assert!(k.grid.iter().all(|n| (1..=65535).contains(n)), "{}: grid {:?}", case.id(), k.grid);
+                all.entry(k.spec).or_insert_with(|| case.id());
+            }
+        }
+        for (rows, k, gate, up) in
+            [(1, 4096, false, false), (1, 768, true, false), (2, 64, false, true), (8, 4096, true, true)]
+        {
+            let kernels = lower_step(&fusible(rows, k, gate, up), &facts).expect("supported shapes");
+            assert_eq!(kernels.len(), 1, "norm, product and activation become one dispatch");
+            all.extend(kernels.into_iter().map(|k| (k.spec, "fused".into())));
         }
     }
     all
+}
+
+/// A buffer by number.
+#[derive(Clone)]
+struct Plain(usize);
+
+impl Handle for Plain {
+    fn id(&self) -> usize {
+        self.0
+    }
+
+    fn bytes(&self) -> u64 {
+        1 << 20
+    }
+}
+
+fn fusible(rows: usize, k: usize, gate: bool, up: bool) -> [Op<Plain>; 3] {
+    let tensor = |id: usize, dims: &[usize]| Tensor::new(Plain(id), DType::F32, dims);
+    let (x, u, z) = (tensor(0, &[rows, k]), tensor(1, &[rows, k]), tensor(2, &[rows, k]));
+    let n = if up { 96 } else { 48 };
+    let w = Tensor::new(Plain(3), DType::Bf16, &[n, k]);
+    let out = tensor(4, &[rows, n]);
+    let gate = gate.then_some(Gate { z, act: Act::Silu, before: true });
+    let w = Weight { blocks: vec![RowBlock { w, col: 0 }], n, k };
+    [
+        RmsNorm { x, add: None, weight: tensor(5, &[k]), gate, out: u.clone(), eps: 1e-5, groups: 1 }.into(),
+        Matmul { x: u, w, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
+        Activation {
+            gate: out.cols(0, 48),
+            up: up.then(|| out.cols(48, 48)),
+            row_gate: None,
+            out: tensor(6, &[rows, 48]),
+            act: Act::Silu,
+        }
+        .into(),
+    ]
 }
 
 #[test]
@@ -37,7 +86,9 @@ fn every_variant_is_valid_and_within_the_default_limits() {
         let source = spec.source();
         let module = naga::front::wgsl::parse_str(&source)
             .unwrap_or_else(|e| panic!("{} ({case}): {}", spec.label(), e.emit_to_string(&source)));
-        Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32)
+        Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32 | Capabilities::SUBGROUP)
+            .subgroup_stages(ShaderStages::COMPUTE)
+            .subgroup_operations(SubgroupOperationSet::all())
             .validate(&module)
             .unwrap_or_else(|e| panic!("{} ({case}): {}", spec.label(), e.emit_to_string(&source)));
         let mut layouter = Layouter::default();

@@ -4,12 +4,17 @@ use selkie_core::backend::Handle;
 use selkie_core::error::Result;
 use selkie_core::ops::Access::{Read, Write};
 use selkie_core::ops::{Attention, RopeKv};
+use selkie_core::step::PAGE;
 
-use super::{Facts, quads};
+use super::{Facts, demand, quads};
 use crate::kernel::{Builder, Kernel, shader};
 
 /// Fewest tokens per row for which queries share their keys in tiles.
 const FEW_TOKENS: usize = 4;
+
+/// Workgroups that few tokens' pages are split for, and the most parts that are put together again.
+const GROUPS: usize = 1024;
+const MOST_SPLITS: usize = 64;
 
 pub(super) fn rope_kv<B: Handle>(op: &RopeKv<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let hd = op.head_dim;
@@ -65,6 +70,34 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
             .vectors("out", Write, &op.out);
         return Ok(vec![tile.build("attention", b.tokens.div_ceil(tokens) * kv_heads, facts.max_binding)]);
     }
-    let one = base(shader!("attention")).param("heads_per_kv", per_kv).view("out", Write, &op.out);
-    Ok(vec![one.build("attention", b.tokens * heads, facts.max_binding)])
+    demand(hd <= 512, "attention", || format!("a head dim of {hd}; at most 512 is supported"))?;
+    // Query heads that share the keys they read.
+    let together = (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1);
+    let items = b.tokens * heads / together;
+    // Parts of a token's pages, and words of what one makes of a head.
+    let splits = (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages);
+    let partial = [b.tokens * heads * splits, hd + 4];
+    let part = base(shader!("attention"))
+        .constant("HEADS", together)
+        .constant("HELD", hd.div_ceil(16))
+        .constant("LOADS", PAGE.div_ceil(1024 / hd))
+        .subgroup(facts.subgroup.filter(|size| *size >= 4), 4)
+        .flag("PARTIAL", splits > 1)
+        .param("splits", splits)
+        .param("per", b.pages.div_ceil(splits))
+        .param("heads_per_kv", per_kv);
+    if splits == 1 {
+        return Ok(vec![part.vectors("out", Write, &op.out).build("attention", items, facts.max_binding)]);
+    }
+    let merge = Builder::new(shader!("attention_merge"))
+        .constant("HEAD_DIM", hd)
+        .param("heads", heads)
+        .param("splits", splits)
+        .step(&op.step)
+        .scratch("partial", Read, 0, partial)
+        .vectors("out", Write, &op.out);
+    Ok(vec![
+        part.scratch("partial", Write, 0, partial).build("attention", items * splits, facts.max_binding),
+        merge.build("attention", b.tokens * heads, facts.max_binding),
+    ])
 }

@@ -38,16 +38,33 @@ pub(super) fn route<B: Handle>(op: &Route<B>, facts: &Facts) -> Result<Vec<Kerne
     Ok(vec![b.build("route", op.step.bucket.tokens, facts.max_binding)])
 }
 
+/// Ids of a part of a vocabulary, and the most that one workgroup looks through alone.
+const PART: usize = 2048;
+const ALONE: usize = 8192;
+
 pub(super) fn sample<B: Handle>(op: &Sample<B>, facts: &Facts) -> Vec<Kernel<B>> {
-    vec![
-        Builder::new(shader!("sample"))
-            .param("vocab", op.logits.row_len())
+    let (vocab, outputs) = (op.logits.row_len(), op.step.bucket.outputs);
+    let parts = if vocab > ALONE { vocab.div_ceil(PART) } else { 0 };
+    let base = |find| {
+        let b = Builder::new(shader!("sample"))
+            .flag("FIND", find)
+            .flag("FOUND", !find && parts > 0)
+            .constant("PART", PART)
+            .constant("LOADS", PART / 256)
+            .param("vocab", vocab)
             .step(&op.step)
             .view("logits", Read, &op.logits)
             .view("lanes", Read, &op.lanes)
-            .atomics("seen", &op.seen)
-            .view("last", InPlace, &op.last)
-            .view("ids", Write, &op.ids)
-            .build("sample", op.step.bucket.outputs, facts.max_binding),
-    ]
+            .atomics("seen", &op.seen);
+        match parts {
+            0 => b,
+            _ => b.param("parts", parts).scratch("parts", if find { Write } else { Read }, 0, [outputs * parts, 4]),
+        }
+    };
+    let choose = base(false).view("last", InPlace, &op.last).view("ids", Write, &op.ids);
+    let choose = choose.build("sample", outputs, facts.max_binding);
+    match parts {
+        0 => vec![choose],
+        _ => vec![base(true).build("sample", outputs * parts, facts.max_binding), choose],
+    }
 }

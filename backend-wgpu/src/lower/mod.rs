@@ -19,6 +19,8 @@ use crate::kernel::Kernel;
 pub struct Facts {
     /// Largest storage binding in bytes.
     pub max_binding: u64,
+    /// Threads of a subgroup, where subgroups can be used and all are of one size.
+    pub subgroup: Option<usize>,
 }
 
 /// The dispatches of `op`, in order.
@@ -50,6 +52,24 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         }
     }
     Ok(kernels.into_iter().filter(|k| k.grid.iter().all(|n| *n > 0)).collect())
+}
+
+/// The dispatches of a step. Ops that follow one another become one dispatch where a shader does both: a dispatch that waits
+/// for another costs a GPU about 2 µs, and a decode step has hundreds.
+///
+/// # Errors
+/// Those of [`lower`].
+pub fn lower_step<B: Handle>(mut ops: &[Op<B>], facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let mut kernels = vec![];
+    while let Some(op) = ops.first() {
+        let (count, some) = match dense::fused(ops, facts)? {
+            Some((count, kernel)) => (count, vec![kernel]),
+            None => (1, lower(op, facts)?),
+        };
+        kernels.extend(some);
+        ops = &ops[count..];
+    }
+    Ok(kernels)
 }
 
 /// The number of an activation in the shaders.

@@ -42,7 +42,7 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     quads("selective_scan", "the state size", n)?;
     let quads = n / 4;
     // A power of two that divides the quads of a row of the state.
-    let lanes = (quads & quads.wrapping_neg()).min(16);
+    let lanes = (quads & quads.wrapping_neg()).min(facts.subgroup.map_or(16, |size| size.min(16)));
     let parts = (heads * p).div_ceil(256 / lanes);
     demand(quads / lanes <= 64, "selective_scan", || format!("a state size of {n}"))?;
     Ok(vec![
@@ -51,6 +51,7 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
             .constant("STATE", n)
             .constant("LANES", lanes)
             .constant("VECTORS", quads / lanes)
+            .subgroup(facts.subgroup, lanes)
             .flag("PER_CHANNEL", op.form == ScanForm::PerChannel)
             .param("parts", parts)
             .param("state_rows", heads * p)
