@@ -1,8 +1,17 @@
-// Puts together what attention made of the parts of a token's pages: a workgroup of 64 threads per token and head.
+// Puts together what attention made of the parts of a token's pages: a workgroup of 256 threads per token and head, a thread
+// per quad of the head and every TEAMS-th part.
 
-@compute @workgroup_size(64)
+const QUADS: u32 = HEAD_DIM / 4u;
+const TEAMS: u32 = 256u / QUADS;
+
+var<workgroup> sums: array<vec4<f32>, 256>;
+// Largest score and sum of weights of a part.
+var<workgroup> largest: array<f32, SPLITS>;
+var<workgroup> totals: array<f32, SPLITS>;
+
+@compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) lane: u32) {
+        @builtin(local_invocation_index) thread: u32) {
     let index = group_index(group, groups);
     if index >= P.groups {
         return;
@@ -11,22 +20,34 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if ints_at(P.token_row + t) == NONE {
         return;
     }
-    let first = index * P.splits * P.partial_row;
-    // The largest score and the sum of weights of a part.
-    var largest = LOWEST;
-    for (var s = 0u; s < P.splits; s++) {
-        largest = max(largest, bitcast<f32>(partial_v4(first + s * P.partial_row + HEAD_DIM).x));
+    let first = index * SPLITS * P.partial_row;
+    if thread < SPLITS {
+        let facts = bitcast<vec4<f32>>(partial_v4(first + thread * P.partial_row + HEAD_DIM));
+        largest[thread] = facts.x;
+        totals[thread] = facts.y;
     }
-    for (var d = 4u * lane; d < HEAD_DIM; d += 256u) {
-        var sum = vec4<f32>();
+    workgroupBarrier();
+    var top = LOWEST;
+    for (var s = 0u; s < SPLITS; s++) {
+        top = max(top, largest[s]);
+    }
+    let quad = thread % QUADS;
+    var sum = vec4<f32>();
+    for (var s = thread / QUADS; s < SPLITS; s += TEAMS) {
+        sum += exp(largest[s] - top) * bitcast<vec4<f32>>(partial_v4(first + s * P.partial_row + 4u * quad));
+    }
+    sums[thread] = sum;
+    workgroupBarrier();
+    if thread < QUADS {
         var total = 0.0;
-        for (var s = 0u; s < P.splits; s++) {
-            let at = first + s * P.partial_row;
-            let facts = bitcast<vec4<f32>>(partial_v4(at + HEAD_DIM));
-            let factor = exp(facts.x - largest);
-            total += factor * facts.y;
-            sum += factor * bitcast<vec4<f32>>(partial_v4(at + d));
+        for (var s = 0u; s < SPLITS; s++) {
+            total += exp(largest[s] - top) * totals[s];
         }
-        out_set4(t * P.out_row + index % P.heads * HEAD_DIM + d, sum * select(0.0, 1.0 / total, total > 0.0));
+        sum = vec4<f32>();
+        for (var i = 0u; i < TEAMS; i++) {
+            sum += sums[i * QUADS + thread];
+        }
+        let factor = select(0.0, 1.0 / total, total > 0.0);
+        out_set4(t * P.out_row + index % P.heads * HEAD_DIM + 4u * thread, sum * factor);
     }
 }

@@ -2,8 +2,9 @@
 // thread takes eight elements of K at a time and all MR rows of x, with DEEP loads of every weight row in flight. A workgroup
 // makes WG / LANES * ROWS columns of MR rows.
 //
-// NORM: x is normed on its way in, u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm, and the first team writes u.
-// ACTIVATE: mid = act(out) is written too; with SIDES = 2 mid = act(out of the first half) * out of the second half.
+// NORM: x is normed on its way in, u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm; to KEEP u the first team writes
+// it. ACTIVATE: mid = act(out) is written too; with SIDES = 2 mid = act(out of the first half) * out of the second half.
+// CONV: P.channels columns of the one token are convolved with the inputs in its state, as in conv1d.
 
 const SPAN: u32 = 8u * LANES;
 const TEAMS: u32 = WG / LANES;
@@ -175,6 +176,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if lane == $mu {
         factor *= scale$m;
     }
+#if KEEP
     if first == 0u {
         for (var k = 8u * lane; k < P.k; k += SPAN) {
             let u = scaled(gated($mu, k), k);
@@ -182,6 +184,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             u_set4($mu * P.u_row + k + 4u, scale$m * u[1]);
         }
     }
+#endif
 #end
 #endif
     var sum = 0.0;
@@ -229,5 +232,40 @@ fn store(m: u32, n: u32, half: u32, value: f32, before: f32) -> f32 {
         mid_set(m * P.mid_row + n, activate(ACT, before) * v);
     }
 #endif
+#if CONV
+    if n >= P.first_channel && n - P.first_channel < P.channels {
+        convolve(n - P.first_channel, v);
+    }
+#endif
     return v;
 }
+
+#if CONV
+// The step of channel c for the only token of row 0; 0 if it is padding.
+fn convolve(c: u32, x: f32) {
+    if ints_at(P.row_table + 1u) == 0u {
+        mid_set(c, 0.0);
+        return;
+    }
+    let chunk = P.chunk_table + 5u * ints_at(P.row_table + 2u);
+    let src = ints_at(chunk + 3u);
+    let dst = ints_at(chunk + 4u);
+    var window: array<f32, TAPS>;
+    if src != 0u {
+        for (var j = 0u; j + 1u < TAPS; j++) {
+            window[j] = pool_at(src * P.pool_row + c * (TAPS - 1u) + j);
+        }
+    }
+    window[TAPS - 1u] = x;
+    var v = taps_at(c * P.taps_row + TAPS);
+    for (var j = 0u; j < TAPS; j++) {
+        v += taps_at(c * P.taps_row + j) * window[j];
+    }
+    mid_set(c, activate(ACT, v));
+    if dst != 0u {
+        for (var j = 0u; j + 1u < TAPS; j++) {
+            pool_set(dst * P.pool_row + c * (TAPS - 1u) + j, window[j + 1u]);
+        }
+    }
+}
+#endif

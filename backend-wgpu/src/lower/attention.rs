@@ -91,8 +91,8 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     }
     let merge = Builder::new(shader!("attention_merge"))
         .constant("HEAD_DIM", hd)
+        .constant("SPLITS", splits)
         .param("heads", heads)
-        .param("splits", splits)
         .step(&op.step)
         .scratch("partial", Read, 0, partial)
         .vectors("out", Write, &op.out);

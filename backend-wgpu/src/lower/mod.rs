@@ -5,6 +5,7 @@ mod attention;
 mod choice;
 mod dense;
 mod experts;
+mod gemv;
 mod scan;
 
 use selkie_core::backend::Handle;
@@ -13,6 +14,9 @@ use selkie_core::ops::{Act, Op, RowBlock};
 use selkie_core::tensor::DType;
 
 use crate::kernel::Kernel;
+
+/// Storage buffers that a dispatch may bind by WebGPU's defaults.
+const MOST_BINDINGS: usize = 8;
 
 /// What lowering depends on.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +66,7 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
 pub fn lower_step<B: Handle>(mut ops: &[Op<B>], facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let mut kernels = vec![];
     while let Some(op) = ops.first() {
-        let (count, some) = match dense::fused(ops, facts)? {
+        let (count, some) = match gemv::fused(ops, facts)? {
             Some((count, kernel)) => (count, vec![kernel]),
             None => (1, lower(op, facts)?),
         };

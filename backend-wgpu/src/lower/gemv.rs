@@ -1,0 +1,212 @@
+//! Products of few rows, and the ops around one that become part of its dispatch.
+
+use selkie_core::backend::Handle;
+use selkie_core::error::Result;
+use selkie_core::ops::Access::{InPlace, Read, Write};
+use selkie_core::ops::{Activation, Conv1d, Matmul, Op, RmsNorm, RowBlock};
+use selkie_core::tensor::Tensor;
+
+use super::{Facts, MOST_BINDINGS, act, eights, lanes};
+use crate::kernel::{Builder, Kernel, shader};
+
+/// Most weights of a product that norms its x itself: every workgroup does that anew, and a dispatch of its own costs 5 µs.
+const NORMED_WEIGHTS: usize = 1 << 24;
+
+/// Most rows of a product that take the matrix-vector shader.
+pub(super) const FEW_ROWS: usize = 8;
+
+/// What a product of few rows does beside the product.
+pub(super) struct Fused<'a, B> {
+    /// The norm that makes its x, and whether that is written for others too.
+    norm: Option<(&'a RmsNorm<B>, bool)>,
+    /// The activation of what it makes.
+    activation: Option<&'a Activation<B>>,
+    /// The convolution of some of its columns.
+    conv: Option<&'a Conv1d<B>>,
+}
+
+impl<B> Default for Fused<'_, B> {
+    fn default() -> Self {
+        Self { norm: None, activation: None, conv: None }
+    }
+}
+
+/// The first ops of `ops` in one dispatch, and how many they are: a product of few rows, with the norm before it or the
+/// activation or convolution after it or both. What lies between them is written too, unless a later op overwrites it unread.
+pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Kernel<B>)>> {
+    let (norm, rest) = match ops {
+        [Op::RmsNorm(norm), rest @ ..] => (Some(norm), rest),
+        _ => (None, ops),
+    };
+    let Some((Op::Matmul(op), rest)) = rest.split_first() else { return Ok(None) };
+    let [block] = op.w.blocks.as_slice() else { return Ok(None) };
+    // A norm that does not fit stays in front, and the product is looked at again after it.
+    if op.x.rows() > FEW_ROWS || !op.w.k.is_multiple_of(8) || norm.is_some_and(|norm| !takes_norm(op, norm)) {
+        return Ok(None);
+    }
+    let mut fused = Fused { norm: norm.map(|norm| (norm, !overwritten(&op.x, rest))), ..Fused::default() };
+    // Nothing after it writes what other workgroups still read.
+    let reads = |id: usize| [&op.x, norm.map_or(&op.x, |n| &n.x), &op.out].iter().any(|t| t.buf.id() == id);
+    let mut kernel = None;
+    match rest.first() {
+        Some(Op::Activation(next)) if takes_activation(op, next) && !reads(next.out.buf.id()) => {
+            fused.activation = Some(next);
+        }
+        Some(Op::Conv1d(next)) if takes_conv(op, next) && !reads(next.out.buf.id()) => {
+            fused.conv = Some(next);
+            let with = product(op, block, &fused, facts)?;
+            if with.buffers.len() <= MOST_BINDINGS {
+                kernel = Some(with);
+            } else {
+                fused.conv = None;
+            }
+        }
+        _ => {}
+    }
+    let after = fused.activation.is_some() || fused.conv.is_some();
+    if norm.is_none() && !after {
+        return Ok(None);
+    }
+    let kernel = kernel.map_or_else(|| product(op, block, &fused, facts), Ok)?;
+    Ok(Some((1 + usize::from(norm.is_some()) + usize::from(after), kernel)))
+}
+
+/// Whether two views are of the same elements.
+fn same<B: Handle>(a: &Tensor<B>, b: &Tensor<B>) -> bool {
+    let place = |t: &Tensor<B>| (t.buf.id(), t.dtype, t.offset, t.row_stride);
+    place(a) == place(b) && a.dims() == b.dims()
+}
+
+/// Whether the next op that touches a view's buffer overwrites the view.
+fn overwritten<B: Handle>(t: &Tensor<B>, later: &[Op<B>]) -> bool {
+    let touching = |op: &Op<B>| -> Vec<bool> {
+        let views = op.tensors().into_iter().filter(|(_, v)| v.buf.id() == t.buf.id());
+        views.map(|(access, v)| access == Write && same(v, t)).collect()
+    };
+    later.iter().map(touching).find(|views| !views.is_empty()).is_some_and(|views| views.into_iter().all(|w| w))
+}
+
+fn takes_norm<B: Handle>(op: &Matmul<B>, norm: &RmsNorm<B>) -> bool {
+    let reads = [Some(&norm.x), Some(&norm.weight), norm.gate.as_ref().map(|g| &g.z)];
+    // Other workgroups still read what the first ones write.
+    let apart = reads.into_iter().flatten().all(|t| t.buf.id() != op.out.buf.id() && t.buf.id() != op.x.buf.id());
+    let whole = norm.groups == 1 && norm.add.is_none() && norm.gate.as_ref().is_none_or(|g| g.before);
+    let small = op.w.n * op.w.k <= NORMED_WEIGHTS;
+    small && whole && apart && same(&norm.out, &op.x) && op.x.buf.id() != op.out.buf.id()
+}
+
+fn takes_activation<B: Handle>(op: &Matmul<B>, next: &Activation<B>) -> bool {
+    let inner = next.out.row_len();
+    let halves = match &next.up {
+        None => op.w.n == inner && same(&next.gate, &op.out),
+        Some(up) if op.w.n == 2 * inner => {
+            same(&next.gate, &op.out.cols(0, inner)) && same(up, &op.out.cols(inner, inner))
+        }
+        Some(_) => false,
+    };
+    halves && next.row_gate.is_none() && !op.accumulate && next.out.rows() == op.x.rows()
+}
+
+/// A convolution of columns of one token, which is a row of one chunk.
+fn takes_conv<B: Handle>(op: &Matmul<B>, next: &Conv1d<B>) -> bool {
+    let x = &next.x;
+    let inside =
+        x.buf.id() == op.out.buf.id() && x.offset >= op.out.offset && x.offset + x.row_len() <= op.out.offset + op.w.n;
+    inside && next.step.bucket.tokens == 1 && op.x.rows() == 1 && !op.accumulate && op.scale == 1.0
+}
+
+/// The product with one row block of the weight.
+pub(super) fn product<B: Handle>(
+    op: &Matmul<B>,
+    block: &RowBlock<B>,
+    fused: &Fused<'_, B>,
+    facts: &Facts,
+) -> Result<Kernel<B>> {
+    let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
+    let eight = eights("matmul", block, k)?;
+    let sides = if fused.activation.is_some_and(|next| next.up.is_some()) { 2 } else { 1 };
+    let norm = fused.norm.map(|(norm, _)| norm);
+    let plan = Gemv::pick(k, if eight { 8 } else { 4 }, norm.is_some(), norm.is_some_and(|norm| norm.gate.is_some()));
+    let mut b = plan
+        .constants(Builder::new(shader!("matmul_vec")), facts, k)
+        .constant("MR", m)
+        .constant("SIDES", sides)
+        .flag("EIGHT", eight)
+        .flag("BIAS", op.bias.is_some())
+        .flag("ACCUMULATE", op.accumulate)
+        .flag("NORM", fused.norm.is_some())
+        .flag("ACTIVATE", fused.activation.is_some())
+        .flag("CONV", fused.conv.is_some())
+        .param("n", n / sides)
+        .param("k", k)
+        .param("col", block.col)
+        .float("scale", op.scale)
+        .vectors("x", Read, norm.map_or(&op.x, |norm| &norm.x))
+        .vectors("w", Read, &block.w)
+        .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
+    if let Some(bias) = &op.bias {
+        b = b.view("bias", Read, bias);
+    }
+    if let Some((norm, keep)) = fused.norm {
+        b = b.vectors("norm", Read, &norm.weight).float("eps", norm.eps);
+        b = b.flag("KEEP", keep).flag("GATE", norm.gate.is_some());
+        if keep {
+            b = b.vectors("u", Write, &norm.out);
+        }
+        if let Some(gate) = &norm.gate {
+            b = b.constant("GATE_ACT", act(gate.act)).vectors("z", Read, &gate.z);
+        }
+    }
+    if let Some(next) = fused.activation {
+        b = b.constant("ACT", act(next.act)).view("mid", Write, &next.out);
+    }
+    if let Some(next) = fused.conv {
+        b = b
+            .constant("TAPS", next.weight.row_len() - 1)
+            .constant("ACT", act(next.act))
+            .param("first_channel", next.x.offset - op.out.offset)
+            .param("channels", next.x.row_len())
+            .step(&next.step)
+            .view("taps", Read, &next.weight)
+            .view("pool", InPlace, &next.pool)
+            .view("mid", Write, &next.out);
+    }
+    Ok(b.build("matmul", n.div_ceil(plan.threads / plan.lanes * plan.rows), facts.max_binding))
+}
+
+/// How few rows are multiplied: see `matmul_vec.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Gemv {
+    /// Threads of a workgroup.
+    threads: usize,
+    /// Threads that share weight rows.
+    lanes: usize,
+    /// Weight rows that they share.
+    rows: usize,
+    /// Loads of a row that a thread has in flight.
+    deep: usize,
+}
+
+impl Gemv {
+    /// Chosen by measurement on an H200, for `step` elements at a time. A norm on the way in is paid by every workgroup: more
+    /// rows share it, and one with a gate needs more threads.
+    fn pick(k: usize, step: usize, norm: bool, gate: bool) -> Self {
+        let even = |lanes: usize| (k / step).is_multiple_of(lanes);
+        let lanes = match lanes(k, step) {
+            most if gate => most,
+            most => [128, 64].into_iter().find(|n| *n <= most && even(*n)).unwrap_or(most.min(128)),
+        };
+        let rows = if norm && !gate { 4 } else { 2 };
+        Self { threads: 256, lanes, rows, deep: (k / (step * lanes)).clamp(1, 4) }
+    }
+
+    fn constants<B: Handle>(&self, b: Builder<B>, facts: &Facts, k: usize) -> Builder<B> {
+        b.constant("WG", self.threads)
+            .constant("LANES", self.lanes)
+            .constant("ROWS", self.rows)
+            .constant("DEEP", self.deep)
+            .flag("REST", !k.is_multiple_of(8 * self.lanes * self.deep))
+            .subgroup(facts.subgroup, self.lanes)
+            .flag("ACROSS", facts.subgroup.is_none_or(|size| self.lanes > size))
+    }
+}
