@@ -279,7 +279,7 @@ fn bf16_on(name: &'static str, bf16_state: bool) -> Vec<Trial> {
 /// WebGPU's default limits, and weights, states and KV pages in pieces of at most `BYTES`: every pool and the larger weights
 /// are split.
 fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
-    common::wgpu_with(selkie_wgpu::Options { force_default_limits: true, max_piece: Some(BYTES) })
+    common::wgpu_with(selkie_wgpu::Options { force_default_limits: true, max_piece: Some(BYTES), no_subgroups: true })
 }
 
 fn split(name: &'static str, open: fn() -> Result<WgpuBackend>, slots: usize, which: &[&str]) -> Vec<Trial> {

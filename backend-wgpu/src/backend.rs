@@ -31,10 +31,13 @@ const LEAST_PART: usize = 48;
 pub struct WgpuBackend {
     caps: Caps,
     facts: Facts,
-    gpu: Arc<Gpu>,
+    pub(crate) gpu: Arc<Gpu>,
     pipelines: RefCell<Pipelines>,
     /// Ops whose shaders are compiled at load.
     measured: RefCell<Vec<Op<Buf>>>,
+    /// Dispatches of the last tape played and of all, and the host's time for them.
+    #[cfg(not(target_arch = "wasm32"))]
+    played: Cell<(usize, usize, std::time::Duration)>,
     /// Where ops keep what only their own dispatches need.
     arena: RefCell<Option<Buf>>,
     next_id: Cell<usize>,
@@ -50,7 +53,7 @@ pub struct Rec {
 
 /// A recorded step: dispatches, and handles to what they touch.
 pub struct Tape {
-    dispatches: Vec<Dispatch>,
+    pub(crate) dispatches: Vec<Dispatch>,
     /// The next replay, encoded while the device was busy with the last one: a command buffer can be submitted once only.
     ready: RefCell<Option<wgpu::CommandBuffer>>,
     _bufs: Vec<Buf>,
@@ -124,6 +127,8 @@ impl WgpuBackend {
             gpu,
             pipelines,
             measured: RefCell::default(),
+            #[cfg(not(target_arch = "wasm32"))]
+            played: Cell::default(),
             arena: RefCell::default(),
             next_id: Cell::new(1),
             gone,
@@ -194,6 +199,34 @@ impl WgpuBackend {
             assert!(k.scratch() <= bytes, "{} needs {} bytes of scratch, {bytes} are reserved", k.op, k.scratch());
         }
         self.pipelines.borrow_mut().dispatches(kernels, arena.as_ref())
+    }
+
+    /// A tape of kernels.
+    pub(crate) fn tape(&self, kernels: Vec<Kernel<Buf>>) -> Result<Tape> {
+        let dispatches = self.dispatches(&kernels)?;
+        let mut bufs: Vec<Buf> = kernels.into_iter().flat_map(|k| k.buffers).filter_map(|(b, ..)| b).collect();
+        bufs.extend(self.arena.borrow().clone());
+        bufs.sort_by_key(Handle::id);
+        bufs.dedup_by_key(|b| b.id());
+        Ok(Tape { dispatches, ready: RefCell::default(), _bufs: bufs })
+    }
+
+    /// What benches say about pipelines and tapes.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) fn counts(&self) -> Vec<String> {
+        let pipelines = self.pipelines.borrow();
+        let mut lines = vec![format!(
+            "{} pipelines compiled in {:.0} ms, {}",
+            pipelines.len(),
+            pipelines.compiling.as_secs_f64() * 1e3,
+            if pipelines.warm() { "with the file of an earlier run" } else { "without a file of an earlier run" },
+        )];
+        let (last, dispatches, time) = self.played.get();
+        if dispatches > 0 {
+            let each = time.as_secs_f64() * 1e6 / dispatches as f64;
+            lines.push(format!("{last} dispatches in the last decode step, {each:.2} µs of API calls each"));
+        }
+        lines
     }
 
     /// The dispatches as one compute pass.
@@ -299,20 +332,22 @@ impl Backend for WgpuBackend {
     }
 
     fn record(&self, f: impl FnOnce(&mut Rec) -> Result<()>) -> Result<Tape> {
-        let kernels = self.lowered(f)?;
-        let dispatches = self.dispatches(&kernels)?;
-        let mut bufs: Vec<Buf> = kernels.into_iter().flat_map(|k| k.buffers).filter_map(|(b, ..)| b).collect();
-        bufs.extend(self.arena.borrow().clone());
-        bufs.sort_by_key(Handle::id);
-        bufs.dedup_by_key(|b| b.id());
-        Ok(Tape { dispatches, ready: RefCell::default(), _bufs: bufs })
+        self.tape(self.lowered(f)?)
     }
 
     fn play(&self, tape: &Tape) -> Result<()> {
         self.gpu.deferred.check()?;
+        #[cfg(not(target_arch = "wasm32"))]
+        let start = std::time::Instant::now();
         let step = tape.ready.take().unwrap_or_else(|| self.encode(&tape.dispatches));
         self.gpu.queue.submit([step]);
         tape.ready.replace(Some(self.encode(&tape.dispatches)));
+        #[cfg(not(target_arch = "wasm32"))]
+        {
+            let (_, dispatches, time) = self.played.get();
+            let count = tape.dispatches.len();
+            self.played.set((count, dispatches + count, time + start.elapsed()));
+        }
         Ok(())
     }
 

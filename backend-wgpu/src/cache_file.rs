@@ -11,6 +11,8 @@ mod native {
     /// A pipeline cache and the file it is kept in.
     pub struct CacheFile {
         cache: Option<(wgpu::PipelineCache, PathBuf)>,
+        /// The file was there.
+        warm: bool,
         changed: Cell<bool>,
     }
 
@@ -19,15 +21,20 @@ mod native {
         pub fn open(device: &wgpu::Device, info: &wgpu::AdapterInfo) -> Self {
             let path = wgpu::util::pipeline_cache_key(info).zip(directory()).map(|(name, dir)| dir.join(name));
             let path = path.filter(|_| device.features().contains(wgpu::Features::PIPELINE_CACHE));
+            let data = path.as_ref().and_then(|path| std::fs::read(path).ok());
             let cache = path.map(|path| {
-                let data = std::fs::read(&path).ok();
                 let desc =
                     wgpu::PipelineCacheDescriptor { label: Some("selkie"), data: data.as_deref(), fallback: true };
                 // SAFETY: the data was written by `drop` below for an adapter with the same key; wgpu and the driver check
                 // its header, and with `fallback` they start empty if it does not fit.
                 (unsafe { device.create_pipeline_cache(&desc) }, path)
             });
-            Self { cache, changed: Cell::new(false) }
+            Self { cache, warm: data.is_some(), changed: Cell::new(false) }
+        }
+
+        /// Whether the file was there.
+        pub fn warm(&self) -> bool {
+            self.warm
         }
 
         /// What pipelines are compiled with.

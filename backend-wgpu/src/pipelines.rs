@@ -67,6 +67,9 @@ pub struct Pipelines {
     blocks: HashMap<Vec<u32>, (usize, u32)>,
     stride: usize,
     gone: Rc<RefCell<Vec<usize>>>,
+    /// Time spent on compiling.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) compiling: std::time::Duration,
 }
 
 impl Pipelines {
@@ -83,7 +86,15 @@ impl Pipelines {
             blocks: HashMap::new(),
             stride: PARAM_BYTES.next_multiple_of(align.max(1)),
             gone: gone.clone(),
+            #[cfg(not(target_arch = "wasm32"))]
+            compiling: Default::default(),
         }
+    }
+
+    /// Whether what an earlier run compiled was found.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn warm(&self) -> bool {
+        self.cache.warm()
     }
 
     /// Number of pipelines.
@@ -136,7 +147,13 @@ impl Pipelines {
         let layouts: Vec<Rc<Layout>> = missing.iter().map(|s| self.layout(s.layout())).collect();
         let jobs: Vec<(&Spec, &wgpu::PipelineLayout)> =
             missing.iter().copied().zip(layouts.iter().map(|l| &l.pipeline)).collect();
+        #[cfg(not(target_arch = "wasm32"))]
+        let start = std::time::Instant::now();
         let compiled = compile_all(&self.gpu, self.cache.get(), &jobs);
+        #[cfg(not(target_arch = "wasm32"))]
+        {
+            self.compiling += start.elapsed();
+        }
         for ((spec, layout), compiled) in missing.iter().zip(&layouts).zip(compiled) {
             let pipeline = Pipeline { pipeline: compiled?, layout: layout.clone() };
             self.pipelines.insert((*spec).clone(), Rc::new(pipeline));

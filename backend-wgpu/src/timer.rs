@@ -1,16 +1,101 @@
-//! Timing of steps, for benches: by the host's clock.
+//! Timing of steps, for benches: by the device's clock where it has one.
 
-use selkie_core::{backend::Backend, error::Result, timer::Timer};
+use std::time::Instant;
 
-use crate::{WgpuBackend, buffer::Buf};
+use selkie_core::{
+    backend::Backend,
+    error::Result,
+    tensor::{DType, Tensor},
+    timer::Timer,
+};
+
+use crate::{
+    WgpuBackend,
+    backend::Tape,
+    buffer::{Buf, Read},
+    lower,
+};
 
 /// More than the largest cache of a GPU, within WebGPU's default limits.
 const FLUSH_BYTES: u64 = 128 << 20;
+/// Words that are read to find out how fast that goes, and how often.
+const PROBE_WORDS: usize = 128 << 20;
+const PROBES: usize = 20;
 
 impl Timer for WgpuBackend {
     fn flush(&self) -> Result<()> {
         let buf: Buf = self.alloc("flush", FLUSH_BYTES)?;
         self.clear(&buf);
         Ok(())
+    }
+
+    async fn time(&self, tape: &Tape) -> Result<f64> {
+        match self.timed(tape) {
+            Some(read) => {
+                let bytes = read.await?;
+                let tick = |i: usize| bytes[8 * i..8 * i + 8].iter().rev().fold(0, |v, b| v << 8 | u64::from(*b));
+                Ok(tick(1).saturating_sub(tick(0)) as f64 * f64::from(self.gpu.queue.get_timestamp_period()) / 1e3)
+            }
+            None => {
+                let fence = Tensor::new(self.alloc("fence", 4)?, DType::U32, &[1]);
+                self.read(&fence).await?;
+                let start = Instant::now();
+                self.play(tape)?;
+                self.read(&fence).await?;
+                Ok(start.elapsed().as_secs_f64() * 1e6)
+            }
+        }
+    }
+
+    async fn facts(&self) -> Result<Vec<String>> {
+        let mut lines = self.counts();
+        let words = PROBE_WORDS.min(self.caps().max_binding as usize / 4) / 16384 * 16384;
+        let src = Tensor::new(self.alloc("read probe", 4 * words as u64)?, DType::U32, &[words]);
+        let out = Tensor::new(self.alloc("read probe", 4)?, DType::U32, &[1]);
+        let kernel = lower::read_probe(&src, &out, self.caps().max_binding);
+        let tape = self.tape(vec![kernel; PROBES])?;
+        let mut times = vec![];
+        for _ in 0..5 {
+            times.push(self.time(&tape).await? / PROBES as f64);
+        }
+        times.sort_by(f64::total_cmp);
+        lines.push(format!("a shader that only reads: {:.0} GB/s", 4e-3 * words as f64 / times[2]));
+        Ok(lines)
+    }
+}
+
+impl WgpuBackend {
+    /// Plays a tape between two readings of the device's clock and reads both; `None` without a clock.
+    fn timed(&self, tape: &Tape) -> Option<Read> {
+        let device = &self.gpu.device;
+        if !device.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+            return None;
+        }
+        let query_set = device.create_query_set(&wgpu::QuerySetDescriptor {
+            label: Some("times"),
+            ty: wgpu::QueryType::Timestamp,
+            count: 2,
+        });
+        let times = device.create_buffer(&wgpu::BufferDescriptor {
+            label: Some("times"),
+            size: 16,
+            usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
+            mapped_at_creation: false,
+        });
+        let mut encoder = device.create_command_encoder(&Default::default());
+        {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+                label: Some("timed step"),
+                timestamp_writes: Some(wgpu::ComputePassTimestampWrites {
+                    query_set: &query_set,
+                    beginning_of_pass_write_index: Some(0),
+                    end_of_pass_write_index: Some(1),
+                }),
+            });
+            tape.dispatches.iter().for_each(|d| d.encode(&mut pass));
+        }
+        encoder.resolve_query_set(&query_set, 0..2, &times, 0);
+        self.gpu.queue.submit([encoder.finish()]);
+        Some(Read::new(&self.gpu, &times, 0, 16))
     }
 }

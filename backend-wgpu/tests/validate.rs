@@ -10,7 +10,7 @@ use selkie_core::cases;
 use selkie_core::ops::{Act, Activation, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
 use selkie_core::tensor::{DType, Tensor};
 use selkie_wgpu::kernel::Spec;
-use selkie_wgpu::lower::{Facts, lower, lower_step};
+use selkie_wgpu::lower::{Facts, lower, lower_step, read_probe};
 
 /// WebGPU's defaults.
 const STORAGE_BUFFERS: usize = 8;
@@ -41,6 +41,8 @@ fn variants() -> HashMap<Spec, String> {
             all.extend(kernels.into_iter().map(|k| (k.spec, "fused".into())));
         }
     }
+    let (src, out) = (Tensor::new(Plain(0), DType::U32, &[1 << 18]), Tensor::new(Plain(1), DType::U32, &[1]));
+    all.insert(read_probe(&src, &out, 1 << 30).spec, "read probe".into());
     all
 }
 

@@ -39,4 +39,12 @@ pub trait Timer: Backend {
             Ok(start.elapsed().as_secs_f64() * 1e6)
         }
     }
+
+    /// Lines for people about what the backend did since it was opened: launches, what they cost the host, compiled code.
+    ///
+    /// # Errors
+    /// Those of [`Backend::play`] and [`Backend::read`].
+    fn facts(&self) -> impl Future<Output = Result<Vec<String>>> {
+        async { Ok(vec![]) }
+    }
 }

@@ -12,6 +12,7 @@ use selkie_core::{
     session::Session,
     step::{Bucket, PAGE, Step},
     tensor::{DType, Tensor},
+    timer::Timer,
 };
 use serde_json::{Value, json};
 
@@ -55,6 +56,10 @@ struct Facts {
     step_bytes: u64,
     /// Operations of one prompt.
     prompt_flops: u64,
+    /// Seconds that loading took.
+    load: f64,
+    /// What the backend says about itself.
+    notes: Vec<String>,
     /// What the machine can do.
     machine: Option<Machine>,
 }
@@ -71,7 +76,7 @@ struct Machine {
 impl Job for Speed<'_> {
     type Out = Facts;
 
-    fn run<B: Backend>(self, backend: B) -> Outcome<Facts> {
+    fn run<B: Timer>(self, backend: B) -> Outcome<Facts> {
         let (prompt, decode) = (self.args.prompt_tokens, self.args.decode_tokens);
         let batch = self.args.batch;
         let step_tokens = self.args.step_tokens.min(batch * prompt).max(batch);
@@ -84,7 +89,9 @@ impl Job for Speed<'_> {
             prefix_cache: false,
             ..EngineOptions::default()
         };
+        let start = Instant::now();
         let mut session = model::load(backend, self.files, &options)?;
+        let load = start.elapsed().as_secs_f64();
         let is_cpu = session.engine().caps().backend == "cpu";
         let mut best = Times { prefill: f64::INFINITY, decode: f64::INFINITY };
         // The first run touches the weights and compiles what is compiled late.
@@ -105,7 +112,10 @@ impl Job for Speed<'_> {
         let machine =
             is_cpu.then(|| Machine { threads, read: probe::read_bandwidth(threads), matmul: probe::matmul_rate() });
         let engine = session.engine();
+        let notes = pollster::block_on(engine.runner().backend().facts())?;
         Ok(Facts {
+            load,
+            notes,
             model: self.files.label().to_owned(),
             family: engine.spec().family.clone(),
             parameters: engine.spec().parameters,
@@ -247,6 +257,8 @@ impl Facts {
             "({sequences}{} prompt tokens in steps of {}, {} generated)",
             self.prompt_tokens, self.step_tokens, self.decode_tokens
         ));
+        lines.push(format!("loaded in {:.2} s", self.load));
+        lines.extend(self.notes.iter().cloned());
         lines.join("\n") + "\n"
     }
 
@@ -261,6 +273,8 @@ impl Facts {
             "version": env!("CARGO_PKG_VERSION"),
             "batch": self.batch,
             "step_tokens": self.step_tokens,
+            "load_seconds": self.load,
+            "notes": self.notes,
             "prompt_tokens": self.prompt_tokens,
             "decode_tokens": self.decode_tokens,
             "prefill_tokens_per_second": self.prefill,

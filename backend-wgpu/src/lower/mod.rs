@@ -10,10 +10,10 @@ mod scan;
 
 use selkie_core::backend::Handle;
 use selkie_core::error::{Error, Result};
-use selkie_core::ops::{Act, Op, RowBlock};
-use selkie_core::tensor::DType;
+use selkie_core::ops::{Access, Act, Op, RowBlock};
+use selkie_core::tensor::{DType, Tensor};
 
-use crate::kernel::Kernel;
+use crate::kernel::{Builder, Kernel, shader};
 
 /// Storage buffers that a dispatch may bind by WebGPU's defaults.
 const MOST_BINDINGS: usize = 8;
@@ -74,6 +74,12 @@ pub fn lower_step<B: Handle>(mut ops: &[Op<B>], facts: &Facts) -> Result<Vec<Ker
         ops = &ops[count..];
     }
     Ok(kernels)
+}
+
+/// The dispatch that reads a whole `[n] u32` and writes nothing to `out`; n a multiple of 16384.
+pub fn read_probe<B: Handle>(src: &Tensor<B>, out: &Tensor<B>, max_binding: u64) -> Kernel<B> {
+    let kernel = Builder::new(shader!("read_probe")).vectors("src", Access::Read, src).view("out", Access::Write, out);
+    kernel.build("read_probe", src.len() / 16384, max_binding)
 }
 
 /// The number of an activation in the shaders.
