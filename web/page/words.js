@@ -22,7 +22,6 @@ export function explain({ promptTokens, matched, reused, reason }) {
 /** What to do, where the engine's own sentence does not say it. @type {Record<string, string>} */
 const ADVICE = {
   too_large: "A smaller model fits, and the CPU has other limits than the GPU.",
-  bad_model: "Download it again and choose the new copy.",
   device_lost: "That happens when a driver restarts or memory runs short. The chat is still here.",
   out_of_memory: "Close other tabs, or choose a smaller model.",
 };
