@@ -1,17 +1,42 @@
 // Attention of many tokens: a workgroup takes the query heads of one KV head for a tile of TOKENS tokens, 64 queries or
-// fewer. 4 threads share a query and hold every fourth quad of it and of its result; keys and values pass through
-// workgroup memory KEYS at a time. Taken where rows have several tokens.
+// fewer, and walks the keys a page at a time with a running maximum. A thread makes 4 queries x 4 keys of the products,
+// over slices of 32 of the head dim, and then 4 queries x COLUMNS quads of the result, over slices of DEPTH keys. Taken where
+// rows have several tokens.
 
 const HEAD_QUADS: u32 = HEAD_DIM / 4u;
-const HELD: u32 = HEAD_DIM / 16u;
+const SLICE: u32 = 32u;
+const SLICES: u32 = (HEAD_DIM + SLICE - 1u) / SLICE;
+// Quads of a row of values in workgroup memory.
+const SPAN: u32 = 16u * COLUMNS;
 
-var<workgroup> keys_tile: array<vec4<f32>, KEYS * HEAD_QUADS>;
-var<workgroup> values_tile: array<vec4<f32>, KEYS * HEAD_QUADS>;
-var<workgroup> products: array<f32, 256u * KEYS>;
+// In turn: a slice of queries and one of keys, each transposed; the maxima; a slice of weights and one of values.
+var<workgroup> tile: array<vec4<f32>, 1024>;
 
 // The first position that a query at `position` sees.
 fn window_begin(position: u32) -> u32 {
     return select(0u, position + 1u - P.window, position + 1u > P.window);
+}
+
+// 4 elements from d on of the query with number q in the tile.
+fn query(t0: u32, kv: u32, q: u32, d: u32) -> vec4<f32> {
+    let t = min(t0 + q / GROUP, P.tokens - 1u);
+    return P.scale * q_v4(t * P.q_row + (kv * GROUP + q % GROUP) * HEAD_DIM + d);
+}
+
+// Block i of a slice: 4 x 4 of the queries, then of the keys of the page at `place`, transposed.
+fn fetch(i: u32, slice: u32, t0: u32, kv: u32, place: u32) -> mat4x4<f32> {
+    let d = slice * SLICE + i % 8u * 4u;
+    let r = i / 8u % 16u * 4u;
+    if d >= HEAD_DIM {
+        return mat4x4<f32>();
+    }
+    if i < 128u {
+        return transpose(mat4x4<f32>(query(t0, kv, r, d), query(t0, kv, r + 1u, d), query(t0, kv, r + 2u, d),
+                                     query(t0, kv, r + 3u, d)));
+    }
+    let at = place + r * HEAD_DIM + d;
+    return transpose(mat4x4<f32>(keys_v4(at), keys_v4(at + HEAD_DIM), keys_v4(at + 2u * HEAD_DIM),
+                                 keys_v4(at + 3u * HEAD_DIM)));
 }
 
 @compute @workgroup_size(256)
@@ -22,30 +47,29 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
     let kv = index % P.kv_heads;
-    let t0 = index / P.kv_heads * TOKENS;
+    // The last tokens see the most keys: they start first.
+    let t0 = (P.groups / P.kv_heads - 1u - index / P.kv_heads) * TOKENS;
     let count = min(TOKENS, P.tokens - t0);
-    let q = thread / 4u;
-    let lane = thread % 4u;
-    let t = t0 + q / GROUP;
-    let column = (kv * GROUP + q % GROUP) * HEAD_DIM;
-    var my_row = NONE;
-    var begin = 0u;
-    var end = 0u;
-    var query: array<vec4<f32>, HELD>;
-    var acc: array<vec4<f32>, HELD>;
-    if q < count * GROUP {
-        my_row = ints_at(P.token_row + t);
+    let tm = thread / 16u;
+    let tn = thread % 16u;
+    // Of the thread's 4 queries: the row of the batch, and the positions that they see.
+    var rows = vec4<u32>(NONE);
+    var begin = vec4<u32>();
+    var end = vec4<u32>();
+#for i 4
+    if 4u * tm + $iu < count * GROUP {
+        let t = t0 + (4u * tm + $iu) / GROUP;
+        rows[$i] = ints_at(P.token_row + t);
+        end[$i] = ints_at(P.positions + t) + 1u;
+        begin[$i] = window_begin(end[$i] - 1u);
     }
-    if my_row != NONE {
-        let position = ints_at(P.positions + t);
-        begin = window_begin(position);
-        end = position + 1u;
-        for (var i = 0u; i < HELD; i++) {
-            query[i] = P.scale * q_v4(t * P.q_row + column + 4u * (lane + 4u * i));
-        }
-    }
-    var largest = LOWEST;
-    var total = 0.0;
+#end
+    var largest = vec4<f32>(LOWEST);
+    // Over the thread's own keys only.
+    var total = vec4<f32>();
+#for c COLUMNS
+    var acc$c = mat4x4<f32>();
+#end
     // The tile's tokens row by row: they share pages.
     var first = 0u;
     while first < count {
@@ -60,62 +84,105 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         if row != NONE {
             let low = window_begin(ints_at(P.positions + t0 + first));
             let high = ints_at(P.positions + t0 + last - 1u) + 1u;
-            for (var k0 = low / KEYS * KEYS; k0 < high; k0 += KEYS) {
+            for (var k0 = low / PAGE * PAGE; k0 < high; k0 += PAGE) {
                 let page = ints_at(P.page_table + row * P.pages + k0 / PAGE);
-                let place = (kv * PAGE + k0 % PAGE) * HEAD_DIM;
-                workgroupBarrier();
-                for (var i = thread; i < KEYS * HEAD_QUADS; i += 256u) {
-                    // Nobody wrote what lies outside of the range.
-                    var k = vec4<f32>();
-                    var v = vec4<f32>();
-                    let position = k0 + i / HEAD_QUADS;
-                    if position >= low && position < high {
-                        k = keys_v4(page * P.keys_row + place + 4u * i);
-                        v = values_v4(page * P.values_row + place + 4u * i);
+                let keys_at = page * P.keys_row + kv * PAGE * HEAD_DIM;
+                let values_at = page * P.values_row + kv * PAGE * HEAD_DIM;
+                var next = fetch(thread, 0u, t0, kv, keys_at);
+                // One vector per query, of 4 keys.
+                var s = mat4x4<f32>();
+                for (var slice = 0u; slice < SLICES; slice++) {
+                    workgroupBarrier();
+                    // Columns are shuffled so that threads that store together hit different banks.
+                    let at = thread / 128u * 512u + thread % 8u * 64u + ((thread / 8u % 16u) ^ (thread % 8u));
+#for j 4
+                    tile[at + $ju * 16u] = next[$j];
+#end
+                    workgroupBarrier();
+                    if slice + 1u < SLICES {
+                        next = fetch(thread, slice + 1u, t0, kv, keys_at);
                     }
-                    keys_tile[i] = k;
-                    values_tile[i] = v;
+                    for (var d = 0u; d < SLICE; d++) {
+                        let q = tile[d * 16u + (tm ^ (d / 4u))];
+                        let k = tile[512u + d * 16u + (tn ^ (d / 4u))];
+#for i 4
+                        s[$i] += q[$i] * k;
+#end
+                    }
                 }
+                let keys = k0 + 4u * tn + vec4<u32>(0u, 1u, 2u, 3u);
+                var most = largest;
+#for i 4
+                let seen$i = (keys >= vec4<u32>(begin[$i])) & (keys < vec4<u32>(end[$i])) & vec4<bool>(rows[$i] == row);
+                let shown$i = select(vec4<f32>(LOWEST), s[$i], seen$i);
+                most[$i] = max(most[$i], max(max(shown$i.x, shown$i.y), max(shown$i.z, shown$i.w)));
+#end
                 workgroupBarrier();
-                for (var j = 0u; j < KEYS; j++) {
-                    var sum = vec4<f32>();
-                    for (var i = 0u; i < HELD; i++) {
-                        sum += query[i] * keys_tile[j * HEAD_QUADS + lane + 4u * i];
-                    }
-                    products[j * 256u + thread] = sum.x + sum.y + sum.z + sum.w;
+                tile[thread] = most;
+                workgroupBarrier();
+                for (var j = 0u; j < 16u; j++) {
+                    most = max(most, tile[16u * tm + j]);
                 }
-                workgroupBarrier();
-                if my_row == row {
-                    var scores: array<f32, KEYS>;
-                    let before = largest;
-                    for (var j = 0u; j < KEYS; j++) {
-                        let at = j * 256u + 4u * q;
-                        scores[j] = products[at] + products[at + 1u] + products[at + 2u] + products[at + 3u];
-                        if k0 + j >= begin && k0 + j < end {
-                            largest = max(largest, scores[j]);
-                        }
+                let rescale = exp(largest - most);
+                largest = most;
+                total *= rescale;
+                // One vector per key, of 4 queries.
+#for i 4
+                s[$i] = select(vec4<f32>(), exp(s[$i] - most[$i]), seen$i);
+                total[$i] += s[$i].x + s[$i].y + s[$i].z + s[$i].w;
+#for c COLUMNS
+                acc$c[$i] *= rescale[$i];
+#end
+#end
+                let weights = transpose(s);
+                for (var base = 0u; base < PAGE; base += DEPTH) {
+                    workgroupBarrier();
+                    if 4u * tn >= base && 4u * tn < base + DEPTH {
+#for j 4
+                        tile[(4u * tn + $ju - base) * 16u + tm] = weights[$j];
+#end
                     }
-                    let rescale = exp(before - largest);
-                    total *= rescale;
-                    for (var i = 0u; i < HELD; i++) {
-                        acc[i] *= rescale;
-                    }
-                    for (var j = 0u; j < KEYS; j++) {
-                        let weight = select(0.0, exp(scores[j] - largest), k0 + j >= begin && k0 + j < end);
-                        total += weight;
-                        for (var i = 0u; i < HELD; i++) {
-                            acc[i] += weight * values_tile[j * HEAD_QUADS + lane + 4u * i];
+                    for (var i = thread; i < DEPTH * SPAN; i += 256u) {
+                        // Nobody wrote what lies outside of the range.
+                        var v = vec4<f32>();
+                        let key = base + i / SPAN;
+                        if k0 + key >= low && k0 + key < high && i % SPAN < HEAD_QUADS {
+                            v = values_v4(values_at + key * HEAD_DIM + 4u * (i % SPAN));
                         }
+                        tile[DEPTH * 16u + i] = v;
+                    }
+                    workgroupBarrier();
+                    for (var k = 0u; k < DEPTH; k++) {
+                        let w = tile[k * 16u + tm];
+#for c COLUMNS
+                        let v$c = tile[DEPTH * 16u + k * SPAN + tn + $cu * 16u];
+#for i 4
+                        acc$c[$i] += w[$i] * v$c;
+#end
+#end
                     }
                 }
             }
         }
         first = last;
     }
-    if my_row != NONE {
-        let factor = select(0.0, 1.0 / total, total > 0.0);
-        for (var i = 0u; i < HELD; i++) {
-            out_set4(t * P.out_row + column + 4u * (lane + 4u * i), acc[i] * factor);
-        }
+    workgroupBarrier();
+    tile[thread] = total;
+    workgroupBarrier();
+    var sum = vec4<f32>();
+    for (var j = 0u; j < 16u; j++) {
+        sum += tile[16u * tm + j];
     }
+#for i 4
+    if rows[$i] != NONE {
+        let factor = select(0.0, 1.0 / sum[$i], sum[$i] > 0.0);
+        let q = 4u * tm + $iu;
+        let to = (t0 + q / GROUP) * P.out_row + (kv * GROUP + q % GROUP) * HEAD_DIM;
+#for c COLUMNS
+        if tn + $cu * 16u < HEAD_QUADS {
+            out_set4(to + 4u * (tn + $cu * 16u), factor * acc$c[$i]);
+        }
+#end
+    }
+#end
 }

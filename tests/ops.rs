@@ -196,8 +196,9 @@ fn main() {
     let recurrent = |case: &cases::Case| ["selective_scan", "gated_delta"].contains(&case.op);
     trials.extend(some_ops_on("cuda-bf16-state", bf16_state, Size::Bench, recurrent));
     trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
-    let plain = || common::wgpu_with(selkie_wgpu::Options { no_subgroups: true, ..Default::default() });
+    let plain = || common::wgpu_with(selkie_wgpu::Options { no_subgroups: true, f32: true, ..Default::default() });
     trials.extend(ops_on("wgpu-plain", plain, Size::Small));
+    trials.extend(ops_on("wgpu-coop", common::wgpu_coop, Size::Bench));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_fusions()));
     trials.extend(common::on("wgpu-plain", plain, wgpu_fusions()));

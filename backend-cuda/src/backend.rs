@@ -157,6 +157,7 @@ impl Cuda {
                 memory: Some(total),
                 free: Some(free),
                 act: activations,
+                products: activations,
                 kv: activations,
                 conv: activations,
                 state: if options.bf16_state { DType::Bf16 } else { DType::F32 },

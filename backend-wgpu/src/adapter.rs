@@ -12,6 +12,8 @@ pub struct Options {
     pub max_piece: Option<u64>,
     /// Use no subgroup operations even where the adapter has them.
     pub no_subgroups: bool,
+    /// Products in f32 even where the adapter has faster ones with f16 factors.
+    pub f32: bool,
 }
 
 /// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.
@@ -48,6 +50,22 @@ pub(crate) fn is_software(info: &wgpu::AdapterInfo) -> bool {
 pub(crate) fn describe(info: &wgpu::AdapterInfo) -> String {
     let software = if is_software(info) { ", software" } else { "" };
     format!("{} ({:?}{software})", info.name, info.backend)
+}
+
+/// Whether the adapter multiplies matrices as `shaders/matmul_coop.wgsl` wants them: 16 x 16 x 16 in subgroups of 32, f16
+/// factors, f32 sums, and workgroup memory for its tiles.
+pub(crate) fn has_cooperative_matrices(adapter: &wgpu::Adapter) -> bool {
+    let info = adapter.get_info();
+    let wanted = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_F16;
+    adapter.features().contains(wanted)
+        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
+        && adapter.limits().max_compute_workgroup_storage_size >= 48 << 10
+        && adapter.cooperative_matrix_properties().iter().any(|p| {
+            use wgpu::CooperativeScalarType::{F16, F32};
+            [p.m_size, p.n_size, p.k_size] == [16; 3]
+                && (p.ab_type, p.cr_type) == (F16, F32)
+                && !p.saturating_accumulation
+        })
 }
 
 /// Why the engine cannot run on an adapter, if so.

@@ -87,15 +87,22 @@ impl WgpuBackend {
     /// [`Error::NoDevice`] with the reason.
     pub async fn open(which: Option<&str>, options: Options) -> Result<Self> {
         let adapter = adapter::find(which).await?;
+        let cooperative = adapter::has_cooperative_matrices(&adapter) && !options.force_default_limits && !options.f32;
         let info = adapter.get_info();
         let has = adapter.limits();
         let limits = if options.force_default_limits { wgpu::Limits::default() } else { has.clone() };
+        let mut features = WANTED;
+        if cooperative {
+            features |= wgpu::Features::SHADER_F16 | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+        }
         let no_device = |e: String| Error::NoDevice { backend: "wgpu", why: format!("{}: {e}", info.name) };
         let (device, queue) = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("selkie"),
-                required_features: adapter.features() & WANTED,
+                required_features: adapter.features() & features,
                 required_limits: limits.clone(),
+                // SAFETY: the only experimental feature asked for is the matrices', and only where they are used.
+                experimental_features: unsafe { wgpu::ExperimentalFeatures::enabled() },
                 ..Default::default()
             })
             .await
@@ -108,6 +115,7 @@ impl WgpuBackend {
             memory: None,
             free: None,
             act: DType::F32,
+            products: if cooperative { DType::F16 } else { DType::F32 },
             kv: DType::F32,
             conv: DType::F32,
             state: DType::F32,
@@ -123,7 +131,7 @@ impl WgpuBackend {
         let pipelines = RefCell::new(Pipelines::new(&gpu, cache, &gone));
         Ok(Self {
             caps,
-            facts: Facts { max_binding, subgroup },
+            facts: Facts { max_binding, subgroup, cooperative },
             gpu,
             pipelines,
             measured: RefCell::default(),

@@ -124,6 +124,9 @@ impl Spec {
     /// The whole WGSL module.
     pub fn source(&self) -> String {
         let mut s = String::with_capacity(8192);
+        if self.consts.contains(&("COOPERATIVE", Const::Bool(true))) {
+            s.push_str("enable f16;\nenable wgpu_cooperative_matrix;\n");
+        }
         for (name, value) in &self.consts {
             let _ = match value {
                 Const::U32(v) => writeln!(s, "const {name}: u32 = {v}u;"),
@@ -188,7 +191,8 @@ impl Spec {
                     let on = match value {
                         Some((_, Const::Bool(on))) => *on,
                         // Flags may depend on those around them.
-                        _ => !keep || panic!("{}: no flag {flag}", self.shader.stem),
+                        _ if !keep => false,
+                        _ => panic!("{}: no flag {flag}", self.shader.stem),
                     };
                     lines = self.block(lines, vars, keep && on, s);
                     if lines.first().is_some_and(|l| l.trim() == "#else") {
@@ -329,6 +333,9 @@ impl<B> Kernel<B> {
     }
 }
 
+/// A binding: what it holds, the number of its buffer, the buffer (`None` = the scratch arena), first and last byte used.
+type Bound<B> = (BindingSpec, Option<usize>, Option<B>, u64, u64);
+
 /// A [`Kernel`] being put together.
 pub struct Builder<B> {
     shader: Shader,
@@ -405,10 +412,19 @@ impl<B: Handle> Builder<B> {
 
     /// The view `name` of `[rows, len]` words of the scratch arena from word `offset` on, of which the shader uses groups of
     /// four like those of [`Builder::vectors`].
-    pub fn scratch(mut self, name: &'static str, access: Access, offset: usize, [rows, len]: [usize; 2]) -> Self {
-        let mut tensor = Tensor::new(None, DType::U32, &[rows, len]);
+    pub fn scratch(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
+        self.words(name, access, offset, dims, true)
+    }
+
+    /// The same, of which the shader uses single words.
+    pub fn scratch_words(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
+        self.words(name, access, offset, dims, false)
+    }
+
+    fn words(mut self, name: &'static str, access: Access, offset: usize, dims: [usize; 2], vector: bool) -> Self {
+        let mut tensor = Tensor::new(None, DType::U32, &dims);
         tensor.offset = offset;
-        self.views.push(View { name, tensor, access, vector: true, atomic: false });
+        self.views.push(View { name, tensor, access, vector, atomic: false });
         self
     }
 
@@ -438,7 +454,7 @@ impl<B: Handle> Builder<B> {
     /// The kernel over `groups` workgroups, numbered by `group_index`. Buffers larger than `max_binding` are bound in part.
     pub fn build(mut self, op: &'static str, groups: usize, max_binding: u64) -> Kernel<B> {
         self.params.push(("groups", "u32", groups as u32));
-        let mut bindings: Vec<(BindingSpec, Option<usize>, Option<B>, u64, u64)> = vec![];
+        let mut bindings: Vec<Bound<B>> = vec![];
         let mut views = vec![];
         for v in &self.views {
             let t = &v.tensor;

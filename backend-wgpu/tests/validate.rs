@@ -18,11 +18,15 @@ const WORKGROUP_BYTES: u32 = 16 << 10;
 const INVOCATIONS: u32 = 256;
 /// Sizes of subgroups: none, and those that were run.
 const SUBGROUPS: [Option<usize>; 3] = [None, Some(8), Some(32)];
+/// What the variants with cooperative matrices need.
+const COOPERATIVE_WORKGROUP_BYTES: u32 = 48 << 10;
 
 /// The variants of all cases and of what is fused, with a case that needs each.
 fn variants() -> HashMap<Spec, String> {
     let mut all = HashMap::new();
-    let all_facts = SUBGROUPS.map(|subgroup| Facts { max_binding: 1 << 30, subgroup });
+    // The matrices need subgroups of 32.
+    let all_facts =
+        SUBGROUPS.map(|subgroup| Facts { max_binding: 1 << 30, subgroup, cooperative: subgroup == Some(32) });
     for case in cases::all() {
         let op = case.plain_op();
         for facts in &all_facts {
@@ -91,7 +95,14 @@ fn every_variant_is_valid_and_within_the_default_limits() {
         let source = spec.source();
         let module = naga::front::wgsl::parse_str(&source)
             .unwrap_or_else(|e| panic!("{} ({case}): {}", spec.label(), e.emit_to_string(&source)));
-        Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32 | Capabilities::SUBGROUP)
+        let cooperative = spec.stem() == "matmul_coop";
+        let plain = Capabilities::SHADER_FLOAT16_IN_FLOAT32 | Capabilities::SUBGROUP;
+        let (capabilities, workgroup_bytes) = if cooperative {
+            (plain | Capabilities::COOPERATIVE_MATRIX | Capabilities::SHADER_FLOAT16, COOPERATIVE_WORKGROUP_BYTES)
+        } else {
+            (plain, WORKGROUP_BYTES)
+        };
+        Validator::new(ValidationFlags::all(), capabilities)
             .subgroup_stages(ShaderStages::COMPUTE)
             .subgroup_operations(SubgroupOperationSet::all())
             .validate(&module)
@@ -107,7 +118,7 @@ fn every_variant_is_valid_and_within_the_default_limits() {
                 _ => {}
             }
         }
-        assert!(workgroup <= WORKGROUP_BYTES, "{} ({case}): {workgroup} bytes of workgroup memory", spec.label());
+        assert!(workgroup <= workgroup_bytes, "{} ({case}): {workgroup} bytes of workgroup memory", spec.label());
         assert!(storage.len() <= STORAGE_BUFFERS, "{} ({case}): {} storage buffers", spec.label(), storage.len());
         assert_eq!(storage, spec.layout(), "{}", spec.label());
         let entry = &module.entry_points[0];

@@ -32,6 +32,8 @@ pub struct Caps {
     pub free: Option<u64>,
     /// Dtype of activations.
     pub act: DType,
+    /// Precision of the factors in products of many rows: that of the weights, or less than `act`.
+    pub products: DType,
     /// Dtype of KV pages.
     pub kv: DType,
     /// Dtype of convolution states.

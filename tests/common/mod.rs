@@ -8,6 +8,7 @@ use std::collections::HashMap;
 
 use libtest_mimic::{Failed, Trial};
 use selkie_core::backend::Backend;
+use selkie_core::tensor::DType;
 use selkie_core::{Error, Result};
 use selkie_wgpu::{Options, WgpuBackend};
 
@@ -62,9 +63,18 @@ where
     tests.into_iter().map(trial).collect()
 }
 
-/// The preferred adapter; `WGPU_ADAPTER` names another.
+/// The preferred adapter; `WGPU_ADAPTER` names another. Products in f32.
 pub fn wgpu() -> Result<WgpuBackend> {
-    wgpu_with(Options::default())
+    wgpu_with(Options { f32: true, ..Options::default() })
+}
+
+/// The same with products on cooperative matrices, where the adapter has them.
+pub fn wgpu_coop() -> Result<WgpuBackend> {
+    let backend = wgpu_with(Options::default())?;
+    if backend.caps().products == DType::F32 {
+        return Err(Error::NoDevice { backend: "wgpu", why: "the adapter has no cooperative matrices".into() });
+    }
+    Ok(backend)
 }
 
 /// The same with limits of the caller's.

@@ -59,13 +59,13 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
             .vectors("keys", Read, &op.pool.k)
             .vectors("values", Read, &op.pool.v)
     };
-    // 64 queries in registers and some keys and values in 16 KiB.
-    if b.tokens >= FEW_TOKENS * b.rows && hd.is_multiple_of(16) && hd <= 256 && per_kv <= 64 {
+    if b.tokens >= FEW_TOKENS * b.rows && hd <= 256 && per_kv <= 64 {
         let tokens = 64 / per_kv;
         let tile = base(shader!("attention_tile"))
             .constant("GROUP", per_kv)
             .constant("TOKENS", tokens)
-            .constant("KEYS", if hd <= 128 { 8 } else { 4 })
+            .constant("COLUMNS", hd.div_ceil(64))
+            .constant("DEPTH", if hd <= 128 { 16 } else { 8 })
             .param("kv_heads", kv_heads)
             .vectors("out", Write, &op.out);
         return Ok(vec![tile.build("attention", b.tokens.div_ceil(tokens) * kv_heads, facts.max_binding)]);

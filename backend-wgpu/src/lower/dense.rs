@@ -5,7 +5,7 @@ use selkie_core::error::Result;
 use selkie_core::ops::Access::{InPlace, Read, Write};
 use selkie_core::ops::{Activation, Embed, Gather, Matmul, RmsNorm, RowBlock};
 
-use super::{Facts, act, eights, gemv, quads};
+use super::{Facts, act, coop, eights, gemv, quads};
 use crate::kernel::{Builder, Kernel, shader};
 
 pub(super) fn embed<B: Handle>(op: &Embed<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
@@ -89,6 +89,11 @@ pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result
 }
 
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let cooperative =
+        facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k));
+    if cooperative {
+        return Ok(coop::matmul(op, facts));
+    }
     op.w.blocks.iter().map(|block| product(op, block, facts)).collect()
 }
 
@@ -98,9 +103,12 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
         return gemv::product(op, block, &gemv::Fused::default(), facts);
     }
     eights("matmul", block, k)?;
-    let tile = m.next_power_of_two().clamp(16, 64);
-    let m_tiles = m.div_ceil(tile);
-    let mut b = Builder::new(shader!("matmul_tile"))
+    let tile = Tile::pick(m, n);
+    let m_tiles = m.div_ceil(tile.m);
+    let mut b = tile
+        .constants(Builder::new(shader!("matmul_tile")))
+        .flag("GROUPED", false)
+        .flag("PRODUCTS", false)
         .flag("BIAS", op.bias.is_some())
         .flag("ACCUMULATE", op.accumulate)
         .param("m", m)
@@ -108,7 +116,6 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
         .param("k", k)
         .param("col", block.col)
         .float("scale", op.scale)
-        .constant("BM", tile)
         .param("m_tiles", m_tiles)
         .vectors("x", Read, &op.x)
         .vectors("w", Read, &block.w)
@@ -116,5 +123,53 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
     if let Some(bias) = &op.bias {
         b = b.view("bias", Read, bias);
     }
-    Ok(b.build("matmul", m_tiles * n.div_ceil(64), facts.max_binding))
+    Ok(b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding))
+}
+
+/// How many rows are multiplied in f32: see `matmul_tile.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tile {
+    /// Rows of x.
+    pub m: usize,
+    /// Blocks of 4 x 4 of a thread: in m and in n.
+    pub blocks: [usize; 2],
+    /// Depth of a slice.
+    pub k: usize,
+}
+
+impl Tile {
+    fn pick(m: usize, n: usize) -> Self {
+        // Large tiles read less, as long as there are enough of them.
+        if m > 32 && m.div_ceil(64) * n.div_ceil(128) >= 64 {
+            return Self { m: 64, blocks: [1, 2], k: 16 };
+        }
+        Self { m: m.next_power_of_two().clamp(16, 64), blocks: [1, 1], k: 16 }
+    }
+
+    /// Columns.
+    pub fn n(&self) -> usize {
+        64 * self.blocks[1]
+    }
+
+    pub fn constants<B: Handle>(&self, b: Builder<B>) -> Builder<B> {
+        let threads = self.m / self.blocks[0] * 4;
+        b.constant("BM", self.m)
+            .constant("XQ", self.blocks[0])
+            .constant("WQ", self.blocks[1])
+            .constant("BK", self.k)
+            .constant("FETCHES", ((self.m + self.n()) * self.k / 16).div_ceil(threads))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_tiles_are_for_many() {
+        assert_eq!(Tile::pick(512, 4096), Tile { m: 64, blocks: [1, 2], k: 16 });
+        assert_eq!(Tile::pick(512, 768), Tile { m: 64, blocks: [1, 1], k: 16 });
+        assert_eq!(Tile::pick(9, 18560).m, 16);
+        assert_eq!(Tile::pick(33, 64).m, 64);
+    }
 }

@@ -3,6 +3,7 @@
 
 mod attention;
 mod choice;
+mod coop;
 mod dense;
 mod experts;
 mod gemv;
@@ -25,6 +26,8 @@ pub struct Facts {
     pub max_binding: u64,
     /// Threads of a subgroup, where subgroups can be used and all are of one size.
     pub subgroup: Option<usize>,
+    /// Products of 16 x 16 matrices with f16 factors and f32 sums, in subgroups of 32, and workgroup memory for them.
+    pub cooperative: bool,
 }
 
 /// The dispatches of `op`, in order.
@@ -40,7 +43,7 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::Gather(op) => dense::gather(op, facts)?,
         Op::RopeKv(op) => attention::rope_kv(op, facts)?,
         Op::Attention(op) => attention::attention(op, facts)?,
-        Op::Conv1d(op) => scan::conv1d(op, facts),
+        Op::Conv1d(op) => scan::conv1d(op, facts)?,
         Op::SelectiveScan(op) => scan::selective_scan(op, facts)?,
         Op::GatedDelta(op) => scan::gated_delta(op, facts)?,
         Op::Route(op) => choice::route(op, facts)?,

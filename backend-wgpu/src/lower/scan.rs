@@ -10,8 +10,10 @@ use crate::kernel::{Builder, Kernel, Shader, shader};
 
 /// Most tokens per row for which a convolution walks them one after the other.
 const FEW_TOKENS: usize = 4;
+/// Consecutive tokens of a thread of a convolution of many tokens.
+const RUN: usize = 8;
 
-pub(super) fn conv1d<B: Handle>(op: &Conv1d<B>, facts: &Facts) -> Vec<Kernel<B>> {
+pub(super) fn conv1d<B: Handle>(op: &Conv1d<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let b = &op.step.bucket;
     let channels = op.x.row_len();
     let base = |shader: Shader| {
@@ -21,20 +23,26 @@ pub(super) fn conv1d<B: Handle>(op: &Conv1d<B>, facts: &Facts) -> Vec<Kernel<B>>
             .param("channels", channels)
             .param("chunks", b.chunks)
             .step(&op.step)
-            .view("x", Read, &op.x)
             .view("weight", Read, &op.weight)
     };
     let groups = |entries: usize| (entries * channels).div_ceil(64);
     if b.tokens <= FEW_TOKENS * b.rows {
-        let walk = base(shader!("conv1d")).view("pool", InPlace, &op.pool).view("out", Write, &op.out);
-        return vec![walk.build("conv1d", groups(b.rows), facts.max_binding)];
+        let walk =
+            base(shader!("conv1d")).view("x", Read, &op.x).view("pool", InPlace, &op.pool).view("out", Write, &op.out);
+        return Ok(vec![walk.build("conv1d", groups(b.rows), facts.max_binding)]);
     }
-    let tokens = base(shader!("conv1d_tokens")).view("pool", Read, &op.pool).view("out", Write, &op.out);
-    let states = base(shader!("conv1d_states")).view("pool", InPlace, &op.pool);
-    vec![
-        tokens.build("conv1d", groups(b.tokens), facts.max_binding),
+    quads("conv1d", "the number of channels", channels)?;
+    let tokens = base(shader!("conv1d_tokens"))
+        .constant("BACK", op.weight.row_len() - 2)
+        .constant("RUN", RUN)
+        .vectors("x", Read, &op.x)
+        .view("pool", Read, &op.pool)
+        .vectors("out", Write, &op.out);
+    let states = base(shader!("conv1d_states")).view("x", Read, &op.x).view("pool", InPlace, &op.pool);
+    Ok(vec![
+        tokens.build("conv1d", (b.tokens.div_ceil(RUN) * channels / 4).div_ceil(64), facts.max_binding),
         states.build("conv1d", groups(b.chunks), facts.max_binding),
-    ]
+    ])
 }
 
 pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
@@ -44,31 +52,76 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     // A power of two that divides the quads of a row of the state.
     let lanes = (quads & quads.wrapping_neg()).min(facts.subgroup.map_or(16, |size| size.min(16)));
     let parts = (heads * p).div_ceil(256 / lanes);
-    demand(quads / lanes <= 64, "selective_scan", || format!("a state size of {n}"))?;
-    Ok(vec![
-        Builder::new(shader!("selective_scan"))
+    let base = |shader: Shader| {
+        Builder::new(shader)
             .constant("HEAD_DIM", p)
             .constant("STATE", n)
+            .param("first_head", op.first_head)
+            .param("heads_per_group", op.heads_per_group)
+            .float("dt_low", op.dt_limit.0)
+            .float("dt_high", op.dt_limit.1.min(f32::MAX))
+            .step(&op.step)
+            .vectors("b", Read, &op.b)
+            .vectors("c", Read, &op.c)
+            .view("dt", Read, &op.dt)
+            .view("par", Read, &op.par)
+            .vectors("pool", InPlace, &op.pool)
+    };
+    let bucket = &op.step.bucket;
+    if let Some(plan) =
+        ScanPlan::pick(p, n).filter(|_| op.form == ScanForm::PerHead && bucket.tokens > FEW_TOKENS * bucket.rows)
+    {
+        let threads = plan.rows / 4 * plan.lanes;
+        let kernel = base(shader!("selective_scan_tile"))
+            .constant("ROWS", plan.rows)
+            .constant("PARTS", p / plan.rows)
+            .constant("LANES", plan.lanes)
+            .constant("VECTORS", n / 4 / plan.lanes)
+            .constant("TILE", plan.tile)
+            .constant("BC_FETCHES", (plan.tile * n / 4).div_ceil(threads))
+            .constant("X_FETCHES", (plan.tile * plan.rows / 4).div_ceil(threads))
+            .param("heads", heads)
+            .vectors("x", Read, &op.x)
+            .vectors("y", Write, &op.y);
+        return Ok(vec![kernel.build("selective_scan", bucket.rows * heads * (p / plan.rows), facts.max_binding)]);
+    }
+    demand(quads / lanes <= 64, "selective_scan", || format!("a state size of {n}"))?;
+    Ok(vec![
+        base(shader!("selective_scan"))
             .constant("LANES", lanes)
             .constant("VECTORS", quads / lanes)
             .subgroup(facts.subgroup, lanes)
             .flag("PER_CHANNEL", op.form == ScanForm::PerChannel)
             .param("parts", parts)
             .param("state_rows", heads * p)
-            .param("first_head", op.first_head)
-            .param("heads_per_group", op.heads_per_group)
-            .float("dt_low", op.dt_limit.0)
-            .float("dt_high", op.dt_limit.1.min(f32::MAX))
-            .step(&op.step)
             .view("x", Read, &op.x)
-            .vectors("b", Read, &op.b)
-            .vectors("c", Read, &op.c)
-            .view("dt", Read, &op.dt)
-            .view("par", Read, &op.par)
-            .vectors("pool", InPlace, &op.pool)
             .view("y", Write, &op.y)
-            .build("selective_scan", op.step.bucket.rows * parts, facts.max_binding),
+            .build("selective_scan", bucket.rows * parts, facts.max_binding),
     ])
+}
+
+/// How the scan of many tokens is cut: see `selective_scan_tile.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ScanPlan {
+    /// Rows of a head's state in a workgroup.
+    rows: usize,
+    /// Threads that share a row.
+    lanes: usize,
+    /// Tokens that pass through workgroup memory at once.
+    tile: usize,
+}
+
+impl ScanPlan {
+    /// For heads of `p` rows of `n`, if they fit.
+    fn pick(p: usize, n: usize) -> Option<Self> {
+        // Two blocks of a head keep more of a device busy than one.
+        let rows = if p > 32 && p.is_multiple_of(32) { 32 } else { p };
+        let quads = n / 4;
+        let lanes = (quads & quads.wrapping_neg()).min(8);
+        let floats = |tile: usize| tile * (2 * n + rows + rows * lanes) + 128;
+        let tile = [8, 4, 2, 1].into_iter().find(|t| floats(*t) <= 4096)?;
+        (rows.is_multiple_of(4) && quads / lanes <= 8 && rows / 4 * lanes <= 256).then_some(Self { rows, lanes, tile })
+    }
 }
 
 pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
@@ -97,4 +150,18 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
             .view("out", Write, &op.out)
             .build("gated_delta", op.step.bucket.rows * heads * parts, facts.max_binding),
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_of_published_models_are_tiled() {
+        assert_eq!(ScanPlan::pick(64, 128), Some(ScanPlan { rows: 32, lanes: 8, tile: 4 }));
+        assert_eq!(ScanPlan::pick(32, 128), Some(ScanPlan { rows: 32, lanes: 8, tile: 4 }));
+        assert_eq!(ScanPlan::pick(64, 256), Some(ScanPlan { rows: 32, lanes: 8, tile: 4 }));
+        // Rows of four are what a thread holds.
+        assert_eq!(ScanPlan::pick(6, 128), None);
+    }
 }

@@ -17,6 +17,8 @@ const GUARD_BYTES: usize = 64;
 pub struct Dtypes {
     /// Activations.
     pub act: DType,
+    /// Precision of the factors of products.
+    pub products: DType,
     /// KV pages.
     pub kv: DType,
     /// Convolution states.
@@ -27,7 +29,7 @@ pub struct Dtypes {
 
 impl From<&Caps> for Dtypes {
     fn from(c: &Caps) -> Self {
-        Self { act: c.act, kv: c.kv, conv: c.conv, state: c.state }
+        Self { act: c.act, products: c.products, kv: c.kv, conv: c.conv, state: c.state }
     }
 }
 

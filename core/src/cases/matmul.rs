@@ -140,9 +140,14 @@ pub(super) fn cases(to: &mut Table) {
             to.add(&format!("{n} columns, {m} rows"), Product { n, m, ..base.clone() });
         }
     }
+    // Enough columns for the largest tiles.
+    to.add("130 x 4100 x 64", Product { m: 130, n: 4100, ..base.clone() });
     let wide = Product { m: 67, n: 132, k: 196, ..base.clone() };
     to.add("67 x 132 x 196", wide.clone());
-    for (name, base) in [("one row", Product { m: 1, ..base.clone() }), ("many rows", wide)] {
+    // Kernels that go over the inner dimension in slices may take whole ones only.
+    let slices = Product { k: 192, ..wide.clone() };
+    let kinds = [("one row", Product { m: 1, ..base.clone() }), ("many rows", wide), ("many rows, slices", slices)];
+    for (name, base) in kinds {
         to.add(&format!("bias, {name}"), Product { bias: true, ..base.clone() });
         to.add(&format!("scale, {name}"), Product { scale: 0.22, ..base.clone() });
         to.add(&format!("residual, {name}"), Product { accumulate: true, ..base.clone() });

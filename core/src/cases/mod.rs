@@ -67,7 +67,7 @@ impl Case {
     /// The op over handles without bytes behind them: for what depends on shapes only, on f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
         let d = crate::tensor::DType::F32;
-        let host = self.spec.host(&Dtypes { act: d, kv: d, conv: d, state: d }, &mut Rng::new(&self.id()));
+        let host = self.spec.host(&Dtypes { act: d, products: d, kv: d, conv: d, state: d }, &mut Rng::new(&self.id()));
         let handle = |(id, image): (usize, Vec<u8>)| Some(Plain { id, bytes: image.len() as u64 });
         let bufs = host.images().into_iter().enumerate().map(handle).collect();
         self.spec.op(&Bound { host: &host, bufs })
@@ -277,7 +277,8 @@ mod tests {
     use super::*;
     use crate::tensor::DType;
 
-    pub(super) const F32: Dtypes = Dtypes { act: DType::F32, kv: DType::F32, conv: DType::F32, state: DType::F32 };
+    pub(super) const F32: Dtypes =
+        Dtypes { act: DType::F32, products: DType::F32, kv: DType::F32, conv: DType::F32, state: DType::F32 };
 
     pub(super) fn near(w: &Want) -> f64 {
         match w {

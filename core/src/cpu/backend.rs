@@ -46,6 +46,7 @@ impl CpuBackend {
             memory: memory.map(|m| m.total),
             free: memory.map(|m| m.available),
             act: DType::F32,
+            products: DType::F32,
             kv: DType::F32,
             conv: DType::F32,
             state: DType::F32,

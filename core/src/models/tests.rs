@@ -21,6 +21,7 @@ fn caps() -> Caps {
         memory: None,
         free: None,
         act: DType::Bf16,
+        products: DType::Bf16,
         kv: DType::Bf16,
         conv: DType::Bf16,
         state: DType::F32,

@@ -1,0 +1,134 @@
+//! Products on cooperative matrices: f16 factors, f32 sums.
+
+use selkie_core::backend::Handle;
+use selkie_core::ops::Access::{self, InPlace, Read, Write};
+use selkie_core::ops::{Matmul, RowBlock};
+use selkie_core::tensor::{DType, Tensor};
+
+use super::Facts;
+use crate::kernel::{Builder, Kernel, shader};
+
+/// Packed rows are whole tiles of the largest kind.
+const ROWS: usize = 128;
+
+/// Whether a block of weights can be read in slices of 32 of K, 8 elements at a time.
+pub(super) fn takes<B: Handle>(block: &RowBlock<B>, k: usize) -> bool {
+    let w = &block.w;
+    w.dtype != DType::F32
+        && k.is_multiple_of(32)
+        && w.offset.is_multiple_of(8)
+        && (w.rows() <= 1 || w.row_stride.is_multiple_of(8))
+}
+
+/// A tile of a workgroup: see `matmul_coop.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tile {
+    /// Matrices of a subgroup: in m and in n.
+    matrices: [usize; 2],
+    /// Subgroups: in m and in n.
+    subgroups: [usize; 2],
+}
+
+impl Tile {
+    fn pick(m: usize, n: usize) -> Self {
+        let tile = |matrices, subgroups| Self { matrices, subgroups };
+        match m {
+            ..=32 => tile([2, 2], [1, 4]),
+            // Large tiles read less, as long as there is one for most of the device.
+            _ if m > 64 && m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([2, 4], [4, 2]),
+            _ => tile([2, 4], [2, 2]),
+        }
+    }
+
+    fn m(&self) -> usize {
+        16 * self.matrices[0] * self.subgroups[0]
+    }
+
+    fn n(&self) -> usize {
+        16 * self.matrices[1] * self.subgroups[1]
+    }
+
+    fn constants<B: Handle>(&self, b: Builder<B>) -> Builder<B> {
+        let threads = 32 * self.subgroups[0] * self.subgroups[1];
+        b.flag("COOPERATIVE", true)
+            .constant("XT", self.matrices[0])
+            .constant("WT", self.matrices[1])
+            .constant("SM", self.subgroups[0])
+            .constant("SN", self.subgroups[1])
+            .constant("X_LOADS", self.m() * 4 / threads)
+            .constant("W_LOADS", self.n() * 4 / threads)
+    }
+}
+
+/// Rows in whole tiles, and what the scratch arena holds of them: f16 rows in words, then each row's unit.
+struct Packed {
+    rows: usize,
+    words: usize,
+}
+
+impl Packed {
+    fn of<B: Handle>(x: &Tensor<B>) -> Self {
+        Self { rows: x.rows().next_multiple_of(ROWS), words: x.row_len() / 2 }
+    }
+
+    fn views<B: Handle>(&self, b: Builder<B>, access: Access) -> Builder<B> {
+        b.scratch("packed", access, 0, [self.rows, self.words]).scratch(
+            "unit",
+            access,
+            self.rows * self.words,
+            [self.rows, 4],
+        )
+    }
+
+    fn kernel<B: Handle>(&self, x: &Tensor<B>, facts: &Facts) -> Kernel<B> {
+        let b = Builder::new(shader!("matmul_pack")).param("m", x.rows()).param("k", x.row_len()).vectors("x", Read, x);
+        self.views(b, Write).build("matmul", self.rows, facts.max_binding)
+    }
+}
+
+/// The rows of x packed, then a product with every block.
+pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>> {
+    let packed = Packed::of(&op.x);
+    let mut kernels = vec![packed.kernel(&op.x, facts)];
+    kernels.extend(op.w.blocks.iter().map(|block| product(op, block, &packed, facts)));
+    kernels
+}
+
+fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, packed: &Packed, facts: &Facts) -> Kernel<B> {
+    let (m, n) = (op.x.rows(), block.w.rows());
+    let tile = Tile::pick(m, n);
+    let m_tiles = m.div_ceil(tile.m());
+    let quads = [n, block.col, op.out.row_len(), op.out.row_stride, op.out.offset].iter().all(|v| v.is_multiple_of(4));
+    let access = if op.accumulate { InPlace } else { Write };
+    let mut b = packed
+        .views(tile.constants(Builder::new(shader!("matmul_coop"))), Read)
+        .flag("W_F16", block.w.dtype == DType::F16)
+        .flag("BIAS", op.bias.is_some())
+        .flag("ACCUMULATE", op.accumulate)
+        .flag("WHOLE", quads)
+        .param("m", m)
+        .param("n", n)
+        .param("k", op.w.k)
+        .param("col", block.col)
+        .param("m_tiles", m_tiles)
+        .float("scale", op.scale)
+        .vectors("w", Read, &block.w);
+    b = if quads { b.vectors("out", access, &op.out) } else { b.view("out", access, &op.out) };
+    if let Some(bias) = &op.bias {
+        b = b.vectors("bias", Read, bias);
+    }
+    b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_fit_the_rows() {
+        for (m, n, tile) in [(9, 4096, 32), (33, 4096, 64), (512, 768, 64), (512, 4096, 128), (2048, 18560, 128)] {
+            assert_eq!(Tile::pick(m, n).m(), tile, "{m} x {n}");
+            assert!(ROWS.is_multiple_of(tile));
+        }
+    }
+}

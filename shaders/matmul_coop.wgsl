@@ -1,0 +1,130 @@
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup makes a
+// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of 32 of K that pass through two
+// stages of workgroup memory; the next slice is fetched into registers while this one is used. x was packed by matmul_pack:
+// f16 rows, whole tiles, each row with a power of two taken out.
+
+const BM: u32 = 16u * XT * SM;
+const BN: u32 = 16u * WT * SN;
+const WG: u32 = 32u * SM * SN;
+// Vectors of 4 elements in a row of a slice, with a gap that spreads rows over the banks.
+const ROW: u32 = 10u;
+const STAGE: u32 = (BM + BN) * ROW;
+
+var<workgroup> tile: array<vec4<f16>, 2u * STAGE>;
+var<workgroup> part: array<vec4<f32>, 64u * SM * SN>;
+
+fn weights(w: vec2<u32>) -> vec4<f16> {
+#if W_F16
+    return vec4<f16>(f16x4(w));
+#else
+    return vec4<f16>(clamp(bf16x4(w), vec4<f32>(-65504.0), vec4<f32>(65504.0)));
+#endif
+}
+
+@compute @workgroup_size(WG)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    // Matrices need uniform control flow, so that a group too many repeats the last one and stores nothing.
+    let number = group_index(group, groups);
+    let index = min(number, P.groups - 1u);
+    let rows = select(0u, P.m, number == index);
+    // Neighbouring groups share the columns of a weight, which are read from memory once then.
+    let m0 = index % P.m_tiles * BM;
+    let n0 = index / P.m_tiles * BN;
+    let subgroup = thread / 32u;
+    let lane = thread % 32u;
+    let x_first = subgroup % SM * 16u * XT;
+    let w_first = subgroup / SM * 16u * WT;
+#for a XT
+#for c WT
+    var sum_$a_$c = coop_mat16x16<f32, C>();
+#end
+#end
+    // A thread moves 8 elements at a time: 4 threads a row of the slice.
+    let row = thread / 4u;
+    let offset = thread % 4u * 8u;
+    let to = row * ROW + thread % 4u * 2u;
+#for i X_LOADS
+    var x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + offset / 2u);
+#end
+#for i W_LOADS
+    let w_at_$i = min(n0 + row + $iu * (WG / 4u), P.n - 1u) * P.w_row + offset;
+    var w_$i = w_raw8(w_at_$i);
+#end
+    var stage = 0u;
+    for (var k0 = 0u; k0 < P.k; k0 += 32u) {
+#for i X_LOADS
+        tile[stage + to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$i.xy));
+        tile[stage + to + $iu * (WG / 4u) * ROW + 1u] = vec4<f16>(f16x4(x_$i.zw));
+#end
+#for i W_LOADS
+        tile[stage + (BM + $iu * (WG / 4u)) * ROW + to] = weights(w_$i.xy);
+        tile[stage + (BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$i.zw);
+#end
+        workgroupBarrier();
+        if k0 + 32u < P.k {
+#for i X_LOADS
+            x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + (k0 + 32u + offset) / 2u);
+#end
+#for i W_LOADS
+            w_$i = w_raw8(w_at_$i + k0 + 32u);
+#end
+        }
+#for s 2
+#for a XT
+        let a_$s_$a = coopLoadT<coop_mat16x16<f16, A>>(&tile[stage + (x_first + $au * 16u) * ROW + $su * 4u], ROW);
+#end
+#for c WT
+        let b_$s_$c = coopLoad<coop_mat16x16<f16, B>>(&tile[stage + (BM + w_first + $cu * 16u) * ROW + $su * 4u], ROW);
+#end
+#for a XT
+#for c WT
+        sum_$a_$c = coopMultiplyAdd(a_$s_$a, b_$s_$c, sum_$a_$c);
+#end
+#end
+#end
+        stage = STAGE - stage;
+    }
+#for a XT
+#for c WT
+    workgroupBarrier();
+    coopStoreT(sum_$a_$c, &part[subgroup * 64u], 4u);
+    workgroupBarrier();
+    if m0 + x_first + $au * 16u + lane / 2u < rows {
+        store(subgroup * 64u + lane * 2u, m0 + x_first + $au * 16u + lane / 2u, n0 + w_first + $cu * 16u + lane % 2u * 8u);
+    }
+#end
+#end
+}
+
+// 8 columns of a row.
+fn store(at: u32, m: u32, n: u32) {
+    let scale = P.scale * bitcast<f32>(unit_at(4u * m));
+    for (var i = 0u; i < 2u; i++) {
+        let c = n + 4u * i;
+        var v = scale * part[at + i];
+#if WHOLE
+        if c < P.n {
+#if BIAS
+            v += bias_v4(P.col + c);
+#endif
+#if ACCUMULATE
+            v += out_v4(m * P.out_row + P.col + c);
+#endif
+            out_set4(m * P.out_row + P.col + c, v);
+        }
+#else
+        for (var j = 0u; j < 4u && c + j < P.n; j++) {
+            let to = m * P.out_row + P.col + c + j;
+            var y = v[j];
+#if BIAS
+            y += bias_at(P.col + c + j);
+#endif
+#if ACCUMULATE
+            y += out_at(to);
+#endif
+            out_set(to, y);
+        }
+#endif
+    }
+}
