@@ -57,6 +57,10 @@ impl Faults {
                     "{why}; the last kernel that started was {variant}; a library product may have followed it"
                 ),
             },
+            None if down => {
+                let why = format!("{why}; run it again with SELKIE_CUDA_NAME_FAULTS=1 to learn in which op");
+                Error::Device { op, why }
+            }
             None => Error::Device { op, why },
         }
     }

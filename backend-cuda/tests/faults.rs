@@ -17,6 +17,9 @@ use selkie_cuda::{
 };
 
 fn main() {
+    // Named only on request, since that costs time.
+    // SAFETY: no other thread runs yet.
+    unsafe { std::env::set_var("SELKIE_CUDA_NAME_FAULTS", "1") };
     let mut args = Arguments::from_args();
     args.test_threads = Some(1);
     let required = |what: &str| std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == what));

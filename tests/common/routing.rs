@@ -1,13 +1,15 @@
-//! A backend that keeps the experts that each token was given, or gives it those of another run.
+//! A backend that keeps the experts that each token was given, or gives it those of another run, and one that rounds what
+//! ops write to bf16.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 
+use half::bf16;
 use selkie_core::Result;
-use selkie_core::backend::{Backend, Caps, Ops};
-use selkie_core::ops::Op;
+use selkie_core::backend::{Backend, Caps, Handle, Ops};
+use selkie_core::ops::{Access, Op};
 use selkie_core::source::Bytes;
-use selkie_core::tensor::Tensor;
+use selkie_core::tensor::{DType, Tensor};
 
 /// Experts `[T, k]` and their weights, as bytes, of one `route` op.
 pub type Choice = (Vec<u8>, Vec<u8>);
@@ -17,11 +19,34 @@ pub struct Routing<B: Backend> {
     inner: B,
     seen: RefCell<Vec<(B::Read, B::Read)>>,
     given: RefCell<VecDeque<Choice>>,
+    rounding: bool,
 }
 
 impl<B: Backend> Routing<B> {
     pub fn new(inner: B) -> Self {
-        Self { inner, seen: RefCell::default(), given: RefCell::default() }
+        Self { inner, seen: RefCell::default(), given: RefCell::default(), rounding: false }
+    }
+
+    /// Rounds activations, pages and convolution states to bf16 after every op, as a device that keeps them so; recurrent
+    /// states and routing stay as they are. For a backend that runs ops at once.
+    pub fn rounding(inner: B) -> Self {
+        Self { rounding: true, ..Self::new(inner) }
+    }
+
+    fn round(&self, op: &Op<B::Buf>) -> Result<()> {
+        let recurrent = ["selective_scan", "gated_delta"].contains(&op.name());
+        for (access, t) in op.tensors() {
+            if access == Access::Read || t.dtype != DType::F32 || (recurrent && access == Access::InPlace) {
+                continue;
+            }
+            // All of the buffer: what was rounded stays as it is.
+            let all = Tensor::new(t.buf.clone(), DType::F32, &[t.buf.bytes() as usize / 4]);
+            let bytes = pollster::block_on(self.inner.read(&all))?;
+            let round = |x: f32| bf16::from_f32(x).to_f32().to_le_bytes();
+            let bytes: Vec<u8> = DType::F32.to_f32(&bytes).into_iter().flat_map(round).collect();
+            self.inner.write(&t.buf, 0, &bytes)?;
+        }
+        Ok(())
     }
 
     /// From now on the `route` ops give these instead of their own, in this order, as long as there are some.
@@ -49,6 +74,9 @@ impl<B: Backend> Ops<B::Buf> for Rec<'_, B> {
     fn op(&mut self, op: Op<B::Buf>) -> Result<()> {
         self.ops.op(op.clone())?;
         // Ops of an open step run as they come, so what follows here happens between this op and the next.
+        if self.routing.rounding && op.name() != "route" {
+            self.routing.round(&op)?;
+        }
         if let Op::Route(route) = op {
             let inner = &self.routing.inner;
             self.routing.seen.borrow_mut().push((inner.read(&route.ids), inner.read(&route.weights)));
@@ -72,6 +100,9 @@ impl<B: Backend> Backend for Routing<B> {
     }
     fn alloc(&self, label: &str, bytes: u64) -> Result<B::Buf> {
         self.inner.alloc(label, bytes)
+    }
+    fn adopts(&self) -> bool {
+        self.inner.adopts()
     }
     fn adopt(&self, bytes: &Bytes) -> Option<B::Buf> {
         self.inner.adopt(bytes)

@@ -197,7 +197,7 @@ def selkie_round(best, notes):
     return report["device"], report["version"], report["cases"]
 
 
-def peer_round(best, notes):
+def peer_round(ours, best, notes):
     token = torch.zeros(1, dtype=torch.int32, device="cuda")
     stay_awake(0.4)
     empty, _ = measure(lambda: nothing[(1,)](token))
@@ -207,35 +207,34 @@ def peer_round(best, notes):
         try:
             cold, warm = measure(make())
             keep_best(best, (shape, peer), cold, cold - empty, warm)
+            show(shape, peer, ours.get(shape), best[shape, peer])
         except Exception as e:
             notes[f"{shape}, {peer}"] = repr(e)[:200]
         torch.cuda.empty_cache()
-    return empty
-
-
-ours, theirs, notes = {}, {}, {}
-device, version, cases = torch.cuda.get_device_name(), None, []
-for _ in range(args.rounds):
-    if args.selkie:
-        device, version, cases = selkie_round(ours, notes)
-    empty = peer_round(theirs, notes)
-print(f"{device}, selkie {version}, torch {torch.__version__}, triton {triton.__version__}, empty kernel {empty:.2f} us")
-print(f"{'shape':<44}{'net':>9}{'warm':>9}  {'peer':<28}{'net':>9}{'warm':>9}{'ratio net':>11}{'warm':>7}")
 
 
 def columns(us):
     return f"{us['net']:>9.2f}{us['warm']:>9.2f}" if us else f"{'-':>9}{'-':>9}"
 
 
-rows = []
-for shape in dict.fromkeys([*ours, *(s for s, _ in theirs)]):
-    us = ours.get(shape)
-    for peer, them in [(peer, them) for (s, peer), them in theirs.items() if s == shape] or [("-", None)]:
-        ratio = f"{them['net'] / us['net']:>11.2f}{them['warm'] / us['warm']:>7.2f}" if us and them else ""
-        print(f"{shape:<44}{columns(us)}  {peer:<28}{columns(them)}{ratio}")
-        rows.append(dict(shape=shape, selkie=us, peer=peer, peer_us=them))
+def show(shape, peer, us, them):
+    ratio = f"{them['net'] / us['net']:>11.2f}{them['warm'] / us['warm']:>7.2f}" if us and them else ""
+    print(f"{shape:<44}{columns(us)}  {peer:<28}{columns(them)}{ratio}", flush=True)
+
+
+ours, theirs, notes = {}, {}, {}
+device, version, cases = torch.cuda.get_device_name(), None, []
+print(f"{device}, torch {torch.__version__}, triton {triton.__version__}; ratio = peer / selkie")
+print(f"{'shape':<44}{'net':>9}{'warm':>9}  {'peer':<28}{'net':>9}{'warm':>9}{'ratio net':>11}{'warm':>7}")
+for _ in range(args.rounds):
+    if args.selkie:
+        device, version, cases = selkie_round(ours, notes)
+    peer_round(ours, theirs, notes)
+for shape in ours.keys() - {shape for shape, _ in theirs}:
+    show(shape, "-", ours[shape], None)
 for what, why in notes.items():
     print(f"{what}: {why}")
 if args.out:
+    rows = [dict(shape=shape, selkie=ours.get(shape), peer=peer, peer_us=us) for (shape, peer), us in theirs.items()]
     with open(args.out, "w") as f:
-        json.dump(dict(device=device, version=version, cases=cases, rows=rows, notes=notes), f, indent=1)
+        json.dump(dict(device=device, version=version, cases=cases, selkie=ours, rows=rows, notes=notes), f, indent=1)
