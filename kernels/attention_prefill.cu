@@ -17,27 +17,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) u8 shared[];
     bf16 *sq = reinterpret_cast<bf16 *>(shared), *ring = sq + TILE * PITCH;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    // The row of this tile.
-    int tile = gridDim.x - 1 - blockIdx.x, r = -1, first = 0, tokens = 0;
-    for (int base = 0, before = 0; base < st.rows && r < 0; base += 32) {
-        const u32 *row = st.row(min(base + lane, st.rows - 1));
-        int mine = base + lane < st.rows ? div_up(row[1], TILE) : 0, upto = mine;
-#pragma unroll
-        for (int m = 1; m < 32; m *= 2) {
-            int other = __shfl_up_sync(ALL, upto, m);
-            if (lane >= m) upto += other;
-        }
-        u32 past = __ballot_sync(ALL, before + upto > tile);
-        if (past) {
-            int who = __ffs(past) - 1;
-            r = base + who;
-            first = __shfl_sync(ALL, (int)row[0], who);
-            tokens = __shfl_sync(ALL, (int)row[1], who);
-            tile -= before + __shfl_sync(ALL, upto - mine, who);
-        }
-        before += __shfl_sync(ALL, upto, 31);
-    }
-    if (r < 0) return;
+    int tile = gridDim.x - 1 - blockIdx.x, r, first, tokens;
+    if (!tile_row(st, TILE, tile, r, first, tokens)) return;
     int h = blockIdx.y, kv = h / (HEADS / KV_HEADS), t0 = tile * TILE;
     int p0 = st.position(first);                       // of the row's first token
     int final = p0 + tokens - 1;                       // last position that has keys

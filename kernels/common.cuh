@@ -224,6 +224,32 @@ DEV int long_row(const Step &st, u32 least, int k) {
     return -1;
 }
 
+// Tile `tile` of `size` tokens, counted over the rows in order: its row, the row's first token and tokens, and `tile`
+// counted within the row; false behind the last. Called by whole warps.
+DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &tokens) {
+    int lane = threadIdx.x % 32;
+    for (int base = 0, before = 0; base < st.rows; base += 32) {
+        const u32 *row = st.row(min(base + lane, st.rows - 1));
+        int mine = base + lane < st.rows ? div_up(row[1], size) : 0, upto = mine;
+#pragma unroll
+        for (int m = 1; m < 32; m *= 2) {
+            int other = __shfl_up_sync(0xffffffffu, upto, m);
+            if (lane >= m) upto += other;
+        }
+        u32 past = __ballot_sync(0xffffffffu, before + upto > tile);
+        if (past) {
+            int who = __ffs(past) - 1;
+            r = base + who;
+            first = __shfl_sync(0xffffffffu, (int)row[0], who);
+            tokens = __shfl_sync(0xffffffffu, (int)row[1], who);
+            tile -= before + __shfl_sync(0xffffffffu, upto - mine, who);
+            return true;
+        }
+        before += __shfl_sync(0xffffffffu, upto, 31);
+    }
+    return false;
+}
+
 // Tokens that a padding block looks through.
 constexpr int PADDING_SPAN = 1024;
 
@@ -263,6 +289,57 @@ DEV void ldmatrix_x4_trans(u32 *r, u32 addr) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(addr));
 }
+
+DEV void store_shared(u32 addr, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(v) : "memory"); }
+DEV void store_shared16(u32 addr, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEV uint4 load_shared16(u32 addr) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(addr)
+                 : "memory");
+    return v;
+}
+
+DEV float load_shared_f32(u32 addr) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
+    return v;
+}
+
+DEV float2 load_shared_f32x2(u32 addr) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr) : "memory");
+    return v;
+}
+
+// Byte of 16-byte piece `piece` of row `row` in a tile of PIECES (4, or a multiple of 8) a row: the same piece of 8 rows in a
+// row, and all pieces of a row, lie in different banks.
+template <int PIECES> DEV u32 swizzle(int row, int piece) {
+    if constexpr (PIECES == 4) return row * 64 + ((piece ^ (row / 2 & 3)) << 4);
+    return row * (PIECES * 16) + (piece & ~7) * 16 + (((piece ^ row) & 7) << 4);
+}
+
+// Barriers in shared memory: a phase ends after `count` arrivals; `parity` is that of the phase waited for.
+DEV void mbar_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
+DEV void mbar_arrive(u32 bar) {
+    asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(bar) : "memory");
+}
+// Arrives when this thread's copies have.
+DEV void mbar_arrive_copied(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
+#if __CUDA_ARCH__ >= 900
+#define MBAR_TEST "mbarrier.try_wait.parity.shared.b64"
+#else
+#define MBAR_TEST "mbarrier.test_wait.parity.shared.b64"
+#endif
+DEV void mbar_wait(u32 bar, int parity) {
+    asm volatile("{.reg .pred p; again: " MBAR_TEST " p, [%0], %1; @!p bra again;}" ::"r"(bar), "r"(parity) : "memory");
+}
+
+// Barrier `id` (1 to 15) of `threads` threads.
+DEV void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Copies 16 bytes to shared memory in the background; zeros if `!valid`.
 DEV void cp_async16(u32 dst, const void *src, bool valid = true) {
@@ -318,3 +395,18 @@ DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar, u64 policy) 
 // Orders what this thread wrote, or saw written, before bulk copies.
 DEV void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #endif
+
+// Copies `len` rows of PIECES pieces of 16 bytes to a swizzled tile of ROWS in shared memory, and zeros behind them. For `tid`
+// of THREADS threads.
+template <int ROWS, int PIECES, int THREADS>
+DEV void cp_async_tile(u32 dst, const bf16 *src, i64 stride, int len, int tid) {
+    constexpr int STEP = THREADS / PIECES;
+    static_assert(THREADS % PIECES == 0 && ROWS % STEP == 0, "every thread copies the same piece of some rows");
+    int row = tid / PIECES, piece = tid % PIECES;
+    const bf16 *from = src + row * stride + piece * 8;
+#pragma unroll
+    for (int i = 0; i < ROWS / STEP; i++, from += STEP * stride) {
+        bool in = row + i * STEP < len;
+        cp_async16(dst + swizzle<PIECES>(row + i * STEP, piece), in ? from : src, in);
+    }
+}

@@ -1,218 +1,210 @@
 // Second half of the chunked gated delta rule on tensor cores: a block owns DB columns of the state of one head of one
-// sequence, keeps them in registers and walks the chunks in order; four more warps copy the next chunk to shared memory meanwhile.
-// Per chunk, with f the factors of the first half: R = V - f_k ⊙ (K S); Δ = T R; O = f_q ⊙ (Q S) + M Δ;
-// S = decay S + Kᵀ (f_s ⊙ Δ). Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to others.
-// HEADS, DK, DV, DB, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS; pool_t.
+// sequence and walks the chunks in order. A warp holds 16 columns of S, transposed, in registers: sums of one product are
+// operands of the next, and columns are independent, so nothing on the way from S to the next S is exchanged between
+// warps. A second warp computes the outputs of the same columns, others copy the coming chunks to shared memory.
+// Per chunk, with what the first half left: R = V - f_k ⊙ (K S); O = f_q ⊙ (Q S) + (M T) R; S = decay S + Wᵀ R.
+// Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to others.
+// HEADS, DK, DV, DB, STAGES, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS; pool_t.
 
-constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;              // that compute; COPY more threads copy
+constexpr int PAIRS = DB / 16;
+constexpr int THREADS = 64 * PAIRS;              // that compute; COPY more threads copy
 constexpr int COPY = 128;
 constexpr int Q = PAGE;
-constexpr int K_PITCH = DK + 8;
-constexpr int D_PITCH = DB + 8;
-constexpr int T_PITCH = Q + 8;
-constexpr int UNIT_BYTES = 2 * Q * Q * 2 + 4 * Q * 4;
-// Elements of a stage: K, Q, V, T, M, factors (f32, so two each).
-constexpr int STAGE = 2 * Q * K_PITCH + Q * D_PITCH + 2 * Q * T_PITCH + 8 * Q;
 constexpr int KSTEPS = DK / 16;
-constexpr int COLS = DB / 2;                     // columns of a warp's tile of 16 tokens
-constexpr int TILES = COLS / 8;
-constexpr int S_ROWS = DK / WARPS;               // rows of S that a warp holds
+// Bytes of a stage: what the first half left (W, M T, factors); K, Q, V.
+constexpr int AT_M = Q * DK * 2, AT_F = AT_M + Q * Q * 2, UNIT_BYTES = AT_F + 3 * Q * 4;
+constexpr int AT_K = UNIT_BYTES, AT_Q = AT_K + Q * DK * 2, AT_V = AT_Q + Q * DK * 2, STAGE = AT_V + Q * DB * 2;
+constexpr int PAIR_BYTES = (KSTEPS + Q / 16) * 512;        // S and R as operands, for the warp of the outputs
 constexpr int BLOCKS = DV / DB;
-static_assert(S_ROWS == 16, "a warp holds one tile of rows");
 
-extern "C" __global__ void __launch_bounds__(THREADS + COPY)
+extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
     ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k, i64 k_stride, const bf16 *v, i64 v_stride,
           const u8 *scratch, pool_t *pool, i64 slot_stride, bf16 *out, i64 out_stride) {
-    extern __shared__ __align__(16) u8 shared[];
-    bf16 *stages = reinterpret_cast<bf16 *>(shared), *s16 = stages + 2 * STAGE, *r16 = s16 + DK * D_PITCH,
-         *d16 = r16 + Q * D_PITCH, *w16 = d16 + Q * D_PITCH;
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ u64 bars[2 * STAGES + 2 * PAIRS];
     int r = long_row(st, MIN_TOKENS, blockIdx.x);
     if (r < 0) return;
     const u32 *row = st.row(r);
-    int chunks = row[3];
+    int chunks = row[3], first = row[2];
     if (chunks == 0) return;
-    int first = row[2];
     const u32 *table = st.chunk(first);
-    int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, c = lane % 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int h = blockIdx.y / BLOCKS, col0 = blockIdx.y % BLOCKS * DB;
-    int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
+    // A stage has arrived, has been read; the operands of a pair have been written, have been read.
+    u32 full = smem_addr(bars), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, taken = ready + 8 * PAIRS;
+    u32 stages = smem_addr(shared), pairs = stages + STAGES * STAGE;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(full + 8 * i, COPY);
+            mbar_init(empty + 8 * i, 2 * PAIRS);
+        }
+        for (int i = 0; i < 2 * PAIRS; i++) mbar_init(ready + 8 * i, 1);
+    }
+    __syncthreads();
 
-    if (warp >= WARPS) {
-        int copier = tid - THREADS;
+    if (warp >= 2 * PAIRS) {
+        int copier = threadIdx.x - THREADS, key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
+        i64 start = table[1];
+        int len = table[2];
+        const u8 *unit = scratch + ((i64)first * HEADS + h) * UNIT_BYTES;
+        for (int i = 0; i < chunks; i++, unit += (i64)HEADS * UNIT_BYTES) {
+            int s = i % STAGES;
+            if (i >= STAGES) mbar_wait(empty + 8 * s, (i / STAGES - 1) & 1);
+            u32 to = stages + s * STAGE;
+            cp_async_tile<Q, DK / 8, COPY>(to + AT_K, k + start * k_stride + key, k_stride, len, copier);
+            cp_async_tile<Q, DK / 8, COPY>(to + AT_Q, q + start * q_stride + key, q_stride, len, copier);
+            cp_async_tile<Q, DB / 8, COPY>(to + AT_V, v + start * v_stride + h * DV + col0, v_stride, len, copier);
+#pragma unroll
+            for (int j = 0; j < UNIT_BYTES; j += COPY * 16)
+                if (j + COPY * 16 <= UNIT_BYTES || j + copier * 16 < UNIT_BYTES)
+                    cp_async16(to + j + copier * 16, unit + j + copier * 16);
+            mbar_arrive_copied(full + 8 * s);
+            if (i + 1 < chunks) {
+                start = table[5 * i + 6];
+                len = table[5 * i + 7];
+            }
+        }
+        cp_async_wait<0>();
+        return;
+    }
+
+    int pair = warp % PAIRS;
+    u32 mine = pairs + pair * PAIR_BYTES + lane * 16;
+    ready += 8 * pair;
+    taken += 8 * pair;
+    int block = lane / 8, brow = lane % 8;
+    int a_row = brow + block % 2 * 8, a_piece = block / 2;
+    int b_row = brow + block / 2 * 8, b_piece = block % 2;
+
+    if (warp >= PAIRS) {
         int start = table[1], len = table[2];
-        for (int i = 0; i <= chunks; i++) {
-            if (i < chunks) {
-                bf16 *sk = stages + i % 2 * STAGE, *sq = sk + Q * K_PITCH, *sv = sq + Q * K_PITCH,
-                     *stt = sv + Q * D_PITCH, *sf = stt + 2 * Q * T_PITCH;
-#pragma unroll 4
-                for (int j = copier; j < Q * DK / 8; j += COPY) {
-                    int t = j / (DK / 8), x = j % (DK / 8) * 8;
-                    bool in = t < len;
-                    i64 at = in ? start + t : start;
-                    cp_async16(smem_addr(sk + t * K_PITCH + x), k + at * k_stride + key + x, in);
-                    cp_async16(smem_addr(sq + t * K_PITCH + x), q + at * q_stride + key + x, in);
+        for (int i = 0; i < chunks; i++) {
+            mbar_wait(ready, i & 1);
+            uint4 s[KSTEPS], d[Q / 16];
+#pragma unroll
+            for (int j = 0; j < KSTEPS; j++) s[j] = load_shared16(mine + j * 512);
+#pragma unroll
+            for (int j = 0; j < Q / 16; j++) d[j] = load_shared16(mine + (KSTEPS + j) * 512);
+            __syncwarp();
+            if (lane == 0) mbar_arrive(taken);
+            mbar_wait(full + 8 * (i % STAGES), i / STAGES & 1);
+            u32 from = stages + i % STAGES * STAGE;
+            float o[4][2][4] = {};
+#pragma unroll
+            for (int j = 0; j < KSTEPS; j++)
+#pragma unroll
+                for (int t = 0; t < 4; t++) {
+                    u32 x[4];
+                    ldmatrix_x4(x, from + AT_Q + swizzle<DK / 8>(t * 16 + a_row, 2 * j + a_piece));
+                    mma_bf16(o[t][0], x, s[j].x, s[j].z);
+                    mma_bf16(o[t][1], x, s[j].y, s[j].w);
                 }
 #pragma unroll
-                for (int j = copier; j < Q * DB / 8; j += COPY) {
-                    int t = j / (DB / 8), x = j % (DB / 8) * 8;
-                    bool in = t < len;
-                    i64 at = in ? start + t : start;
-                    cp_async16(smem_addr(sv + t * D_PITCH + x), v + at * v_stride + h * DV + col0 + x, in);
+            for (int t = 0; t < 4; t++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float f = load_shared_f32(from + AT_F + (Q + t * 16 + g + 8 * e) * 4);
+#pragma unroll
+                    for (int n = 0; n < 2; n++) o[t][n][2 * e] *= f, o[t][n][2 * e + 1] *= f;
                 }
-                const u8 *unit = scratch + ((i64)(first + i) * HEADS + h) * UNIT_BYTES;
-                // T, then M: 128 rows of 64.
-#pragma unroll 4
-                for (int j = copier; j < 2 * Q * Q / 8; j += COPY)
-                    cp_async16(smem_addr(stt + j / (Q / 8) * T_PITCH + j % (Q / 8) * 8), unit + j * 16);
-                if (copier < Q) cp_async16(smem_addr(sf + copier * 8), unit + 2 * Q * Q * 2 + copier * 16);
-                cp_async_commit();
-                if (i + 1 < chunks) {
-                    start = table[5 * i + 6];
-                    len = table[5 * i + 7];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int t = j; t < 4; t++) {
+                    u32 x[4];
+                    ldmatrix_x4(x, from + AT_M + swizzle<Q / 8>(t * 16 + a_row, 2 * j + a_piece));
+                    mma_bf16(o[t][0], x, d[j].x, d[j].z);
+                    mma_bf16(o[t][1], x, d[j].y, d[j].w);
                 }
+            __syncwarp();
+            if (lane == 0) mbar_arrive(empty + 8 * (i % STAGES));
+            bf16 *to = out + (i64)start * out_stride + h * DV + col0 + pair * 16 + 2 * c;
+#pragma unroll
+            for (int t = 0; t < 4; t++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    int at = t * 16 + g + 8 * e;
+                    if (at >= len) continue;
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        *reinterpret_cast<u32 *>(to + at * out_stride + n * 8) = pack_bf16(o[t][n][2 * e], o[t][n][2 * e + 1]);
+                }
+            if (i + 1 < chunks) {
+                start = table[5 * i + 6];
+                len = table[5 * i + 7];
             }
-            if (i > 0) {
-                __syncthreads();
-                __syncthreads();
-            }
-            if (i == chunks) return;
-            cp_async_wait<0>();
-            __syncthreads();
         }
         return;
     }
 
-    float s[2 * TILES][4];
+    // Tile n of s: columns g and g + 8 of these 16, rows 8 n + 2 c, + 1 of S.
+    float s[2 * KSTEPS][4];
+    i64 base = ((i64)h * DK + 2 * c) * DV + col0 + pair * 16 + g;
     u32 src = table[3];
-    int sr = warp * 16;
 #pragma unroll
-    for (int n = 0; n < 2 * TILES; n++)
+    for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            int r = sr + g + 8 * e, x = 8 * n + 2 * c;
-            const pool_t *p = pool + src * slot_stride + ((i64)h * DK + r) * DV + col0 + x;
-            float2 f = src == 0 ? make_float2(0.f, 0.f) : load_pair(p);
-            s[n][2 * e] = f.x;
-            s[n][2 * e + 1] = f.y;
-            *reinterpret_cast<u32 *>(s16 + r * D_PITCH + x) = pack_bf16(f.x, f.y);
-        }
-    // A warp's tile of tokens. Causal work is shared evenly among the four schedulers.
-    int tt = (warp < 4 ? warp : 7 - warp) * 16, tc = warp / 4 * COLS;
-    int block = lane / 8, brow = lane % 8;
-    int a_row = brow + block % 2 * 8, a_col = block / 2 * 8;
-    int b_row = brow + block / 2 * 8, b_col = block % 2 * 8;
-
-    int start = table[1], len = table[2];
+        for (int e = 0; e < 4; e++)
+            s[n][e] = src == 0 ? 0.f : to_f32(pool[src * slot_stride + base + (8 * n + e % 2) * DV + e / 2 * 8]);
     u32 dst = table[4];
-    // Three barriers a chunk: it has arrived, R is complete, Δ is complete.
     for (int i = 0; i < chunks; i++) {
-        __syncthreads();
-        bf16 *sk = stages + i % 2 * STAGE, *sq = sk + Q * K_PITCH, *sv = sq + Q * K_PITCH, *stt = sv + Q * D_PITCH,
-             *sm = stt + Q * T_PITCH;
-        const float *f = reinterpret_cast<const float *>(sm + Q * T_PITCH);
-        float ks[TILES][4] = {}, o[TILES][4] = {};
+        u32 from = stages + i % STAGES * STAGE;
+        mbar_wait(full + 8 * (i % STAGES), i / STAGES & 1);
+        if (i > 0) mbar_wait(taken, (i - 1) & 1);
+        float d[8][4] = {};
 #pragma unroll
         for (int j = 0; j < KSTEPS; j++) {
-            u32 ka[4], qa[4];
-            ldmatrix_x4(ka, smem_addr(sk + (tt + a_row) * K_PITCH + j * 16 + a_col));
-            ldmatrix_x4(qa, smem_addr(sq + (tt + a_row) * K_PITCH + j * 16 + a_col));
+            u32 x[4] = {pack_bf16(s[2 * j][0], s[2 * j][1]), pack_bf16(s[2 * j][2], s[2 * j][3]),
+                        pack_bf16(s[2 * j + 1][0], s[2 * j + 1][1]), pack_bf16(s[2 * j + 1][2], s[2 * j + 1][3])};
+            store_shared16(mine + j * 512, make_uint4(x[0], x[1], x[2], x[3]));
 #pragma unroll
-            for (int n = 0; n < TILES / 2; n++) {
-                u32 sb[4];
-                ldmatrix_x4_trans(sb, smem_addr(s16 + (j * 16 + a_row) * D_PITCH + tc + n * 16 + a_col));
-                mma_bf16(ks[2 * n], ka, sb[0], sb[1]);
-                mma_bf16(ks[2 * n + 1], ka, sb[2], sb[3]);
-                mma_bf16(o[2 * n], qa, sb[0], sb[1]);
-                mma_bf16(o[2 * n + 1], qa, sb[2], sb[3]);
+            for (int t = 0; t < 4; t++) {
+                u32 y[4];
+                ldmatrix_x4(y, from + AT_K + swizzle<DK / 8>(t * 16 + b_row, 2 * j + b_piece));
+                mma_bf16(d[2 * t], x, y[0], y[1]);
+                mma_bf16(d[2 * t + 1], x, y[2], y[3]);
             }
         }
+        u32 w[4][4];
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
+        for (int t = 0; t < 4; t++) {
+            u32 y[4];
+            ldmatrix_x4_trans(y, from + AT_V + swizzle<DB / 8>(t * 16 + b_row, 2 * pair + b_piece));
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                int t = tt + g + 8 * e, x = tc + n * 8 + 2 * c;
-                u32 raw = *reinterpret_cast<const u32 *>(sv + t * D_PITCH + x);
-                float fk = f[t], fq = f[Q + t];
-                o[n][2 * e] *= fq;
-                o[n][2 * e + 1] *= fq;
-                *reinterpret_cast<u32 *>(r16 + t * D_PITCH + x) =
-                    pack_bf16(bf16_lo(raw) - fk * ks[n][2 * e], bf16_hi(raw) - fk * ks[n][2 * e + 1]);
+            for (int n = 0; n < 2; n++) {
+                u32 f = from + AT_F + (t * 16 + n * 8 + 2 * c) * 4;
+                float2 by = load_shared_f32x2(f);
+                const float *z = d[2 * t + n];
+                w[t][2 * n] = pack_bf16(bf16_lo(y[2 * n]) - by.x * z[0], bf16_hi(y[2 * n]) - by.y * z[1]);
+                w[t][2 * n + 1] = pack_bf16(bf16_lo(y[2 * n + 1]) - by.x * z[2], bf16_hi(y[2 * n + 1]) - by.y * z[3]);
             }
-        __syncthreads();
-        float d[TILES][4] = {};
-        for (int s0 = 0; s0 <= tt; s0 += 16) {
-            u32 ta[4];
-            ldmatrix_x4(ta, smem_addr(stt + (tt + a_row) * T_PITCH + s0 + a_col));
-#pragma unroll
-            for (int n = 0; n < TILES / 2; n++) {
-                u32 rb[4];
-                ldmatrix_x4_trans(rb, smem_addr(r16 + (s0 + a_row) * D_PITCH + tc + n * 16 + a_col));
-                mma_bf16(d[2 * n], ta, rb[0], rb[1]);
-                mma_bf16(d[2 * n + 1], ta, rb[2], rb[3]);
-            }
+            store_shared16(mine + (KSTEPS + t) * 512, make_uint4(w[t][0], w[t][1], w[t][2], w[t][3]));
         }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(ready);
+        float decay = load_shared_f32(from + AT_F + 2 * Q * 4);
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                int t = tt + g + 8 * e, x = tc + n * 8 + 2 * c;
-                float w = f[2 * Q + t];
-                *reinterpret_cast<u32 *>(d16 + t * D_PITCH + x) = pack_bf16(d[n][2 * e], d[n][2 * e + 1]);
-                *reinterpret_cast<u32 *>(w16 + t * D_PITCH + x) = pack_bf16(w * d[n][2 * e], w * d[n][2 * e + 1]);
-            }
-        float decay = f[3 * Q];
-        __syncthreads();
-        for (int s0 = 0; s0 <= tt; s0 += 16) {
-            u32 ma[4];
-            ldmatrix_x4(ma, smem_addr(sm + (tt + a_row) * T_PITCH + s0 + a_col));
-#pragma unroll
-            for (int n = 0; n < TILES / 2; n++) {
-                u32 db[4];
-                ldmatrix_x4_trans(db, smem_addr(d16 + (s0 + a_row) * D_PITCH + tc + n * 16 + a_col));
-                mma_bf16(o[2 * n], ma, db[0], db[1]);
-                mma_bf16(o[2 * n + 1], ma, db[2], db[3]);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                int t = tt + g + 8 * e, x = tc + n * 8 + 2 * c;
-                if (t >= len) continue;
-                *reinterpret_cast<u32 *>(out + (i64)(start + t) * out_stride + h * DV + col0 + x) =
-                    pack_bf16(o[n][2 * e], o[n][2 * e + 1]);
-            }
-#pragma unroll
-        for (int n = 0; n < 2 * TILES; n++)
+        for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) s[n][e] *= decay;
 #pragma unroll
-        for (int j = 0; j < Q / 16; j++) {
-            u32 ka[4];
-            ldmatrix_x4_trans(ka, smem_addr(sk + (j * 16 + b_row) * K_PITCH + sr + b_col));
+        for (int t = 0; t < 4; t++)
 #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                u32 wb[4];
-                ldmatrix_x4_trans(wb, smem_addr(w16 + (j * 16 + a_row) * D_PITCH + n * 16 + a_col));
-                mma_bf16(s[2 * n], ka, wb[0], wb[1]);
-                mma_bf16(s[2 * n + 1], ka, wb[2], wb[3]);
+            for (int n = 0; n < KSTEPS; n++) {
+                u32 y[4];
+                ldmatrix_x4_trans(y, from + swizzle<DK / 8>(t * 16 + a_row, 2 * n + a_piece));
+                mma_bf16(s[2 * n], w[t], y[0], y[1]);
+                mma_bf16(s[2 * n + 1], w[t], y[2], y[3]);
             }
-        }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(empty + 8 * (i % STAGES));
+        if (dst != 0) {
 #pragma unroll
-        for (int n = 0; n < 2 * TILES; n++)
+            for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                int r = sr + g + 8 * e, x = 8 * n + 2 * c;
-                *reinterpret_cast<u32 *>(s16 + r * D_PITCH + x) = pack_bf16(s[n][2 * e], s[n][2 * e + 1]);
-                if (dst != 0)
-                    store_pair(pool + dst * slot_stride + ((i64)h * DK + r) * DV + col0 + x, s[n][2 * e],
-                               s[n][2 * e + 1]);
-            }
-        if (i + 1 < chunks) {
-            start = table[5 * i + 6];
-            len = table[5 * i + 7];
-            dst = table[5 * i + 9];
+                for (int e = 0; e < 4; e++)
+                    pool[dst * slot_stride + base + (8 * n + e % 2) * DV + e / 2 * 8] = from_f32<pool_t>(s[n][e]);
         }
+        if (i + 1 < chunks) dst = table[5 * i + 9];
     }
 }

@@ -183,6 +183,7 @@ impl Cuda {
             sms: self.sms,
             shared: self.shared,
             bulk: self.hopper,
+            wgmma: self.arch == "sm_90a",
             blas: self.blas.is_some(),
             tuned: !self.generic,
             scratch: self.scratch.borrow().as_ref().map_or(0, |b| b.address()),

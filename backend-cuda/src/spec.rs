@@ -12,6 +12,8 @@ use selkie_core::tensor::DType;
 
 /// What every kernel includes.
 const COMMON: &str = include_str!("../../kernels/common.cuh");
+/// What kernels of compute capability 9.0 include as well.
+const WGMMA: &str = include_str!("../../kernels/wgmma.cuh");
 
 /// The folder whose files stand in for those of the binary, for trying a kernel without a build: `SELKIE_KERNELS`.
 static FOLDER: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::var_os("SELKIE_KERNELS").map(PathBuf::from));
@@ -71,6 +73,7 @@ kernels! {
     AttentionCombine "attention_combine",
     AttentionDecode "attention_decode",
     AttentionPrefill "attention_prefill",
+    AttentionWgmma "attention_wgmma",
     Conv1d "conv1d",
     Embed "embed",
     Empty "empty",
@@ -172,8 +175,11 @@ impl Spec {
 
     /// The whole translation unit. Lines of the log count from the top of the kernel's own file.
     pub fn text(&self) -> String {
-        let mut s =
-            format!("#line 1 \"common.cuh\"\n{}\n#define ENTRY {}\n", text_of("common.cuh", COMMON), self.entry());
+        let mut s = format!("#line 1 \"common.cuh\"\n{}\n", text_of("common.cuh", COMMON));
+        if self.file.stem().ends_with("_wgmma") {
+            writeln!(s, "#line 1 \"wgmma.cuh\"\n{}", text_of("wgmma.cuh", WGMMA)).expect("writing to a string");
+        }
+        writeln!(s, "#define ENTRY {}", self.entry()).expect("writing to a string");
         for (name, v) in &self.values {
             match v {
                 Value::Int(i) => writeln!(s, "constexpr int {name} = {i};"),

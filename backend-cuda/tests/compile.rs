@@ -42,10 +42,8 @@ fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
         return Err(why.into());
     }
     let filter = std::env::var("SELKIE_KERNEL").unwrap_or_default();
-    let specs: BTreeSet<Spec> = shapes::specs(all, shared, !arch.starts_with("sm_8"))
-        .into_iter()
-        .filter(|s| s.file().stem().contains(&filter))
-        .collect();
+    let specs: BTreeSet<Spec> =
+        shapes::specs(arch, all, shared).into_iter().filter(|s| s.file().stem().contains(&filter)).collect();
     let specs: Vec<Spec> = specs.into_iter().collect();
     let (next, report) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());

@@ -20,13 +20,15 @@ enum Variant {
     Decode { splits: usize, stages: usize },
     /// A block per tile of tokens and query head.
     Prefill { tiles: usize },
+    /// The same with warpgroup products.
+    Wgmma,
 }
 
 impl Variant {
     fn splits(self) -> usize {
         match self {
             Self::Generic { splits } | Self::Decode { splits, .. } => splits,
-            Self::Prefill { .. } => 1,
+            Self::Prefill { .. } | Self::Wgmma => 1,
         }
     }
 }
@@ -38,6 +40,14 @@ fn decode_shared(head_dim: usize, group: usize, stages: usize) -> usize {
 
 fn prefill_shared(head_dim: usize, tiles: usize) -> usize {
     (64 * tiles + 4 * PAGE) * (head_dim + 8) * 2
+}
+
+/// Tokens of a tile of the warpgroup kernel, and keys.
+const WGMMA_TILE: usize = 128;
+
+/// Queries, two stages of keys and values, and room to start at a multiple of 1024.
+fn wgmma_shared(head_dim: usize) -> usize {
+    5 * WGMMA_TILE * head_dim * 2 + 1024
 }
 
 /// Runs that the keys of a query are cut into, so that `blocks_per_sm` blocks are there for every multiprocessor.
@@ -53,8 +63,12 @@ fn variant<B: Address>(a: &Attention<B>, target: &Target) -> Variant {
     // The largest tile and the deepest ring that fit everywhere; a device with more memory runs two such blocks.
     let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= target.shared);
     let stages = [3, 2].into_iter().find(|&s| decode_shared(hd, group, s) <= target.shared);
+    let many = tokens > PAGE && tokens > a.step.bucket.rows;
+    if tensor_cores && many && target.wgmma && matches!(hd, 64 | 128) && wgmma_shared(hd) <= target.shared {
+        return Variant::Wgmma;
+    }
     match (tiles, stages) {
-        (Some(tiles), _) if tensor_cores && tokens > PAGE && tokens > a.step.bucket.rows => Variant::Prefill { tiles },
+        (Some(tiles), _) if tensor_cores && many => Variant::Prefill { tiles },
         (_, Some(stages)) if tensor_cores && group <= 16 => {
             Variant::Decode { splits: splits(tokens * kv_heads, pages, target.sms, 1), stages }
         }
@@ -80,6 +94,7 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result
         Variant::Generic { .. } => File::Attention,
         Variant::Decode { .. } => File::AttentionDecode,
         Variant::Prefill { .. } => File::AttentionPrefill,
+        Variant::Wgmma => File::AttentionWgmma,
     };
     let spec = Spec::new(file)
         .int("HEAD_DIM", hd)
@@ -107,6 +122,10 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result
             let spec = spec.int("MT", tiles);
             let grid = [bucket.tokens.div_ceil(64 * tiles) + bucket.rows, heads, 1];
             Launch::new(spec, grid, 128, args.float(a.scale)).with_shared(prefill_shared(hd, tiles))
+        }
+        Variant::Wgmma => {
+            let grid = [heads, bucket.tokens.div_ceil(WGMMA_TILE) + bucket.rows, 1];
+            Launch::new(spec, grid, 384, args.float(a.scale)).with_shared(wgmma_shared(hd))
         }
     };
     let mut work = vec![Work::Kernel(launch)];
@@ -144,5 +163,11 @@ mod tests {
             assert!(decode_shared(hd, 4, 2) <= SHARED, "{hd}");
             assert!(prefill_shared(hd, 1) <= SHARED, "{hd}");
         }
+    }
+
+    #[test]
+    fn warpgroup_tiles_fit_where_they_are_taken() {
+        assert!(wgmma_shared(128) <= 227 << 10);
+        assert!(wgmma_shared(128) > SHARED);
     }
 }

@@ -31,6 +31,8 @@ pub struct Target {
     pub blas: bool,
     /// Whether variants for some shapes only may be taken.
     pub tuned: bool,
+    /// Whether warpgroup products are there: compute capability 9.0.
+    pub wgmma: bool,
     /// Address of the scratch arena.
     pub scratch: u64,
     /// No earlier op of the step wrote what this one updates in place, so it may be read before that op is done.

@@ -85,21 +85,40 @@ fn long_rows(b: &Bucket) -> usize {
     b.rows.min(b.tokens / (SHORT + 1))
 }
 
-/// Columns of P that a block of the chunked scan owns, and its shared memory, if it takes this shape.
-fn scan_block(p: usize, n: usize, shared: usize) -> Option<(usize, usize)> {
-    let bytes = |pb: usize| {
-        2 * (2 * (2 * PAGE * (n + 8) + PAGE * (pb + 8)) + pb * (n + 8) + PAGE * (pb + 8) + PAGE * (PAGE + 8))
+/// How a chunked kernel is cut: columns that a block owns, stages of copies in flight, shared memory in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ChunkedShape {
+    columns: usize,
+    stages: usize,
+    shared: usize,
+}
+
+/// Sets of four warps that compute the outputs of chunks in turn; a large state leaves registers for one.
+fn scan_sets(n: usize) -> usize {
+    if n <= 128 { 2 } else { 1 }
+}
+
+/// Bytes beside the dynamic shared memory of a chunked kernel: barriers and sums.
+const CHUNKED_STATIC: usize = 4096;
+
+/// Cut of the chunked scan over P x N states, if it takes this shape; `blocks` of 64 columns would be there.
+fn scan_block(p: usize, n: usize, blocks: usize, target: &Target) -> Option<ChunkedShape> {
+    if !(n.is_multiple_of(64) && n <= 256 || n == 32) {
+        return None;
+    }
+    // Half as wide where that leaves half of the device empty.
+    let widest = if 2 * blocks <= target.sms { 32 } else { 64 };
+    let shape = |columns: usize, stages| {
+        let stage = 2 * PAGE * (2 * n + columns);
+        // A copy of the state more than there are sets, and a tile of outputs for each of their warps.
+        let states = (scan_sets(n) + 1) * 2 * columns * n;
+        ChunkedShape { columns, stages, shared: stages * stage + states + scan_sets(n) * 2 * PAGE * columns }
     };
-    [64, 32]
+    [(64, 3), (64, 2), (32, 3), (32, 2)]
         .into_iter()
-        .find(|&pb| {
-            p.is_multiple_of(pb)
-                && n.is_multiple_of(32)
-                && (n * pb).is_multiple_of(2048)
-                && n * pb <= 8192
-                && bytes(pb) + 2048 <= shared
-        })
-        .map(|pb| (pb, bytes(pb)))
+        .filter(|&(columns, _)| columns <= widest && p.is_multiple_of(columns) && n * columns <= 8192)
+        .map(|(columns, stages)| shape(columns, stages))
+        .find(|s| s.shared + CHUNKED_STATIC <= target.shared)
 }
 
 pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) -> Result<Vec<Work>> {
@@ -115,7 +134,8 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         && may_be_long(bucket)
         && a.dt.dtype == DType::Bf16
         && wide(&[&a.x, &a.b, &a.c, &a.y]);
-    let chunked = scan_block(p, n, target.shared).filter(|_| long);
+    let blocks = long_rows(bucket) * (heads * p).div_ceil(64);
+    let chunked = scan_block(p, n, blocks, target).filter(|_| long);
     let shape = scan_shape(n, heads * p, per_channel, bucket.chunks, target.sms);
     let tile = shape.threads / shape.lanes * shape.rows;
     let spec = Spec::new(File::SelectiveScan)
@@ -157,18 +177,22 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
     let grid = [(heads * p).div_ceil(tile), units + padding_blocks(bucket.tokens), 1];
     let launch = Launch::new(spec, grid, shape.threads, args.clone()).with_early(target.untouched);
     let mut work = vec![Work::Kernel(launch)];
-    if let Some((pb, shared)) = chunked {
+    if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let spec = Spec::new(File::SelectiveScanChunk)
             .int("HEADS", heads)
             .int("P", p)
             .int("N", n)
-            .int("PB", pb)
+            .int("PB", columns)
+            .int("STAGES", stages)
+            .int("SETS", scan_sets(n))
             .int("HEADS_PER_GROUP", a.heads_per_group)
             .int("FIRST_HEAD", a.first_head)
             .int("MIN_TOKENS", SHORT)
             .ty("pool_t", a.pool.dtype);
-        let grid = [long_rows(bucket), heads * p / pb, 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 384, args).with_shared(shared)));
+        let grid = [long_rows(bucket), heads * p / columns, 1];
+        // A warp per 16 columns, those of the outputs, and four that copy.
+        let threads = 32 * (columns / 16 + 4 * scan_sets(n) + 4);
+        work.push(Work::Kernel(Launch::new(spec, grid, threads, args).with_shared(shared)));
     }
     Ok(work)
 }
@@ -178,32 +202,44 @@ fn delta_columns(dv: usize, blocks_at_32: usize, sms: usize) -> usize {
     if !dv.is_multiple_of(32) || 2 * blocks_at_32 <= sms { 16 } else { 32 }
 }
 
-/// Bytes that the first half of the chunked delta rule leaves for the second, per chunk and head.
-const DELTA_UNIT: usize = 2 * PAGE * PAGE * 2 + 4 * PAGE * 4;
-/// Columns of the state that a block of the chunked delta rule owns.
-const DELTA_COLUMNS: usize = 32;
+/// Dim of keys that the chunked delta rule takes.
+const DELTA_KEYS: usize = 128;
+/// Bytes that its first half leaves for the second, per chunk and head.
+const DELTA_UNIT: usize = 2 * PAGE * DELTA_KEYS + 2 * PAGE * PAGE + 3 * 4 * PAGE;
+/// Shared memory of the first half.
+const DELTA_PREPARE: usize = 2 * PAGE * (DELTA_KEYS + 8) + 2 * 2 * PAGE * (PAGE + 8) + 4 * PAGE * (PAGE + 4);
 
-/// Shared memory of the two halves of the chunked delta rule, for keys of 128.
-fn delta_shared() -> (usize, usize) {
-    let (k, d, t) = (128 + 8, DELTA_COLUMNS + 8, PAGE + 8);
-    let stage = 2 * PAGE * k + PAGE * d + 2 * PAGE * t + 8 * PAGE;
-    (2 * 2 * PAGE * k + 4 * PAGE * (PAGE + 4), 2 * (2 * stage + 128 * d + 3 * PAGE * d))
+/// Cut of the second half of the chunked delta rule, if it takes this shape; `blocks` of 64 columns would be there.
+fn delta_block(dk: usize, dv: usize, blocks: usize, target: &Target) -> Option<ChunkedShape> {
+    let shape = |columns: usize, stages| {
+        let stage = DELTA_UNIT + 2 * PAGE * (2 * dk + columns);
+        ChunkedShape { columns, stages, shared: stages * stage + columns / 16 * (dk + PAGE) / 16 * 512 }
+    };
+    // Half as wide where that leaves half of the device empty.
+    let widest = if 2 * blocks <= target.sms { 32 } else { 64 };
+    [(64, 3), (64, 2), (32, 3), (32, 2)]
+        .into_iter()
+        .filter(|&(columns, _)| dk == DELTA_KEYS && columns <= widest && dv.is_multiple_of(columns))
+        .map(|(columns, stages)| shape(columns, stages))
+        .find(|s| s.shared.max(DELTA_PREPARE) + CHUNKED_STATIC <= target.shared)
 }
 
-fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> bool {
-    let &[_, _, dk, dv] = a.pool.dims() else { unreachable!("checked") };
-    target.tuned
+fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> Option<ChunkedShape> {
+    let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
+    let long = target.tuned
         && may_be_long(&a.step.bucket)
-        && dk == 128
-        && dv % DELTA_COLUMNS == 0
         && a.a.dtype == DType::Bf16
         && a.b.dtype == DType::Bf16
-        && wide(&[&a.q, &a.k, &a.v, &a.out])
-        && delta_shared().1 <= target.shared
+        && wide(&[&a.q, &a.k, &a.v, &a.out]);
+    let blocks = long_rows(&a.step.bucket) * (heads * dv).div_ceil(64);
+    delta_block(dk, dv, blocks, target).filter(|_| long)
 }
 
 pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, target: &Target) -> u64 {
-    if delta_chunked(a, target) { (a.step.bucket.chunks * a.pool.dims()[1] * DELTA_UNIT) as u64 } else { 0 }
+    match delta_chunked(a, target) {
+        Some(_) => (a.step.bucket.chunks * a.pool.dims()[1] * DELTA_UNIT) as u64,
+        None => 0,
+    }
 }
 
 pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Result<Vec<Work>> {
@@ -222,7 +258,7 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .int("COLS", columns)
         .int("HEADS_PER_KEY", a.heads_per_key)
         .int("FIRST_HEAD", a.first_head)
-        .int("MAX_TOKENS", if chunked { SHORT } else { 0 })
+        .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
         .ty("q_t", a.q.dtype)
         .ty("k_t", a.k.dtype)
         .ty("v_t", a.v.dtype)
@@ -242,10 +278,10 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .rows(&a.out)
         .float(a.beta_scale)
         .int(u64::from(target.untouched));
-    let units = if chunked { bucket.rows } else { bucket.chunks };
+    let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
     let grid = [heads * dv.div_ceil(columns), units + padding_blocks(bucket.tokens), 1];
     let mut work = vec![Work::Kernel(Launch::new(spec, grid, 128, args).with_early(target.untouched))];
-    if chunked {
+    if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let constants = |file| {
             Spec::new(file)
                 .int("HEADS", heads)
@@ -254,16 +290,22 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
                 .int("FIRST_HEAD", a.first_head)
                 .int("MIN_TOKENS", SHORT)
         };
-        let (first, second) = delta_shared();
         let args = Args::new().step(&a.step).rows(&a.q).rows(&a.k);
         let prepare = args.clone().rows(&a.a).rows(&a.b).rows(&a.par).int(target.scratch).float(a.beta_scale);
-        let grid = [bucket.chunks, heads, 1];
-        let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, prepare).with_shared(first);
+        let (first_key, last_key) = (a.first_head / a.heads_per_key, (a.first_head + heads - 1) / a.heads_per_key);
+        let grid = [bucket.chunks, last_key - first_key + 1, 1];
+        let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, prepare).with_shared(DELTA_PREPARE);
         work.push(Work::Kernel(launch));
-        let spec = constants(File::GatedDeltaChunk).int("DV", dv).int("DB", DELTA_COLUMNS).ty("pool_t", a.pool.dtype);
+        let spec = constants(File::GatedDeltaChunk)
+            .int("DV", dv)
+            .int("DB", columns)
+            .int("STAGES", stages)
+            .ty("pool_t", a.pool.dtype);
         let args = args.rows(&a.v).int(target.scratch).rows(&a.pool).rows(&a.out);
-        let grid = [long_rows(bucket), heads * dv / DELTA_COLUMNS, 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 384, args).with_shared(second)));
+        let grid = [long_rows(bucket), heads * dv / columns, 1];
+        // Two warps per 16 columns, and four that copy.
+        let threads = 64 * (columns / 16) + 128;
+        work.push(Work::Kernel(Launch::new(spec, grid, threads, args).with_shared(shared)));
     }
     Ok(work)
 }
@@ -285,12 +327,35 @@ mod tests {
         assert_eq!(scan_shape(16, 4096, true, 1, 132), ScanShape { lanes: 4, rows: 1, threads: 128 });
     }
 
+    /// A device with `shared` KiB of shared memory a block.
+    fn target(shared: usize) -> Target {
+        Target {
+            sms: 132,
+            shared: shared << 10,
+            bulk: true,
+            wgmma: true,
+            blas: true,
+            tuned: true,
+            scratch: 0,
+            untouched: true,
+        }
+    }
+
     #[test]
     fn chunked_blocks_fit() {
-        assert_eq!(scan_block(64, 128, 227 << 10).map(|b| b.0), Some(64));
-        assert_eq!(scan_block(64, 256, 227 << 10).map(|b| b.0), Some(32));
-        assert_eq!(scan_block(80, 128, 227 << 10), None);
-        assert_eq!(scan_block(64, 128, 99 << 10), None);
-        assert!(delta_shared().1 <= 227 << 10);
+        let scan = |p, n, blocks, shared| scan_block(p, n, blocks, &target(shared)).map(|s| (s.columns, s.stages));
+        assert_eq!(scan(64, 128, 128, 227), Some((64, 3)));
+        assert_eq!(scan(64, 128, 48, 227), Some((32, 3)));
+        assert_eq!(scan(64, 128, 128, 163), Some((64, 2)));
+        assert_eq!(scan(64, 256, 128, 227), Some((32, 2)));
+        assert_eq!(scan(64, 128, 128, 99), None);
+        assert_eq!(scan(80, 128, 128, 227), None);
+        assert_eq!(scan(64, 96, 128, 227), None);
+        let delta = |dv, blocks, shared| delta_block(128, dv, blocks, &target(shared)).map(|s| (s.columns, s.stages));
+        assert_eq!(delta(128, 64, 227), Some((32, 3)));
+        assert_eq!(delta(128, 128, 227), Some((64, 3)));
+        assert_eq!(delta(96, 128, 227), Some((32, 3)));
+        assert_eq!(delta(128, 64, 163), Some((32, 2)));
+        assert_eq!(delta(128, 64, 99), None);
     }
 }

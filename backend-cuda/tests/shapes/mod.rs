@@ -150,9 +150,9 @@ const OTHERS: &[Shape] = &[
     },
 ];
 
-/// The variants of all ops of these shapes on a device with `shared` bytes of shared memory a block, with
-/// or without bulk copies; only the base shape unless `all`.
-pub fn specs(all: bool, shared: usize, bulk: bool) -> Vec<Spec> {
+/// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block; only the
+/// base shape unless `all`.
+pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
     let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
     let mut found = vec![Spec::new(File::Empty)];
     found.extend(random);
@@ -168,7 +168,16 @@ pub fn specs(all: bool, shared: usize, bulk: bool) -> Vec<Spec> {
         for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
             for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
                 let mut maker = Maker::new(act, state, bucket);
-                let target = Target { sms: 132, shared, bulk, blas: true, tuned, scratch: 1 << 60, untouched: true };
+                let target = Target {
+                    sms: 132,
+                    shared,
+                    bulk: !arch.starts_with("sm_8"),
+                    wgmma: arch == "sm_90a",
+                    blas: true,
+                    tuned,
+                    scratch: 1 << 60,
+                    untouched: true,
+                };
                 for op in ops(shape, &mut maker) {
                     op.check();
                     let _ = scratch(&op, &target);
