@@ -257,10 +257,9 @@ test("a model's URL: its host is named before it is contacted", async () => {
   await ready(page);
   assert.equal(await say(page, "What is 17 + 25?"), "17 + 25 = 42.");
 
-  host.rules.missing = ["config.json"];
+  const empty = await modelHost({ missing: ["config.json"] });
   await page.click("#model-button");
-  await page.locator("#stored li", { hasText: "model" }).getByText("Forget").first().click();
-  await page.fill("#model-url", host.url);
+  await page.fill("#model-url", empty.url);
   await page.click("#url-go");
   await page.waitForSelector("#model-found .problem");
   assert.match(await page.innerText("#model-found"), /There is no model at http:\/\/localhost/);
