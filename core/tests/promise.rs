@@ -240,6 +240,7 @@ fn options(random: &mut Random, requests: &[Request], context: usize) -> EngineO
         prefix_cache: !random.one_in(6),
         policy: random.pick(&[CapturePolicy::Default, CapturePolicy::OnePerPrefill]),
         logits: true,
+        ..EngineOptions::default()
     }
 }
 
