@@ -195,14 +195,14 @@ fn folders() -> Vec<PathBuf> {
     dirs
 }
 
-fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: Tolerance) -> Vec<Trial> {
+fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: fn(&Path) -> Tolerance) -> Vec<Trial> {
     let cuts: [(&str, &[usize]); 2] = [("", &[]), (" in uneven steps", &[1, 30, 3, 64, 7, 50, 1, 1])];
     let tests = folders().into_iter().flat_map(|dir| {
         cuts.map(|(label, steps)| {
             let test = format!("{}{label}", dir.file_name().expect("a folder").to_string_lossy());
             let (id, dir) = (format!("{name} {test}"), dir.clone());
             let run = move |backend: &B| {
-                let found = pollster::block_on(check(backend, &dir, tolerance, 2, steps))?;
+                let found = pollster::block_on(check(backend, &dir, tolerance(&dir), 2, steps))?;
                 eprintln!("{id}: {found}");
                 Ok(())
             };
@@ -222,6 +222,12 @@ fn bf16_tolerance(dir: &Path) -> Tolerance {
         _ => (0.15, 0.1),
     };
     Tolerance { logits, states }
+}
+
+/// What products with f16 factors may differ by: the model whose tokens stand out in bf16 does so here too.
+fn cooperative_tolerance(dir: &Path) -> Tolerance {
+    let name = dir.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if name.starts_with("qwen3_next") { bf16_tolerance(dir) } else { COOPERATIVE }
 }
 
 /// Logits and states of every prompt of a folder in bf16, beside a run in f32. A router decides between nearly equal experts
@@ -297,7 +303,13 @@ fn cuda_pair<const BF16_STATE: bool>() -> Result<(Routing<Cuda>, Routing<Cuda>)>
 /// are split.
 fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
     let max_piece = Some(BYTES);
-    common::wgpu_with(selkie_wgpu::Options { force_default_limits: true, max_piece, no_subgroups: true, f32: true })
+    common::wgpu_with(selkie_wgpu::Options {
+        force_default_limits: true,
+        max_piece,
+        no_subgroups: true,
+        f32: true,
+        few_barriers: false,
+    })
 }
 
 fn split(name: &'static str, open: fn() -> Result<WgpuBackend>, slots: usize, which: &[&str]) -> Vec<Trial> {
@@ -319,15 +331,15 @@ fn main() {
     let mut args = Arguments::from_args();
     // A device is opened once per thread, and the CPU backend has threads of its own.
     args.test_threads.get_or_insert(1);
-    let mut trials = models_on("cpu", || Ok(CpuBackend::new()), Tolerance { logits: 1e-4, states: 1e-4 });
+    let mut trials = models_on("cpu", || Ok(CpuBackend::new()), |_| Tolerance { logits: 1e-4, states: 1e-4 });
     let f32 = || Cuda::open(Options { f32: true, ..Options::default() });
-    trials.extend(models_on("cuda-f32", f32, Tolerance { logits: 1e-3, states: 1e-3 }));
+    trials.extend(models_on("cuda-f32", f32, |_| Tolerance { logits: 1e-3, states: 1e-3 }));
     let cpu_pair: Pair<CpuBackend> = || Ok((Routing::new(CpuBackend::new()), Routing::rounding(CpuBackend::new())));
     trials.extend(bf16_on("cpu-bf16", || Ok(CpuBackend::new()), cpu_pair));
     trials.extend(bf16_on("cuda-bf16", || Cuda::open(Options::default()), cuda_pair::<false>));
     trials.extend(bf16_on("cuda-bf16-state", || Cuda::open(Options::default()), cuda_pair::<true>));
-    trials.extend(models_on("wgpu", common::wgpu, WGPU));
-    trials.extend(models_on("wgpu-coop", common::wgpu_coop, COOPERATIVE));
+    trials.extend(models_on("wgpu", common::wgpu, |_| WGPU));
+    trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));
     trials.extend(split("wgpu-split-80k", in_pieces::<80_000>, 40, &["qwen3_next"]));

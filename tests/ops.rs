@@ -198,6 +198,17 @@ fn main() {
     trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
     let plain = || common::wgpu_with(selkie_wgpu::Options { no_subgroups: true, f32: true, ..Default::default() });
     trials.extend(ops_on("wgpu-plain", plain, Size::Small));
+    let few_barriers = || {
+        common::wgpu_with(selkie_wgpu::Options {
+            few_barriers: true,
+            no_subgroups: true,
+            f32: true,
+            ..Default::default()
+        })
+    };
+    trials.extend(some_ops_on("wgpu-few-barriers", few_barriers, Size::Small, |case| {
+        ["matmul", "selective_scan", "attention"].contains(&case.op)
+    }));
     trials.extend(ops_on("wgpu-coop", common::wgpu_coop, Size::Bench));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_fusions()));

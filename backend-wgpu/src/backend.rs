@@ -125,13 +125,16 @@ impl WgpuBackend {
         let one_size = info.subgroup_min_size == info.subgroup_max_size && info.subgroup_min_size.is_power_of_two();
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP) && one_size && !options.no_subgroups;
         let subgroup = subgroups.then_some(info.subgroup_min_size as usize);
+        let software = adapter::is_software(&info);
+        // The browsers' own software device; a native one stands in for hardware in tests.
+        let few_barriers = options.few_barriers || software && cfg!(target_arch = "wasm32");
         let cache = CacheFile::open(&device, &info);
         let gpu = Arc::new(Gpu::new(device, queue));
         let gone = Rc::default();
         let pipelines = RefCell::new(Pipelines::new(&gpu, cache, &gone));
         Ok(Self {
             caps,
-            facts: Facts { max_binding, subgroup, cooperative },
+            facts: Facts { max_binding, subgroup, cooperative, few_barriers },
             gpu,
             pipelines,
             measured: RefCell::default(),
@@ -140,7 +143,7 @@ impl WgpuBackend {
             arena: RefCell::default(),
             next_id: Cell::new(1),
             gone,
-            software: adapter::is_software(&info),
+            software,
         })
     }
 

@@ -25,11 +25,13 @@ const COOPERATIVE_WORKGROUP_BYTES: u32 = 48 << 10;
 fn variants() -> HashMap<Spec, String> {
     let mut all = HashMap::new();
     // The matrices need subgroups of 32.
-    let all_facts =
-        SUBGROUPS.map(|subgroup| Facts { max_binding: 1 << 30, subgroup, cooperative: subgroup == Some(32) });
+    let facts =
+        |subgroup| Facts { max_binding: 1 << 30, subgroup, cooperative: subgroup == Some(32), few_barriers: false };
+    let all_facts = SUBGROUPS.map(facts);
+    let few_barriers = Facts { few_barriers: true, ..facts(None) };
     for case in cases::all() {
         let op = case.plain_op();
-        for facts in &all_facts {
+        for facts in all_facts.iter().chain([&few_barriers]) {
             for k in lower(&op, facts).unwrap_or_else(|e| panic!("{}: {e}", case.id())) {
                 assert!(k.grid.iter().all(|n| (1..=65535).contains(n)), "{}: grid {:?}", case.id(), k.grid);
                 all.entry(k.spec).or_insert_with(|| case.id());

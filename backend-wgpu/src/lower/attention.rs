@@ -59,7 +59,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
             .vectors("keys", Read, &op.pool.k)
             .vectors("values", Read, &op.pool.v)
     };
-    if b.tokens >= FEW_TOKENS * b.rows && hd <= 256 && per_kv <= 64 {
+    if b.tokens >= FEW_TOKENS * b.rows && hd <= 256 && per_kv <= 64 && !facts.few_barriers {
         let tokens = 64 / per_kv;
         let tile = base(shader!("attention_tile"))
             .constant("GROUP", per_kv)
@@ -75,7 +75,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     let together = (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1);
     let items = b.tokens * heads / together;
     // Parts of a token's pages, and words of what one makes of a head.
-    let splits = (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages);
+    let splits = if facts.few_barriers { 1 } else { (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages) };
     let partial = [b.tokens * heads * splits, hd + 4];
     let part = base(shader!("attention"))
         .constant("HEADS", together)

@@ -99,6 +99,9 @@ pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Ker
 
 fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {
     let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
+    if facts.few_barriers {
+        return without_barriers(op, block, facts);
+    }
     if m <= gemv::FEW_ROWS {
         return gemv::product(op, block, &gemv::Fused::default(), facts);
     }
@@ -124,6 +127,33 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
         b = b.view("bias", Read, bias);
     }
     Ok(b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding))
+}
+
+/// Any number of rows, two shapes of threads in all: see `matmul_rows.wgsl`.
+fn without_barriers<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {
+    const COLUMNS: usize = 4;
+    let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
+    let rows = if m == 1 { 1 } else { 8 };
+    let mut b = Builder::new(shader!("matmul_rows"))
+        .constant("ROWS", COLUMNS)
+        .constant("MR", rows)
+        .flag("EIGHT", eights("matmul", block, k)?)
+        .flag("BIAS", op.bias.is_some())
+        .flag("ACCUMULATE", op.accumulate)
+        .param("m", m)
+        .param("n", n)
+        .param("k", k)
+        .param("col", block.col)
+        .param("columns", n.div_ceil(COLUMNS))
+        .float("scale", op.scale)
+        .vectors("x", Read, &op.x)
+        .vectors("w", Read, &block.w)
+        .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
+    if let Some(bias) = &op.bias {
+        b = b.view("bias", Read, bias);
+    }
+    let threads = n.div_ceil(COLUMNS) * m.div_ceil(rows);
+    Ok(b.build("matmul", threads.div_ceil(64), facts.max_binding))
 }
 
 /// How many rows are multiplied in f32: see `matmul_tile.wgsl`.

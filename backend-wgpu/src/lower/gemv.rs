@@ -34,6 +34,10 @@ impl<B> Default for Fused<'_, B> {
 /// The first ops of `ops` in one dispatch, and how many they are: a product of few rows, with the norm before it or the
 /// activation or convolution after it or both. What lies between them is written too, unless a later op overwrites it unread.
 pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Kernel<B>)>> {
+    // A fused norm has barriers, and every combination is a pipeline of its own.
+    if facts.few_barriers {
+        return Ok(None);
+    }
     let (norm, rest) = match ops {
         [Op::RmsNorm(norm), rest @ ..] => (Some(norm), rest),
         _ => (None, ops),

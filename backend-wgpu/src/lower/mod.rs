@@ -28,6 +28,9 @@ pub struct Facts {
     pub subgroup: Option<usize>,
     /// Products of 16 x 16 matrices with f16 factors and f32 sums, in subgroups of 32, and workgroup memory for them.
     pub cooperative: bool,
+    /// Workgroups are a program on the CPU that pays for every thread at every barrier, and a pipeline takes seconds to compile:
+    /// few shaders without barriers, whatever else they cost.
+    pub few_barriers: bool,
 }
 
 /// The dispatches of `op`, in order.

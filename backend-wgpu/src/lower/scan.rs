@@ -50,7 +50,8 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     quads("selective_scan", "the state size", n)?;
     let quads = n / 4;
     // A power of two that divides the quads of a row of the state.
-    let lanes = (quads & quads.wrapping_neg()).min(facts.subgroup.map_or(16, |size| size.min(16)));
+    let most = if facts.few_barriers { 1 } else { facts.subgroup.map_or(16, |size| size.min(16)) };
+    let lanes = (quads & quads.wrapping_neg()).min(most);
     let parts = (heads * p).div_ceil(256 / lanes);
     let base = |shader: Shader| {
         Builder::new(shader)
@@ -68,8 +69,8 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
             .vectors("pool", InPlace, &op.pool)
     };
     let bucket = &op.step.bucket;
-    if let Some(plan) =
-        ScanPlan::pick(p, n).filter(|_| op.form == ScanForm::PerHead && bucket.tokens > FEW_TOKENS * bucket.rows)
+    if let Some(plan) = ScanPlan::pick(p, n)
+        .filter(|_| op.form == ScanForm::PerHead && bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers)
     {
         let threads = plan.rows / 4 * plan.lanes;
         let kernel = base(shader!("selective_scan_tile"))
