@@ -53,18 +53,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let low = block * PAGE;
         let keys_first = page * P.keys_row + (kv * PAGE + key) * HEAD_DIM + 4u * lane;
         let values_first = page * P.values_row + (kv * PAGE + team) * HEAD_DIM + 4u * quad;
-        // Nobody wrote what lies outside of the range.
-        let seen = low + key >= begin && low + key < end;
+        // Nobody wrote what lies outside of the range. `&`, not `&&`: a branch for each operand multiplies the time that
+        // SwiftShader compiles for by three with every load.
+        let seen = (low + key >= begin) & (low + key < end);
 #for i HELD
         var k$i = vec4<f32>();
-        if seen && 4u * $iu + lane < QUADS {
+        if seen & (4u * $iu + lane < QUADS) {
             k$i = keys_v4(keys_first + 16u * $iu);
         }
 #end
 #for j LOADS
         var v$j = vec4<f32>();
         let key$j = team + TEAMS * $ju;
-        if team < TEAMS && key$j < PAGE && low + key$j >= begin && low + key$j < end {
+        if (team < TEAMS) & (key$j < PAGE) & (low + key$j >= begin) & (low + key$j < end) {
             v$j = values_v4(values_first + TEAMS * $ju * HEAD_DIM);
         }
 #end

@@ -308,7 +308,7 @@ fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
         max_piece,
         no_subgroups: true,
         f32: true,
-        few_barriers: false,
+        few_barriers: None,
     })
 }
 

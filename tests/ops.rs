@@ -200,7 +200,7 @@ fn main() {
     trials.extend(ops_on("wgpu-plain", plain, Size::Small));
     let few_barriers = || {
         common::wgpu_with(selkie_wgpu::Options {
-            few_barriers: true,
+            few_barriers: Some(true),
             no_subgroups: true,
             f32: true,
             ..Default::default()

@@ -14,8 +14,9 @@ pub struct Options {
     pub no_subgroups: bool,
     /// Products in f32 even where the adapter has faster ones with f16 factors.
     pub f32: bool,
-    /// Choose shaders as for a browser's software device, where barriers are dear.
-    pub few_barriers: bool,
+    /// Choose shaders as for a browser's software device, where barriers are dear (`true`), or as for hardware (`false`),
+    /// whatever the adapter is.
+    pub few_barriers: Option<bool>,
 }
 
 /// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.

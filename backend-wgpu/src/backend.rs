@@ -127,7 +127,7 @@ impl WgpuBackend {
         let subgroup = subgroups.then_some(info.subgroup_min_size as usize);
         let software = adapter::is_software(&info);
         // The browsers' own software device; a native one stands in for hardware in tests.
-        let few_barriers = options.few_barriers || software && cfg!(target_arch = "wasm32");
+        let few_barriers = options.few_barriers.unwrap_or(software && cfg!(target_arch = "wasm32"));
         let cache = CacheFile::open(&device, &info);
         let gpu = Arc::new(Gpu::new(device, queue));
         let gone = Rc::default();
@@ -168,14 +168,6 @@ impl WgpuBackend {
         let mut encoder = self.gpu.device.create_command_encoder(&Default::default());
         encoder.clear_buffer(buf.buffer(), 0, None);
         self.gpu.queue.submit([encoder.finish()]);
-    }
-
-    /// Why nothing works on the device any more, if so.
-    ///
-    /// # Errors
-    /// The first error that nobody waited for.
-    pub fn check(&self) -> Result<()> {
-        self.gpu.deferred.check()
     }
 
     /// Waits until the browser has compiled all shaders and made all buffers asked for so far; tells `report` how many of

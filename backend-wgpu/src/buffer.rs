@@ -123,9 +123,12 @@ impl Future for Read {
                     return Poll::Pending;
                 };
                 gpu.deferred.check()?;
-                let error = |why: String| Error::Device { op: "read".into(), why };
-                done.clone().map_err(|e| error(e.to_string()))?;
-                let view = staging.slice(..).get_mapped_range().map_err(|e| error(e.to_string()))?;
+                // The buffer is this read's own and nothing unmaps it: mapping fails only on a device that is gone, which a
+                // browser may tell later.
+                let lost =
+                    |why: String| Error::Device { op: "device".into(), why: format!("the device was lost: {why}") };
+                done.clone().map_err(|e| lost(e.to_string()))?;
+                let view = staging.slice(..).get_mapped_range().map_err(|e| lost(e.to_string()))?;
                 let bytes = view[*skip..*skip + *len].to_vec();
                 drop(view);
                 // A page would keep the buffer until its garbage is collected.

@@ -1,12 +1,10 @@
 //! Timing of steps, for benches: by the device's clock where it has one.
 
-use std::time::Instant;
-
 use selkie_core::{
     backend::Backend,
     error::Result,
     tensor::{DType, Tensor},
-    timer::Timer,
+    timer::{Timer, host_time},
 };
 
 use crate::{
@@ -36,14 +34,7 @@ impl Timer for WgpuBackend {
                 let tick = |i: usize| bytes[8 * i..8 * i + 8].iter().rev().fold(0, |v, b| v << 8 | u64::from(*b));
                 Ok(tick(1).saturating_sub(tick(0)) as f64 * f64::from(self.gpu.queue.get_timestamp_period()) / 1e3)
             }
-            None => {
-                let fence = Tensor::new(self.alloc("fence", 4)?, DType::U32, &[1]);
-                self.read(&fence).await?;
-                let start = Instant::now();
-                self.play(tape)?;
-                self.read(&fence).await?;
-                Ok(start.elapsed().as_secs_f64() * 1e6)
-            }
+            None => host_time(self, tape).await,
         }
     }
 

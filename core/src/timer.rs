@@ -30,14 +30,7 @@ pub trait Timer: Backend {
     /// # Errors
     /// Those of [`Backend::play`] and [`Backend::read`].
     fn time(&self, tape: &Self::Tape) -> impl Future<Output = Result<f64>> {
-        async move {
-            let fence = Tensor::new(self.alloc("fence", 4)?, DType::U32, &[1]);
-            self.read(&fence).await?;
-            let start = Instant::now();
-            self.play(tape)?;
-            self.read(&fence).await?;
-            Ok(start.elapsed().as_secs_f64() * 1e6)
-        }
+        host_time(self, tape)
     }
 
     /// Lines for people about what the backend did since it was opened: launches, what they cost the host, compiled code.
@@ -47,4 +40,17 @@ pub trait Timer: Backend {
     fn facts(&self) -> impl Future<Output = Result<Vec<String>>> {
         async { Ok(vec![]) }
     }
+}
+
+/// Microseconds by the host's clock from playing a step on an idle device to the first read after it.
+///
+/// # Errors
+/// Those of [`Backend::play`] and [`Backend::read`].
+pub async fn host_time<B: Backend>(backend: &B, tape: &B::Tape) -> Result<f64> {
+    let fence = Tensor::new(backend.alloc("fence", 4)?, DType::U32, &[1]);
+    backend.read(&fence).await?;
+    let start = Instant::now();
+    backend.play(tape)?;
+    backend.read(&fence).await?;
+    Ok(start.elapsed().as_secs_f64() * 1e6)
 }

@@ -43,9 +43,14 @@ mod ops {
 
     #[wasm_bindgen]
     impl Ops {
-        /// `wgpu`, `wgpu-default-limits` (those that every browser has) or `cpu`.
+        /// `wgpu`, `wgpu-hardware` (shaders as for hardware, and the limits that every browser has) or `cpu`.
         pub async fn open(backend: String) -> Result<Ops, JsError> {
-            let options = Options { force_default_limits: backend == "wgpu-default-limits", ..Options::default() };
+            let hardware = backend == "wgpu-hardware";
+            let options = Options {
+                force_default_limits: hardware,
+                few_barriers: hardware.then_some(false),
+                ..Options::default()
+            };
             let gpu = match backend.as_str() {
                 "cpu" => None,
                 _ => Some(WgpuBackend::open(None, options).await?),

@@ -125,12 +125,8 @@ impl WasmEngine {
         let mut session = self.session.take().ok_or_else(busy)?;
         let result = self.step_of(&mut session).await;
         self.cancelled.take().into_iter().for_each(|id| session.cancel(id));
-        let failed = result.as_ref().err().map(|e| device_error(e, &session));
         self.session.replace(Some(session));
-        match (result, failed) {
-            (_, Some(error)) => Err(error),
-            (updates, None) => Ok(js::object(&updates.unwrap_or_default().into())),
-        }
+        result.map(|updates| js::object(&updates.into())).map_err(|e| error::of(&e))
     }
 
     /// Ends a request early, after the step that runs; its last update comes with the next step.
@@ -204,12 +200,4 @@ impl WasmEngine {
 
 fn busy() -> JsValue {
     error::error("busy", "a step is running: await it first")
-}
-
-/// An error of a step. A read may fail before the browser tells why: that the device is lost.
-fn device_error(e: &Error, session: &AnySession) -> JsValue {
-    match session.gpu().map(|gpu| gpu.check()) {
-        Some(Err(cause)) => error::of(&cause),
-        _ => error::of(e),
-    }
 }

@@ -24,8 +24,7 @@ pub fn of(e: &Error) -> JsValue {
             let asked = *asked as f64 / MIB;
             error("out_of_memory", &format!("there is not enough memory for {what}: {asked:.1} MiB were asked for"))
         }
-        // Reads map buffers of their own, which nothing unmaps: that fails only on a device that is gone.
-        Error::Device { op, .. } if op == "device" || op == "read" => {
+        Error::Device { op, .. } if op == "device" => {
             error("device_lost", "the browser took the GPU away (a driver reset, sleep, or too little memory)")
         }
         Error::Compile { .. } | Error::Device { .. } => error("internal", &e.to_string()),

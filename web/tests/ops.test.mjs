@@ -21,7 +21,7 @@ async function opened(backend) {
   return { context, page, errors };
 }
 
-for (const backend of ["cpu", "wgpu", "wgpu-default-limits"]) {
+for (const backend of ["cpu", "wgpu", "wgpu-hardware"]) {
   test(`ops on ${backend}`, async (t) => {
     const { context, page, errors } = await opened(backend);
     const results = await page.evaluate(async () => {

@@ -277,16 +277,7 @@ mod tests {
                 }
             }
         }
-        let target = Target {
-            sms: 132,
-            shared: 227 << 10,
-            bulk: true,
-            wgmma: true,
-            blas: true,
-            tuned: true,
-            scratch: 0,
-            untouched: true,
-        };
+        let target = Target::like_h200(227);
         for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (2048, 2048), (3376, 768), (100, 1000), (2688, 1856)] {
             for m in 1..=FEW {
                 let f = bulk_shape(m, k, n, &target).expect("a common shape");

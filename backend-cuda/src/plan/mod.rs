@@ -39,6 +39,23 @@ pub struct Target {
     pub untouched: bool,
 }
 
+#[cfg(test)]
+impl Target {
+    /// An H200, but for `shared` KiB of shared memory a block.
+    fn like_h200(shared: usize) -> Self {
+        Self {
+            sms: 132,
+            shared: shared << 10,
+            bulk: true,
+            wgmma: true,
+            blas: true,
+            tuned: true,
+            scratch: 0,
+            untouched: true,
+        }
+    }
+}
+
 /// The launches of an op, in order.
 ///
 /// # Errors

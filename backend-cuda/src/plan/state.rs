@@ -327,23 +327,10 @@ mod tests {
         assert_eq!(scan_shape(16, 4096, true, 1, 132), ScanShape { lanes: 4, rows: 1, threads: 128 });
     }
 
-    /// A device with `shared` KiB of shared memory a block.
-    fn target(shared: usize) -> Target {
-        Target {
-            sms: 132,
-            shared: shared << 10,
-            bulk: true,
-            wgmma: true,
-            blas: true,
-            tuned: true,
-            scratch: 0,
-            untouched: true,
-        }
-    }
-
     #[test]
     fn chunked_blocks_fit() {
-        let scan = |p, n, blocks, shared| scan_block(p, n, blocks, &target(shared)).map(|s| (s.columns, s.stages));
+        let scan =
+            |p, n, blocks, shared| scan_block(p, n, blocks, &Target::like_h200(shared)).map(|s| (s.columns, s.stages));
         assert_eq!(scan(64, 128, 128, 227), Some((64, 3)));
         assert_eq!(scan(64, 128, 48, 227), Some((32, 3)));
         assert_eq!(scan(64, 128, 128, 163), Some((64, 2)));
@@ -351,7 +338,9 @@ mod tests {
         assert_eq!(scan(64, 128, 128, 99), None);
         assert_eq!(scan(80, 128, 128, 227), None);
         assert_eq!(scan(64, 96, 128, 227), None);
-        let delta = |dv, blocks, shared| delta_block(128, dv, blocks, &target(shared)).map(|s| (s.columns, s.stages));
+        let delta = |dv, blocks, shared| {
+            delta_block(128, dv, blocks, &Target::like_h200(shared)).map(|s| (s.columns, s.stages))
+        };
         assert_eq!(delta(128, 64, 227), Some((32, 3)));
         assert_eq!(delta(128, 128, 227), Some((64, 3)));
         assert_eq!(delta(96, 128, 227), Some((32, 3)));

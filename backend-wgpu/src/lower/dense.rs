@@ -108,50 +108,41 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
     eights("matmul", block, k)?;
     let tile = Tile::pick(m, n);
     let m_tiles = m.div_ceil(tile.m);
-    let mut b = tile
-        .constants(Builder::new(shader!("matmul_tile")))
-        .flag("GROUPED", false)
-        .flag("PRODUCTS", false)
+    let b = tile.constants(Builder::new(shader!("matmul_tile"))).flag("GROUPED", false).flag("PRODUCTS", false);
+    let b = operands(b, op, block, ("m_tiles", m_tiles));
+    Ok(b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding))
+}
+
+/// What products of many rows take, and how their workgroups are counted: `grid` is one more parameter.
+fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid: (&'static str, usize)) -> Builder<B> {
+    let b = b
         .flag("BIAS", op.bias.is_some())
         .flag("ACCUMULATE", op.accumulate)
-        .param("m", m)
-        .param("n", n)
-        .param("k", k)
+        .param("m", op.x.rows())
+        .param("n", block.w.rows())
+        .param("k", op.w.k)
         .param("col", block.col)
         .float("scale", op.scale)
-        .param("m_tiles", m_tiles)
+        .param(grid.0, grid.1)
         .vectors("x", Read, &op.x)
         .vectors("w", Read, &block.w)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
-    if let Some(bias) = &op.bias {
-        b = b.view("bias", Read, bias);
+    match &op.bias {
+        Some(bias) => b.view("bias", Read, bias),
+        None => b,
     }
-    Ok(b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding))
 }
 
 /// Any number of rows, two shapes of threads in all: see `matmul_rows.wgsl`.
 fn without_barriers<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {
     const COLUMNS: usize = 4;
-    let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
+    let (m, n) = (op.x.rows(), block.w.rows());
     let rows = if m == 1 { 1 } else { 8 };
-    let mut b = Builder::new(shader!("matmul_rows"))
+    let b = Builder::new(shader!("matmul_rows"))
         .constant("ROWS", COLUMNS)
         .constant("MR", rows)
-        .flag("EIGHT", eights("matmul", block, k)?)
-        .flag("BIAS", op.bias.is_some())
-        .flag("ACCUMULATE", op.accumulate)
-        .param("m", m)
-        .param("n", n)
-        .param("k", k)
-        .param("col", block.col)
-        .param("columns", n.div_ceil(COLUMNS))
-        .float("scale", op.scale)
-        .vectors("x", Read, &op.x)
-        .vectors("w", Read, &block.w)
-        .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
-    if let Some(bias) = &op.bias {
-        b = b.view("bias", Read, bias);
-    }
+        .flag("EIGHT", eights("matmul", block, op.w.k)?);
+    let b = operands(b, op, block, ("columns", n.div_ceil(COLUMNS)));
     let threads = n.div_ceil(COLUMNS) * m.div_ceil(rows);
     Ok(b.build("matmul", threads.div_ceil(64), facts.max_binding))
 }
