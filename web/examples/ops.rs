@@ -73,6 +73,21 @@ mod ops {
             Ok(report.to_string())
         }
 
+        /// Ops that may become one kernel, against the same ops one by one: `{ id, ok, failures }` of each as JSON.
+        pub async fn chains(&self) -> Result<String, JsError> {
+            let mut reports = Vec::new();
+            for chain in cases::chains() {
+                let difference = match &self.gpu {
+                    Some(gpu) => chain.difference(gpu).await,
+                    None => chain.difference(&CpuBackend::new()).await,
+                };
+                let failures: Vec<String> = difference.unwrap_or_else(|e| Some(e.to_string())).into_iter().collect();
+                let id = format!("chain/{}", chain.name);
+                reports.push(json!({ "id": id, "ok": failures.is_empty(), "failures": failures }));
+            }
+            Ok(Value::from(reports).to_string())
+        }
+
         /// Waits for the browser's answer about every shader compiled so far; its message if it refused one.
         pub async fn settle(&self) -> Result<(), JsError> {
             match &self.gpu {

@@ -26,7 +26,7 @@ use crate::{
 
 /// Most and first tokens of a step on a GPU, on a software adapter and on the CPU.
 const GPU_STEP: (usize, usize) = (512, 128);
-const SOFTWARE_STEP: (usize, usize) = (64, 64);
+const SOFTWARE_STEP: (usize, usize) = (64, 16);
 const CPU_STEP: (usize, usize) = (256, 32);
 
 /// A loaded model with its states, its prefix tree and its requests.

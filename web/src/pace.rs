@@ -1,7 +1,8 @@
 //! Steps so short that a stop takes effect at once: the tokens of the next step, from how long the last ones took.
 
-/// A step should not take longer, in milliseconds. Two may be under way, and a stop has 200 ms.
-const TARGET_MS: f64 = 70.0;
+/// A step should not take longer, in milliseconds. Two may be under way, one may be twice as slow as the one before, and a
+/// stop has 200 ms.
+const TARGET_MS: f64 = 50.0;
 /// Fewer tokens cost a device almost as much.
 const LEAST: usize = 16;
 
@@ -43,7 +44,7 @@ mod tests {
     fn steps_follow_the_device() {
         let mut pace = Pace::new(64, 512);
         for (tokens, ms, next) in
-            [(64, 2.0, 128), (1, 50.0, 128), (128, 4.0, 256), (256, 140.0, 128), (128, 900.0, 16), (16, 1.0, 64)]
+            [(64, 2.0, 128), (1, 50.0, 128), (128, 4.0, 256), (256, 100.0, 128), (128, 900.0, 16), (16, 1.0, 64)]
         {
             pace.took(tokens, ms);
             assert_eq!(pace.tokens(), next, "{tokens} in {ms} ms");

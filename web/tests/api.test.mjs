@@ -74,10 +74,13 @@ for (const [backend, options] of [["wgpu", {}], ["cpu", { backend: "cpu" }]]) {
     await context.close();
   });
 
-  test(`${backend}: stop within 200 ms, and again`, async () => {
+  test(`${backend}: stop within 200 ms, and again`, async (t) => {
     const { context, page } = await loaded(options);
-    for (let i = 0; i < 2; i++) {
-      const { ms, done } = await page.evaluate(async (content) => {
+    // The machine may do something else for a while: two of three stops count.
+    const middle = (times) => times.toSorted((a, b) => a - b)[1];
+    const answers = await page.evaluate(async (content) => {
+      const answers = [];
+      for (let i = 0; i < 3; i++) {
         const generation = engine.generate({ messages: [{ role: "user", content }], maxTokens: 1000 });
         let start;
         for await (const update of generation) {
@@ -85,22 +88,30 @@ for (const [backend, options] of [["wgpu", {}], ["cpu", { backend: "cpu" }]]) {
           start = performance.now();
           generation.cancel();
         }
-        return { ms: performance.now() - start, done: await generation.done };
-      }, STORY);
+        answers.push({ ms: performance.now() - start, done: await generation.done });
+      }
+      return answers;
+    }, STORY);
+    for (const { done } of answers) {
       assert.equal(done.finish, "cancelled");
       assert.ok(done.text.length > 0);
-      assert.ok(ms < 200, `${ms} ms`);
     }
+    const inText = middle(answers.map(({ ms }) => ms));
     // In the middle of a prompt too.
-    const ms = await page.evaluate(async () => {
-      const generation = engine.generate({ prompt: "The fox took the lantern. ".repeat(300), maxTokens: 5 });
-      await new Promise((resolve) => setTimeout(resolve, 50));
-      const start = performance.now();
-      generation.cancel();
-      await generation.done;
-      return performance.now() - start;
-    });
-    assert.ok(ms < 200, `${ms} ms`);
+    const inPrompt = middle(await page.evaluate(async () => {
+      const times = [];
+      for (let i = 0; i < 3; i++) {
+        const generation = engine.generate({ prompt: `${i} ${"The fox took the lantern. ".repeat(300)}`, maxTokens: 5 });
+        await new Promise((resolve) => setTimeout(resolve, 50));
+        const start = performance.now();
+        generation.cancel();
+        await generation.done;
+        times.push(performance.now() - start);
+      }
+      return times;
+    }));
+    t.diagnostic(`${Math.round(inText)} ms in an answer, ${Math.round(inPrompt)} ms in a prompt`);
+    assert.ok(inText < 200 && inPrompt < 200, `${inText} and ${inPrompt} ms`);
     assert.equal((await page.evaluate((messages) => ask({ messages }), QUESTION)).text, "17 + 25 = 42.");
     await context.close();
   });

@@ -27,6 +27,7 @@ for (const backend of ["cpu", "wgpu", "wgpu-hardware"]) {
     const results = await page.evaluate(async () => {
       const results = [];
       for (const [i] of cases.entries()) results.push(JSON.parse(await ops.run(i)));
+      results.push(...JSON.parse(await ops.chains()));
       await ops.settle();
       return results;
     });

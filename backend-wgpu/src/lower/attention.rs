@@ -59,7 +59,14 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
             .vectors("keys", Read, &op.pool.k)
             .vectors("values", Read, &op.pool.v)
     };
-    if b.tokens >= FEW_TOKENS * b.rows && hd <= 256 && per_kv <= 64 && !facts.few_barriers {
+    if facts.few_barriers {
+        let rows = base(shader!("attention_rows"))
+            .constant("QUADS", hd / 4)
+            .param("heads_per_kv", per_kv)
+            .vectors("out", Write, &op.out);
+        return Ok(vec![rows.build("attention", (b.tokens * heads).div_ceil(64), facts.max_binding)]);
+    }
+    if b.tokens >= FEW_TOKENS * b.rows && hd <= 256 && per_kv <= 64 {
         let tokens = 64 / per_kv;
         let tile = base(shader!("attention_tile"))
             .constant("GROUP", per_kv)
@@ -75,7 +82,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     let together = (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1);
     let items = b.tokens * heads / together;
     // Parts of a token's pages, and words of what one makes of a head.
-    let splits = if facts.few_barriers { 1 } else { (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages) };
+    let splits = (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages);
     let partial = [b.tokens * heads * splits, hd + 4];
     let part = base(shader!("attention"))
         .constant("HEADS", together)

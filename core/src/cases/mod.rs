@@ -7,6 +7,7 @@
 mod activation;
 mod attention;
 mod batch;
+mod chain;
 mod conv1d;
 mod embed;
 mod expert_matmul;
@@ -22,6 +23,7 @@ mod selective_scan;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod timed;
 
+pub use chain::{Chain, chains};
 pub use host::Dtypes;
 pub use run::{CaseReport, Check, Loaded, run};
 #[cfg(not(target_arch = "wasm32"))]

@@ -1,0 +1,155 @@
+//! Ops that follow each other in a step, where a backend may make one kernel of several: together they leave what they leave
+//! one by one.
+
+use super::host::{Rng, put, take};
+use crate::backend::{Backend, Ops};
+use crate::error::Result;
+use crate::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
+use crate::step::{Chunk, Row, Step, bucket_of, encode};
+use crate::tensor::{DType, Tensor};
+
+/// Relative to 1 + |x|: the order of a sum may change.
+const LIMIT: f64 = 1e-4;
+
+/// Ops of one row or a few, as a decode step has them. Activations are f32.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    /// What is special about it.
+    pub name: String,
+    links: Links,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Links {
+    /// A norm, after a gate or not, a product and an activation, with a factor or without.
+    Products { rows: usize, k: usize, n: usize, gate: bool, up: bool },
+    /// A product and the convolution of some of its columns, from one slot to another.
+    Convolution,
+}
+
+/// A chain on a device.
+struct Linked<Buf> {
+    ops: Vec<Op<Buf>>,
+    /// All that it writes, by name.
+    left: Vec<(&'static str, Tensor<Buf>)>,
+}
+
+/// All chains.
+pub fn chains() -> Vec<Chain> {
+    let products = |rows: usize, k: usize, n: usize, gate: bool, up: bool| {
+        let and = |on: bool, what: &'static str| if on { what } else { "" };
+        let name = format!("{rows} x {k} -> {n}{}{}", and(gate, ", gate"), and(up, ", up"));
+        Chain { name, links: Links::Products { rows, k, n, gate, up } }
+    };
+    vec![
+        products(1, 256, 48, false, false),
+        products(1, 3072, 36, true, true),
+        products(3, 72, 40, true, false),
+        products(8, 520, 64, false, true),
+        Chain { name: "a convolution".into(), links: Links::Convolution },
+    ]
+}
+
+impl Chain {
+    /// What differs between the ops in one step and one by one, if anything does.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub async fn difference<B: Backend>(&self, backend: &B) -> Result<Option<String>> {
+        let device = Device { backend, rng: Rng::new(&self.name) };
+        let Linked { ops, left } = match self.links {
+            Links::Products { rows, k, n, gate, up } => device.products(rows, k, n, gate, up)?,
+            Links::Convolution => device.convolution()?,
+        };
+        backend.run(|rec| ops.iter().try_for_each(|op| rec.op(op.clone())))?;
+        let together = numbers(backend, &left).await?;
+        for op in ops {
+            backend.run(|rec| rec.op(op.clone()))?;
+        }
+        let apart = numbers(backend, &left).await?;
+        Ok(left.iter().zip(together.iter().zip(&apart)).find_map(|((name, _), (a, b))| {
+            let worst = a.iter().zip(b).map(|(a, b)| (a - b).abs() / (1.0 + b.abs()));
+            let fits = worst.clone().all(|x| x < LIMIT) && b.iter().any(|x| *x != 0.0);
+            (!fits).then(|| format!("{name} differs by {} or is zero", worst.fold(0.0, f64::max)))
+        }))
+    }
+}
+
+async fn numbers<B: Backend>(backend: &B, left: &[(&str, Tensor<B::Buf>)]) -> Result<Vec<Vec<f64>>> {
+    let mut all = Vec::new();
+    for (_, t) in left {
+        all.push(backend.read(t).await?.chunks_exact(4).map(|c| take(DType::F32, c)).collect());
+    }
+    Ok(all)
+}
+
+struct Device<'a, B> {
+    backend: &'a B,
+    rng: Rng,
+}
+
+impl<B: Backend> Device<'_, B> {
+    /// Numbers between -1 and 1.
+    fn filled(&mut self, name: &str, dims: &[usize]) -> Result<Tensor<B::Buf>> {
+        let n = dims.iter().product();
+        let mut bytes = vec![0; 4 * n];
+        for (x, to) in self.rng.ranged(n, -1.0, 1.0).into_iter().zip(bytes.chunks_exact_mut(4)) {
+            put(DType::F32, x, to);
+        }
+        let buf = self.backend.alloc(name, bytes.len() as u64)?;
+        self.backend.write(&buf, 0, &bytes)?;
+        Ok(Tensor::new(buf, DType::F32, dims))
+    }
+
+    fn product(&mut self, x: &Tensor<B::Buf>, n: usize) -> Result<Matmul<B::Buf>> {
+        let (rows, k) = (x.rows(), x.row_len());
+        let w = Weight { blocks: vec![RowBlock { w: self.filled("w", &[n, k])?, col: 0 }], n, k };
+        let out = self.filled("out", &[rows, n])?;
+        Ok(Matmul { x: x.clone(), w, bias: None, out, scale: 0.5, accumulate: false })
+    }
+
+    fn products(mut self, rows: usize, k: usize, n: usize, gate: bool, up: bool) -> Result<Linked<B::Buf>> {
+        let (x, weight, u) = (self.filled("x", &[rows, k])?, self.filled("norm", &[k])?, self.filled("u", &[rows, k])?);
+        let gate = match gate {
+            true => Some(Gate { z: self.filled("z", &[rows, k])?, act: Act::Silu, before: true }),
+            false => None,
+        };
+        let product = self.product(&u, if up { 2 * n } else { n })?;
+        let (out, mid) = (product.out.clone(), self.filled("mid", &[rows, n])?);
+        let act = Activation {
+            gate: out.cols(0, n),
+            up: up.then(|| out.cols(n, n)),
+            row_gate: None,
+            out: mid.clone(),
+            act: if up { Act::Silu } else { Act::Relu2 },
+        };
+        let norm = RmsNorm { x, add: None, weight, gate, out: u.clone(), eps: 1e-5, groups: 1 };
+        Ok(Linked {
+            ops: vec![norm.into(), product.into(), act.into()],
+            left: vec![("u", u), ("out", out), ("mid", mid)],
+        })
+    }
+
+    fn convolution(mut self) -> Result<Linked<B::Buf>> {
+        let (k, n, channels) = (256, 60, 40);
+        let chunks = vec![Chunk { len: 1, src: 2, dst: 1 }];
+        let rows = [Row { first_position: 5, ids: vec![1], chunks, outputs: vec![0], ..Row::default() }];
+        let bucket = bucket_of(&rows);
+        let words = encode(&rows, bucket);
+        let ints = self.backend.alloc("ints", 4 * words.len() as u64)?;
+        self.backend.write(&ints, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
+        let x = self.filled("x", &[1, k])?;
+        let product = self.product(&x, n)?;
+        let (pool, conv) = (self.filled("pool", &[3, channels, 3])?, self.filled("conv", &[1, channels])?);
+        let next = Conv1d {
+            step: Step::new(ints, bucket),
+            x: product.out.cols(8, channels),
+            weight: self.filled("taps", &[channels, 5])?,
+            pool: pool.clone(),
+            out: conv.clone(),
+            act: Act::Silu,
+        };
+        let left = vec![("out", product.out.clone()), ("pool", pool), ("conv", conv)];
+        Ok(Linked { ops: vec![product.into(), next.into()], left })
+    }
+}
