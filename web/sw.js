@@ -1,12 +1,15 @@
 // Keeps the page itself, so that it opens without a network; models are kept elsewhere (js/shelf.js).
 //
-// The network comes first, so the page is never older than what the server has, and its files always belong together.
-// `precache.js`, written by web/build, lists the files of one build: a new list makes a new copy of all of them.
+// The network comes first, so the page is as new as its server's. If the page does not come, or not in time, the kept one is
+// used with its files. These belong together: `precache.js`, written by web/build, lists those of one build, and a new list
+// makes a new copy of all of them. If just one file does not come, the kept one may be older than the rest.
 
 importScripts("precache.js");
 
 const PREFIX = "selkie-page ";
 const CACHE = PREFIX + self.PRECACHE.version;
+// How long the server may take to begin its answer where a kept one is at hand.
+const PATIENCE_MS = 4000;
 const files = new Set(["", ...self.PRECACHE.files].map((file) => new URL(file, self.registration.scope).href));
 
 self.addEventListener("install", (event) => {
@@ -26,11 +29,22 @@ self.addEventListener("fetch", (event) => {
   const url = new URL(event.request.url);
   url.hash = url.search = "";
   if (event.request.method !== "GET" || !files.has(url.href)) return;
-  event.respondWith(
-    fetch(event.request).catch(async (error) => {
-      const kept = await (await caches.open(CACHE)).match(url.href);
-      if (kept) return kept;
-      throw error;
-    }),
-  );
+  event.respondWith(answer(event.request, url.href));
 });
+
+// Whether the page that was opened last is the kept one: then its files are too.
+let openedKept = false;
+
+async function answer(request, url) {
+  const kept = await caches.match(url, { cacheName: CACHE }).catch(() => null);
+  const opens = request.mode === "navigate";
+  if (kept && openedKept && !opens) return kept;
+  // A navigation's request has to stay as it is: the server may redirect it.
+  const coming = opens ? fetch(request) : fetch(request, { cache: "no-cache" });
+  if (!kept) return coming;
+  const late = new Promise((resolve) => setTimeout(resolve, PATIENCE_MS));
+  const response = await Promise.race([coming, late]).catch(() => null);
+  const usable = response?.ok || response?.type === "opaqueredirect";
+  if (opens) openedKept = !usable;
+  return usable ? response : kept;
+}

@@ -4,7 +4,7 @@
  * ```js
  * import { load } from "./js/selkie.js";
  *
- * const engine = await load({ model: { url: "model/" }, onProgress: (p) => console.log(p.stage, p.loaded / p.total) });
+ * const engine = await load({ model: { url: "model/" }, onProgress: (p) => console.log(p.stage, p.loaded, "of", p.total) });
  * const answer = engine.generate({ messages: [{ role: "user", content: "What is 17 + 25?" }] });
  * for await (const update of answer) if (update.type === "text") document.body.append(update.text);
  * console.log((await answer.done).usage); // { promptTokens, completionTokens, matched, reused, computed, reason }
@@ -17,8 +17,18 @@
 /**
  * Where a model is: the URL of a directory as published on Hugging Face (`config.json`, `tokenizer.json`, safetensors), or
  * the files of such a directory, picked by the user. Files are told apart by their plain names.
+ *
+ * A URL may be relative to the page. It is of the page's own server, https, or http://localhost. That of a file in the
+ * directory (`.json` or `.safetensors`) or of the model's page at Hugging Face (hf.co too) means the directory.
  */
 export type ModelSource = { url: string } | { files: File[] };
+
+/**
+ * The URL of a model's directory as a person types it: as in {@link ModelSource}, or `owner/model` at Hugging Face; `https://`
+ * may be left out. Nothing is contacted. Throws a {@link SelkieError}: `not_found` if it is no address, `cors` if a page may
+ * not contact it.
+ */
+export function modelUrl(text: string): URL;
 
 /** `auto`: WebGPU where the browser has it, else the CPU. The other two never fall back. */
 export type Backend = "auto" | "wgpu" | "cpu";
@@ -26,7 +36,8 @@ export type Backend = "auto" | "wgpu" | "cpu";
 /**
  * `download`: bytes of all files from the network, `file` is the one that is coming in; nothing is reported if the model is
  * in storage already. `weights`: bytes on their way to the device. `pipelines`: shaders compiled (a count, not bytes).
- * `total` may grow while the sizes of files become known; it is 0 if a server tells none.
+ * `total` is 0 until it is known: in a download that is once the sizes of all files are, and never if a server does not tell
+ * them, or tells one that is too small.
  */
 export interface Progress {
   stage: "download" | "weights" | "pipelines";
@@ -43,9 +54,9 @@ export interface LoadOptions {
   prefixCache?: boolean;
   /** Memory for states and KV pages, in MiB; default: a budget that suits a page. */
   memoryMiB?: number;
-  /** Longest sequence in tokens; default: the model's own limit. */
+  /** Longest sequence in tokens; default: the model's own limit, but at most 8192. */
   contextTokens?: number;
-  /** Sequences that run at a time; default 4. */
+  /** Sequences that run at a time; default 2. */
   maxBatch?: number;
   onProgress?(progress: Progress): void;
   /** Aborting ends the load with a {@link SelkieError} `cancelled`; the next load goes on where the download stopped. */
@@ -53,23 +64,27 @@ export interface LoadOptions {
 }
 
 /**
- * - `not_found`: the URL answers 404 for a file that every model has.
- * - `network`: no answer, or a refusal by CORS; a page cannot tell the two apart and the message says so.
- * - `cors`: the URL cannot be asked from this page at all (its scheme, or the page's Content-Security-Policy).
- * - `missing_file`: a file that the model's other files name is not there.
+ * - `not_found`: the URL is malformed, or has no config.json.
+ * - `network`: no answer, or a refusal by CORS (a page cannot tell the two apart and the message says so); a connection that
+ *   broke; an answer with an error (the message has its HTTP status).
+ * - `cors`: the URL may not be asked from this page at all: it is neither of the page's own server nor https nor
+ *   http://localhost, or the Content-Security-Policy forbids it.
+ * - `missing_file`: there are no weights, or a file that the model's other files name is not there.
  * - `too_large`: the model exceeds the device's limits; the message has both numbers.
  * - `unsupported`: a family, dtype or feature that selkie does not have, or no WebGPU where it was asked for.
  * - `bad_model`: a file is damaged or contradicts another; the message names it.
  * - `device_lost`: the GPU went away. The engine is of no use any more; `load` again, perhaps with `backend: "cpu"`.
  * - `out_of_memory`: an allocation on the device failed.
- * - `storage`: picked files can no longer be read (moved, changed).
+ * - `storage`: picked files can no longer be read (moved, changed), or another tab is just loading this model.
  * - `cancelled`: the caller aborted, or closed the engine.
- * - `bad_request`: the request cannot be served (empty prompt, impossible sampling values, longer than the context).
+ * - `bad_request`: the request cannot be served (empty prompt, impossible sampling values, longer than the context), or not
+ *   while others run.
+ * - `busy`: the engine is in the middle of a step. The worker keeps the two apart, so that it should not be seen.
  * - `internal`: a fault of selkie.
  */
 export type ErrorCode =
   | "not_found" | "network" | "cors" | "missing_file" | "too_large" | "unsupported" | "bad_model" | "device_lost"
-  | "out_of_memory" | "storage" | "cancelled" | "bad_request" | "internal";
+  | "out_of_memory" | "storage" | "cancelled" | "bad_request" | "busy" | "internal";
 
 /** Every rejection of this module. `message` is a sentence for the user. */
 export class SelkieError extends Error {
@@ -98,7 +113,10 @@ export interface ModelInfo {
   fits: boolean;
   /** If not: why, with numbers. */
   problem: string | null;
-  /** Bytes that `load` would have to download; 0 if the model is in storage or from picked files. */
+  /**
+   * Bytes that `load` would have to download, as far as the server tells sizes; 0 if the model is in storage or from picked
+   * files. What an unfinished download has already counts too.
+   */
   downloadBytes: number;
 }
 
@@ -108,13 +126,18 @@ export interface InspectOptions {
 }
 
 /**
- * Reads headers only, by range requests where the server has them; says before a download what does not fit.
+ * Reads headers only, by range requests where the server has them; says before a download what does not fit. It does so for
+ * the defaults of {@link LoadOptions}. The small JSON files are read whole; nothing is kept.
  *
  * Rejects as `load` does, but not with `too_large`: that is `fits: false`.
  */
 export function inspect(model: ModelSource, options?: InspectOptions): Promise<ModelInfo>;
 
-/** Downloads the model if it is not in storage, and loads it in a worker of its own. */
+/**
+ * Downloads the model if it is not in storage, and loads it in a worker of its own. One from a URL is kept for the next time,
+ * and the browser is asked not to delete it when it is short of room (some ask the user). If the page's own server has newer
+ * weights than those in storage, they are downloaded.
+ */
 export function load(options: LoadOptions): Promise<Engine>;
 
 export interface EngineInfo {
@@ -272,9 +295,9 @@ export interface Engine {
   /** Cancels all requests. */
   cancel(): void;
   stats(): Promise<Stats>;
-  /** Forgets all kept prefixes that no running request holds. */
+  /** Forgets all kept prefixes; running requests keep what they hold. */
   clearCache(): Promise<void>;
-  /** Turns reuse on or off for the requests that follow. */
+  /** Turns reuse on or off for the requests that follow. Rejects (`bad_request`) while any is queued or running. */
   setPrefixCache(on: boolean): Promise<void>;
   /** Ends the worker and frees the device; unfinished requests end with a {@link SelkieError} `cancelled`. */
   close(): void;
@@ -283,8 +306,11 @@ export interface Engine {
 }
 
 export interface Storage {
-  /** Models that are kept whole, by URL. */
-  models: { url: string; bytes: number }[];
+  /**
+   * Models by URL, as {@link forget} takes it. `done` is false for a download that is under way or was broken off: `load` goes
+   * on with it, and `bytes` is what was noted of it, somewhat less than what came in.
+   */
+  models: { url: string; bytes: number; done: boolean }[];
   /** Bytes that this origin uses and may use, as far as the browser tells; null if it does not. */
   usage: number | null;
   quota: number | null;
@@ -296,5 +322,8 @@ export interface Storage {
 /** What is kept in the browser. */
 export function storage(): Promise<Storage>;
 
-/** Deletes a model from storage; one that is not there is fine. */
+/**
+ * Deletes a model from storage, finished or not; one that is not there is fine. Rejects (`storage`) while a tab downloads or
+ * reads it.
+ */
 export function forget(url: string): Promise<void>;

@@ -1,9 +1,9 @@
 // The API of selkie for pages; types and documentation are in selkie.d.ts.
 
 import { SelkieError, asSelkieError, unpackError } from "./errors.js";
-import { directoryUrl } from "./source.js";
+import { directoryUrl, modelUrl } from "./source.js";
 
-export { SelkieError };
+export { SelkieError, modelUrl };
 
 // A worker and the questions that it has not answered yet.
 class Client {
@@ -103,6 +103,8 @@ export async function load({ model, memoryMiB, onProgress, signal, ...others }) 
   signal?.addEventListener("abort", stop);
   try {
     const info = await client.ask("load", { model: source, options }).answer;
+    // Else a browser that is short of room may delete the model; whether it agrees is its own affair.
+    if (source.url) navigator.storage?.persist?.().catch(() => {});
     return new Engine(client, { ...info, loadMs: performance.now() - start });
   } catch (e) {
     client.end(asSelkieError(e));

@@ -64,8 +64,9 @@ class FileShelf {
       start: at,
       write(bytes) {
         const written = access.write(bytes, { at });
+        // Chromium tells a full storage by a negative number that has lost its sign.
+        if (written !== bytes.length) throw new DOMException("the storage is full", "QuotaExceededError");
         at += written;
-        if (written < bytes.length) throw new DOMException("the storage is full", "QuotaExceededError");
       },
       restart() {
         at = 0;
@@ -86,7 +87,10 @@ class FileShelf {
     return file && file.getFile();
   }
 
+  // The record goes first: a removal that is broken off leaves nothing that is taken for whole.
   async remove(url) {
+    const folder = await this.#folder(url);
+    if (folder) await optional(folder.removeEntry("record.json"));
     await optional(this.root.removeEntry(await key(url), { recursive: true }));
   }
 
@@ -158,6 +162,7 @@ class CacheShelf {
 
   async remove(url) {
     const folder = await this.#address(url, "");
+    await this.cache.delete(`${folder}record.json`);
     for (const { url } of await this.cache.keys()) if (url.startsWith(folder)) await this.cache.delete(url);
   }
 

@@ -37,7 +37,10 @@ export async function pickedModel(picked) {
   }
   if (!files.has(SINGLE)) {
     const index = files.get(INDEX);
-    if (!index) throw new SelkieError("missing_file", noWeights("in this folder", [...files.keys()]));
+    if (!index) {
+      const other = [...files.keys()].find((name) => /\.(bin|gguf|pth?|onnx)$/.test(name));
+      throw noWeights("in this folder", other && `${other} has to be converted to safetensors first`);
+    }
     for (const shard of shardNames(await index.text())) {
       if (!files.has(shard)) throw new SelkieError("missing_file", `${INDEX} names ${shard}, but it is not in the folder.`);
     }
@@ -45,10 +48,8 @@ export async function pickedModel(picked) {
   return { name, files: [...files].map(([name, file]) => blobFile(name, file)) };
 }
 
-function noWeights(where, names) {
-  const other = names.find((name) => /\.(bin|gguf|pth?|onnx)$/.test(name));
-  const hint = other ? `; ${other} has to be converted to safetensors first` : "";
-  return `There is neither ${SINGLE} nor ${INDEX} ${where}${hint}.`;
+function noWeights(where, hint) {
+  return new SelkieError("missing_file", `There is neither ${SINGLE} nor ${INDEX} ${where}${hint ? `; ${hint}` : ""}.`);
 }
 
 // Weight files that an index names.
@@ -90,26 +91,47 @@ export async function checkWhole(name, blob) {
 
 // ---- URLs
 
-// The URL of a model's directory, as the files' names are appended to it. The address of a model's page at Hugging Face
-// or of its config.json means the directory too.
+// The URL of a model's directory, as the files' names are appended to it. The address of one of its JSON files or weights,
+// or of a page about the model at Hugging Face, means the directory too.
 export function directoryUrl(text, base) {
   let url;
   try {
     url = new URL(text, base);
   } catch {
-    throw new SelkieError("not_found", `"${text}" is not an address.`);
+    throw new SelkieError("not_found", "This is not an address. One looks like https://huggingface.co/name/model.");
   }
-  if (!/^https?:$/.test(url.protocol)) {
-    throw new SelkieError("cors", `${url} cannot be used: only https and http addresses can.`);
-  }
+  // A worker from a static host has no Content-Security-Policy that would see to it.
+  const local = url.origin === self.location.origin || (url.protocol === "http:" && url.hostname === "localhost");
+  if (url.protocol !== "https:" && !local) throw notAllowed(url);
   url.hash = "";
-  url.pathname = url.pathname.replace(/\/config\.json$/, "/");
-  if (url.hostname === "huggingface.co") {
-    const [owner, model, kind, revision] = url.pathname.split("/").filter(Boolean);
-    if (model && (!kind || kind === "tree")) url.pathname = `/${owner}/${model}/resolve/${revision ?? "main"}/`;
-  }
-  if (!url.pathname.endsWith("/")) url.pathname += "/";
+  if (url.hostname === "huggingface.co" || url.hostname === "hf.co") url = hubUrl(url);
+  url.pathname = url.pathname.replace(/\/[^/]+\.(json|safetensors)$/, "/").replace(/\/?$/, "/");
   return url.href;
+}
+
+function hubUrl(url) {
+  const [owner, model, kind, revision, ...below] = url.pathname.split("/").filter(Boolean);
+  if (!model) {
+    const message = "A model on Hugging Face has an owner and a name: https://huggingface.co/owner/model.";
+    throw new SelkieError("not_found", message);
+  }
+  const ofFile = kind === "blob" || kind === "raw";
+  const path = ofFile || kind === "tree" || kind === "resolve" ? [revision ?? "main", ...below] : ["main"];
+  if (ofFile && below.length > 0) path.pop();
+  return new URL(`https://huggingface.co/${owner}/${model}/resolve/${path.join("/")}`);
+}
+
+// The same for what a person types: owner/model is one at Hugging Face, and https:// may be left out.
+export function modelUrl(text) {
+  const typed = text.trim();
+  if (!typed) throw new SelkieError("not_found", "Give the address of a model's folder.");
+  if (/^[\w-]+\/[\w.-]+$/.test(typed)) return new URL(directoryUrl(`https://huggingface.co/${typed}`));
+  return new URL(directoryUrl(/^[a-z][a-z0-9+.-]*:\/\//i.test(typed) ? typed : `https://${typed}`));
+}
+
+function notAllowed({ protocol, host }, cause) {
+  const allowed = "only its own server, https addresses and http://localhost";
+  return new SelkieError("cors", `This page may not contact ${protocol}//${host}: ${allowed}.`, { cause });
 }
 
 export function fileUrl(directory, name) {
@@ -159,15 +181,11 @@ async function request(url, { method = "GET", range, signal } = {}) {
 }
 
 function unreachable(url, cause) {
-  const { host, protocol } = new URL(url);
-  const failed = (code, message) => new SelkieError(code, message, { cause });
-  if (wasRefused(url)) {
-    const allowed = "only its own server, https addresses and http://localhost";
-    return failed("cors", `This page may not contact ${protocol}//${host}: ${allowed}.`);
-  }
-  if (sameOrigin(url)) return failed("network", `The server of this page does not answer; ${url} could not be loaded.`);
+  if (wasRefused(url)) return notAllowed(new URL(url), cause);
+  const failed = (message) => new SelkieError("network", message, { cause });
+  if (sameOrigin(url)) return failed(`The server of this page does not answer; ${url} could not be loaded.`);
+  const { host } = new URL(url);
   return failed(
-    "network",
     `${url} could not be loaded: ${host} does not answer, or it does not allow other pages to read its files (CORS). ` +
       "A browser does not tell which. You can download the model and choose its folder instead.",
   );
@@ -253,9 +271,16 @@ async function readSmall(directory, name, onBytes) {
 // All small files of a model ({ name: Blob }), and names, sizes and versions of its weights.
 // A missing optional file is asked for once; the browser mentions that in its console, which cannot be helped.
 export async function remoteModel(directory, onBytes) {
-  const get = (name) => readSmall(directory, name, onBytes);
-  const config = await get(CONFIG);
+  const config = await readSmall(directory, CONFIG, onBytes);
   if (!config) throw new SelkieError("not_found", `There is no model at ${directory}: ${CONFIG} was not found there.`);
+  // Stores of files like S3 may not say that one is not there, and refuse it instead.
+  let refused = null;
+  const absent = (e) => {
+    if (![401, 403].includes(e.cause?.status)) throw e;
+    refused = e.cause.status;
+    return null;
+  };
+  const get = (name) => readSmall(directory, name, onBytes).catch(absent);
   const optional = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"];
   const small = new Map([config, ...(await Promise.all(optional.map(get))).filter(Boolean)]);
   // A template has a file of its own or is in the tokenizer's settings.
@@ -264,10 +289,10 @@ export async function remoteModel(directory, onBytes) {
     const template = (await get("chat_template.jinja")) ?? (await get("chat_template.json"));
     if (template) small.set(...template);
   }
-  const single = await look(fileUrl(directory, SINGLE));
+  const single = await look(fileUrl(directory, SINGLE)).catch(absent);
   if (single) return { small, weights: [{ name: SINGLE, ...single }] };
   const index = await get(INDEX);
-  if (!index) throw new SelkieError("missing_file", noWeights(`at ${directory}`, []));
+  if (!index) throw noWeights(`at ${directory}`, refused && `the server refuses files that were asked for (status ${refused})`);
   small.set(...index);
   const shards = shardNames(await index[1].text()).map(async (name) => {
     const found = await look(fileUrl(directory, name));

@@ -1,8 +1,8 @@
 // Models of a URL: downloaded once into the browser's storage, then read from there. It runs in a worker.
 //
-// A model's record { url, done, bytes, files: { name: { size, version, done } } } is written last. What it does not call
-// done is not used, but an unfinished file is gone on with if the server still has the same version. Locks (by URL) keep
-// tabs apart: one downloads, the others wait; nobody deletes what is being read.
+// A model's record { url, id, done, files: { name: { size, version, done } } } tells how far it is. What it does not call done
+// is not used, but an unfinished file is gone on with if the server still has the same version. Locks (by URL) keep tabs
+// apart: one downloads, the others wait; nobody deletes what is being read.
 
 import { SelkieError, size } from "./errors.js";
 import { MemoryShelf, openShelf } from "./shelf.js";
@@ -36,10 +36,10 @@ const opened = async (shelf, record, from, release) => ({
 // `progress({ file, loaded, total })` hears of a download, `check(files)` may stop it before large weights come in.
 export async function storedModel(url, { progress, check }) {
   const shelf = await openShelf();
-  for (let from = "storage"; ; ) {
+  for (let from = "storage", current = false; ; ) {
     const release = await hold(url, "shared");
     const record = await shelf.record(url);
-    if (record?.done && (from === "network" || !(await isOld(record)))) return opened(shelf, record, from, release);
+    if (record?.done && (current || !(await isOld(record)))) return opened(shelf, record, from, release);
     release();
     const finish = await hold(url, "exclusive");
     try {
@@ -49,7 +49,12 @@ export async function storedModel(url, { progress, check }) {
         const used = await download(url, shelf, { progress, check });
         if (used.kind === "memory") return opened(used, await used.record(url), "memory", () => {});
         from = "network";
+        current = true;
       }
+    } catch (e) {
+      // An older copy is better than none, unless it is gone already.
+      if (e.code !== "network" || !(await shelf.record(url))?.done) throw e;
+      current = true;
     } finally {
       finish();
     }
@@ -90,18 +95,19 @@ const remoteFiles = (url, { small, weights }) => [
 // Downloads the model onto `shelf`, or into memory if it does not fit there; returns the shelf that has it.
 async function download(url, shelf, { progress, check }) {
   const loaded = new Map();
-  let total = 0;
+  let total = 0; // not known
   const count = (name, bytes) => {
     loaded.set(name, (loaded.get(name) ?? 0) + bytes);
     const sofar = [...loaded.values()].reduce((a, b) => a + b);
-    progress({ file: name, loaded: sofar, total: Math.max(total, sofar) });
+    progress({ file: name, loaded: sofar, total: sofar > total ? 0 : total });
   };
   const remote = await remoteModel(url, count);
-  total = sum([...remote.small.values(), ...remote.weights]);
+  const bytes = sum([...remote.small.values(), ...remote.weights]);
+  if (remote.weights.every(({ size }) => size !== null)) total = bytes;
   if (sum(remote.weights) > LARGE_BYTES) await check(remoteFiles(url, remote));
 
   const reset = (name) => loaded.delete(name);
-  const problem = await lacksRoom(shelf, url, total);
+  const problem = await lacksRoom(shelf, url, bytes);
   if (!problem) {
     try {
       await fill(shelf, url, remote, count, reset);
@@ -132,8 +138,9 @@ async function fill(shelf, url, { small, weights }, count, reset) {
   const before = await shelf.record(url);
   if (before?.done || !shelf.resumes) await shelf.remove(url);
   const known = before && !before.done && shelf.resumes ? before.files : {};
-  const record = { url, id: crypto.randomUUID(), done: false, bytes: 0, files: {} };
+  const record = { url, id: crypto.randomUUID(), done: false, files: {} };
   for (const { name } of weights) if (known[name]?.version) record.files[name] = known[name];
+  await shelf.save(record);
 
   for (const [name, blob] of small) {
     const writer = await shelf.writer(url, name, 0);
@@ -146,7 +153,6 @@ async function fill(shelf, url, { small, weights }, count, reset) {
     if (had?.done && had.version === file.version) count(file.name, had.size);
     else await fillFile(shelf, record, file.name, count, reset);
   }
-  record.bytes = sum(Object.values(record.files));
   record.done = true;
   await shelf.save(record);
 }
@@ -159,7 +165,7 @@ async function fillFile(shelf, record, name, count, reset) {
   let at = writer.start;
   let saved = at;
   const keep = async (version) => {
-    if (!shelf.resumes || !version) return;
+    if (!shelf.resumes) return;
     writer.flush();
     saved = at;
     record.files[name] = { size: at, version, done: false };
@@ -186,11 +192,11 @@ async function fillFile(shelf, record, name, count, reset) {
     });
     if (!got) throw new SelkieError("missing_file", `${fileUrl(url, name)} is no longer there.`);
     await writer.close();
-    delete record.files[name];
-    if (shelf.resumes) await shelf.save(record); // a damaged file is not gone on with
+    record.files[name] = { size: got.size, version: null, done: false }; // a damaged file is not gone on with
+    await shelf.save(record);
     await checkWhole(name, await shelf.blob(url, name));
     record.files[name] = { ...got, done: true };
-    if (shelf.resumes) await shelf.save(record);
+    await shelf.save(record);
   } catch (e) {
     if (e.code === "network") await keep(seen).catch(() => {});
     writer.abandon();
@@ -201,8 +207,8 @@ async function fillFile(shelf, record, name, count, reset) {
 export async function storage() {
   const shelf = await openShelf();
   const { usage = null, quota = null } = (await navigator.storage?.estimate?.()) ?? {};
-  const whole = (await shelf.list()).filter((record) => record.done);
-  return { models: whole.map(({ url, bytes }) => ({ url, bytes })), usage, quota, kind: shelf.kind, problem: shelf.problem };
+  const models = (await shelf.list()).map(({ url, done, files }) => ({ url, bytes: sum(Object.values(files)), done }));
+  return { models, usage, quota, kind: shelf.kind, problem: shelf.problem };
 }
 
 export async function forget(url) {

@@ -13,7 +13,6 @@ const FRAME_MS = 16;
 
 let wasm = null; // promise of the module's exports
 let engine = null;
-let info = null;
 const requests = new Map(); // engine's id -> page's id
 const inbox = [];
 let busy = false;
@@ -114,16 +113,15 @@ async function load({ model, options }) {
   } finally {
     source.release?.();
   }
-  info = engine.info();
-  return { ...info, name: source.name, from: source.from, storageProblem: source.problem };
+  return { ...engine.info(), name: source.name, from: source.from, storageProblem: source.problem };
 }
 
-// At most one call per frame, but always the last one of a stage or file.
+// At most one call per frame, but always the one that completes a stage.
 function throttled(call) {
   let last = 0;
   return (progress) => {
     const now = performance.now();
-    if (now - last < FRAME_MS && progress.loaded < progress.total) return;
+    if (now - last < FRAME_MS && progress.loaded !== progress.total) return;
     last = now;
     call(progress);
   };

@@ -10,8 +10,8 @@ import { sentence } from "./words.js";
 /** @typedef {import("./chat.js").Entry} Entry */
 
 const message = by("message"), send = by("send"), notice = by("notice");
-/** Not on a touch screen, where the keyboard would come up and hide the answer. */
-const focus = () => { if (matchMedia("(hover: hover)").matches) message.focus({ preventScroll: true }); };
+/** To the message box; on a touch screen, where the keyboard would come up and hide the answer, to the conversation. */
+const focus = () => (matchMedia("(hover: hover)").matches ? message : by("log")).focus({ preventScroll: true });
 /** To screen readers. @param {string} text */
 const announce = (text) => { by("announce").textContent = text; };
 
@@ -27,6 +27,8 @@ const DEMO_CAN = {
 let entries = stored();
 /** The message that the box's text will replace. @type {Entry | null} */
 let editing = null;
+/** What the box held before. */
+let draft = "";
 /** Ends the answer under way. @type {(() => void) | null} */
 let stop = null;
 
@@ -41,7 +43,7 @@ const life = engineLife({
   },
 });
 const panel = cachePanel({ engine: () => life.engine, leave: focus, announce });
-const models = modelDialog({ api, announce, current: () => ({ model: life.model, info: life.engine?.info ?? null }), load: (model) => life.start(model) });
+const models = modelDialog({ api, current: () => ({ model: life.model, info: life.engine?.info ?? null }), load: (model) => life.start(model) });
 const openSettings = settingsDialog((on) => life.engine?.setPrefixCache(on).then(panel.refresh, () => {}));
 
 /** The chat of the last visit. */
@@ -107,6 +109,8 @@ async function answer(again) {
         meta.note = "Another try, at temperature 0.7: at 0, the model's own, it would be the same.";
       }
       const messages = told();
+      // A change of the setting is refused while an answer runs, and a load that had begun did not know it.
+      await engine.setPrefixCache(settings.prefixCache).catch(() => {});
       const generation = engine.generate({ ...(engine.info.chat ? { messages } : { prompt: messages.map((m) => m.content).join("\n") }), ...sampling });
       setStop(() => generation.cancel());
       poll = setInterval(panel.refresh, 400);
@@ -152,10 +156,11 @@ function retry() {
 /** @param {Entry} entry */
 function edit(entry) {
   if (stop) return;
+  if (!editing) draft = message.value;
   editing = entry;
   fill(entry.content);
   message.focus();
-  say("What you send replaces this message and all that follows.", "Cancel", () => { editing = null; fill(""); });
+  say("What you send replaces this message and all that follows.", "Cancel", () => { editing = null; fill(draft); });
 }
 
 function newChat() {
@@ -197,7 +202,7 @@ function setStop(how) {
 
 /** Something to begin with, and what may follow. */
 function suggest() {
-  const chip = (/** @type {string} */ text) => h("button", { type: "button", onclick: () => { focus(); submit(text); } }, text);
+  const chip = (/** @type {string} */ text) => h("button", { type: "button", onclick: () => { editing = null; focus(); submit(text); } }, text);
   const demo = life.model === DEMO, begin = demo ? Object.keys(DEMO_CAN) : ["What can you do?", "Explain why the sky is blue.", "Write a short poem about the sea."];
   by("chips").replaceChildren(...begin.map(chip));
   const follow = demo && !stop && entries.length === 2 ? DEMO_CAN[entries[0].content] ?? [] : [];
@@ -246,8 +251,15 @@ by("theme").addEventListener("click", () => {
   keep("theme", theme === system ? null : theme);
   announce(`${theme} colours`);
 });
+// A press and a release beside a dialog close it.
 for (const dialog of document.querySelectorAll("dialog")) {
-  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+  let pressed = false;
+  const beside = (/** @type {MouseEvent} */ { target, clientX: x, clientY: y }) => {
+    const { left, right, top, bottom } = dialog.getBoundingClientRect();
+    return target === dialog && (x < left || x > right || y < top || y > bottom);
+  };
+  dialog.addEventListener("pointerdown", (event) => { pressed = beside(event); });
+  dialog.addEventListener("click", (event) => { if (pressed && beside(event)) dialog.close(); });
 }
 
 const hasFiles = (/** @type {DragEvent} */ event) => event.dataTransfer?.types.includes("Files");
@@ -272,5 +284,5 @@ panel.turns(entries);
 focus();
 // A model of the user's own is taken again only if it is kept here: opening the page contacts nobody.
 const last = recall("model", /** @type {unknown} */ (null));
-const kept = typeof last === "string" && (await api().then((a) => a.storage()).catch(() => null))?.models.some((m) => m.url === last);
+const kept = typeof last === "string" && (await api().then((a) => a.storage()).catch(() => null))?.models.some((m) => m.url === last && m.done);
 life.start(typeof last === "string" && kept ? { source: { url: last }, name: modelName(last) } : DEMO);

@@ -52,8 +52,9 @@ export function conversation(on) {
   function flush() {
     cancelAnimationFrame(frame);
     frame = 0;
-    for (const entry of changed) paint(entry);
+    const now = [...changed];
     changed.clear();
+    now.forEach(paint);
     follow();
   }
 

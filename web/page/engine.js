@@ -9,7 +9,8 @@ import { backendName, sentence } from "./words.js";
 
 // Imported when used: the page is of use before the engine's module is here.
 const imported = import("./js/selkie.js");
-imported.catch(() => {});
+let broken = false;
+imported.catch(() => { broken = true; });
 export const api = () => imported;
 
 /**
@@ -28,8 +29,9 @@ export function engineLife(page) {
     start, settled,
   };
   /** The load that is under way or done. @type {Promise<Engine>} */
-  let ready = Promise.reject(new Error("nothing was loaded"));
-  ready.catch(() => {});
+  let ready = new Promise(() => {});
+  let begin = () => {};
+  const begun = new Promise((ok) => { begin = () => ok(null); });
   let loading = new AbortController();
 
   /** @param {Model} model @param {import("./js/selkie.js").Backend} [backend] */
@@ -48,9 +50,10 @@ export function engineLife(page) {
     show(null);
     page.changed(null);
     ready = load(model, backend, mine);
+    begin();
     ready.then(
       (engine) => { if (mine === loading) loaded(engine); else engine.close(); },
-      (error) => { if (mine === loading) failed(error, false); });
+      (error) => { if (mine === loading) failed(error, backend, false); });
   }
 
   /** @param {Model} model @param {import("./js/selkie.js").Backend} backend @param {AbortController} mine */
@@ -89,11 +92,11 @@ export function engineLife(page) {
     keep("model", "url" in model.source && model !== DEMO ? model.source.url : null);
     page.announce(`${model.name} is ready.`);
     page.changed(engine);
-    engine.failed.then((error) => { if (life.engine === engine) failed(error, true); });
+    engine.failed.then((error) => { if (life.engine === engine) failed(error, info.backend, true); });
   }
 
-  /** @param {unknown} error @param {boolean} lost whether it had worked before */
-  function failed(error, lost) {
+  /** @param {unknown} error @param {import("./js/selkie.js").Backend} backend that was tried @param {boolean} lost whether it had worked before */
+  function failed(error, backend, lost) {
     const why = sentence(error), { model } = life;
     life.engine?.close();
     life.engine = null;
@@ -104,13 +107,15 @@ export function engineLife(page) {
     state.textContent = "not loaded";
     const choice = (/** @type {string} */ text, /** @type {() => void} */ go, main = false) =>
       h("button", { type: "button", className: main ? "primary" : "", onclick: () => { page.focus(); go(); } }, text);
-    const ofGpu = ["device_lost", "out_of_memory", "unsupported", "too_large", "internal"].includes(why.code) && settings.backend !== "cpu";
+    // Where the GPU may be the cause.
+    const causes = ["device_lost", "out_of_memory", "too_large", "internal", ...(backend === "wgpu" ? ["unsupported"] : [])];
+    const ofGpu = backend !== "cpu" && causes.includes(why.code);
     card.hidden = false;
     card.replaceChildren(h("div", { role: "alert" },
       h("p", { className: "problem" }, h("b", {}, lost ? "The model stopped. " : `${model.name} could not be loaded. `), `${why.text} ${why.advice}`),
       h("div", { className: "row" },
         ofGpu && choice("Reload on the CPU", () => start(model, "cpu"), true),
-        choice("Try again", () => start(model)),
+        choice("Try again", () => (broken ? location.reload() : start(model, lost ? undefined : backend))),
         model !== DEMO && choice("Use the demo model", () => start(DEMO)),
         choice("Choose a model…", page.choose))));
   }
@@ -140,6 +145,7 @@ export function engineLife(page) {
 
   /** The engine once a load has ended well, whichever load that is. @returns {Promise<Engine>} */
   async function settled() {
+    await begun;
     for (;;) {
       const one = ready;
       try {

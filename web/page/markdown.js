@@ -58,8 +58,11 @@ export function draw(parent, text, drawn) {
 
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 
-/** @param {string} source @returns {HTMLElement} */
-function block(source) {
+/** Quotes within quotes that are drawn as such. */
+const DEEPEST = 8;
+
+/** @param {string} source @param {number} [depth] @returns {HTMLElement} */
+function block(source, depth = 0) {
   const lines = source.split("\n");
   const fence = /^ {0,3}(`{3,}|~{3,})/.exec(lines[0])?.[1];
   if (fence) {
@@ -68,7 +71,9 @@ function block(source) {
   }
   const heading = lines.length === 1 && /^(#{1,6})\s+(.*)$/.exec(source);
   if (heading) return h("p", { className: "heading" }, ...inline(heading[2]));
-  if (lines.every((l) => l.startsWith(">"))) return h("blockquote", {}, block(lines.map((l) => l.replace(/^> ?/, "")).join("\n")));
+  if (depth < DEEPEST && lines.every((l) => l.startsWith(">"))) {
+    return h("blockquote", {}, block(lines.map((l) => l.replace(/^> ?/, "")).join("\n"), depth + 1));
+  }
   if (ITEM.test(lines[0])) return list(lines);
   // A list often follows its introduction without an empty line between.
   const first = lines.findIndex((l) => ITEM.test(l));

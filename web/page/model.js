@@ -1,5 +1,6 @@
 /** The dialog to choose a model: the demo, a folder, an address, or one that is kept. Says what does not fit before loading it. */
 import { bytes, by, count, h, parameters, put } from "./dom.js";
+import { modelUrl } from "./js/source.js";
 import { save, settings } from "./settings.js";
 import { backendName, sentence } from "./words.js";
 
@@ -9,30 +10,6 @@ import { backendName, sentence } from "./words.js";
 const DEMO_URL = new URL("models/demo/", document.baseURI).href;
 /** @type {Model} */
 export const DEMO = { source: { url: DEMO_URL }, name: "Demo model" };
-
-/**
- * The address of a model's folder as a user may write it, or an Error with a sentence.
- * @param {string} text
- * @returns {URL}
- */
-export function modelUrl(text) {
-  let t = text.trim();
-  if (!t) throw new Error("Give the address of a model's folder.");
-  if (/^[\w-]+\/[\w.-]+$/.test(t)) t = `https://huggingface.co/${t}`;
-  else if (!/^[a-z][a-z0-9+.-]*:\/\//i.test(t)) t = `https://${t}`;
-  if (!URL.canParse(t)) throw new Error("This is not an address. One looks like https://huggingface.co/name/model.");
-  const url = new URL(t);
-  const local = url.origin === location.origin || (url.protocol === "http:" && url.hostname === "localhost");
-  if (url.protocol !== "https:" && !local) throw new Error("The page can only ask addresses that start with https:// (or http://localhost).");
-  url.hash = "";
-  if (url.hostname === "huggingface.co" || url.hostname === "hf.co") {
-    const [owner, name, , revision] = url.pathname.split("/").filter(Boolean);
-    if (!owner || !name) throw new Error("A model on Hugging Face has an owner and a name: https://huggingface.co/owner/model.");
-    return new URL(`https://huggingface.co/${owner}/${name}/resolve/${revision ?? "main"}/`);
-  }
-  url.pathname = url.pathname.replace(/\/(config\.json|[^/]+\.safetensors)$/, "/").replace(/\/?$/, "/");
-  return url;
-}
 
 /** A name for people. @param {string} address */
 export function modelName(address) {
@@ -78,43 +55,55 @@ export function dropped(data) {
  * @param {() => Promise<typeof import("./js/selkie.js")>} page.api
  * @param {() => { model: Model, info: import("./js/selkie.js").EngineInfo | null }} page.current
  * @param {(model: Model) => void} page.load
- * @param {(text: string) => void} page.announce
  * @returns {{ open: () => void, offer: (model: Promise<Model>) => void }}
  */
-export function modelDialog({ api, current, load, announce }) {
+export function modelDialog({ api, current, load }) {
   const dialog = by("model-dialog"), found = by("model-found"), address = by("model-url"), go = by("url-go"), backend = by("backend");
   /** @type {AbortController | null} */
   let looking = null;
 
+  /** What is being looked at. @type {Promise<Model> | Model | null} */
+  let shown = null;
+
   const use = (/** @type {Model} */ model) => {
     dialog.close();
-    load(model);
+    load("url" in model.source && model.source.url === DEMO_URL ? DEMO : model);
   };
+  const card = (/** @type {any[]} */ ...children) => found.replaceChildren(put(h("div", { className: "card" }), ...children));
 
   /** @param {unknown} error */
   const complain = (error) => {
     const { text, advice } = sentence(error);
-    found.replaceChildren(h("div", { className: "card" }, h("p", { className: "problem" }, text), advice && h("p", {}, advice)));
+    card(h("p", { className: "problem" }, text), advice && h("p", {}, advice));
   };
 
   /** Shows what the headers of a model's files say, and offers to load it. @param {Promise<Model> | Model} promised */
   async function look(promised) {
     looking?.abort();
-    const mine = (looking = new AbortController());
-    found.replaceChildren(h("div", { className: "card" }, h("p", { className: "busy" }, "Reading the model's files…")));
+    const mine = (looking = new AbortController()), focused = document.activeElement;
+    shown = promised;
+    card(h("p", { className: "busy" }, "Reading the model's files…"));
     found.scrollIntoView({ block: "nearest" });
     try {
       const model = await promised;
-      const info = await (await api()).inspect(model.source, { backend: settings.backend, signal: mine.signal });
+      const selkie = await api();
+      const info = await selkie.inspect(model.source, { backend: settings.backend, signal: mine.signal });
+      const kept = await selkie.storage().catch(() => null);
       if (mine.signal.aborted) return;
       const url = "url" in model.source ? new URL(model.source.url) : null;
       const comes = !url || info.downloadBytes === 0 ? "" : `Loading downloads ${bytes(info.downloadBytes)} from ${url.host}.`;
+      const free = kept && kept.quota !== null && kept.usage !== null ? kept.quota - kept.usage : null;
+      const lacks = comes && free !== null && free < info.downloadBytes
+        && `This browser has room to keep ${bytes(Math.max(free, 0))}: the model would be held in memory while it loads, and downloaded again next time.`;
+      const fits = info.backend === "wgpu" && !info.problem
+        ? `Nothing speaks against ${info.device}; how much memory a GPU has free, a browser does not tell.` : `It fits this device: ${info.device}.`;
       const button = h("button", { type: "button", className: "primary", onclick: () => use(model) }, "Load this model");
-      found.replaceChildren(h("div", { className: "card" },
-        h("h3", {}, model.name), facts(info),
-        h("p", { className: info.fits ? "" : "problem" }, info.fits ? `It fits this device: ${info.device}.` : info.problem ?? "It does not fit this device."),
-        info.fits && comes && h("p", { className: "hint" }, comes), info.fits && button));
-      if (info.fits) button.focus();
+      card(h("h3", {}, model.name), facts(info),
+        h("p", { className: info.fits ? "" : "problem" }, info.fits ? fits : info.problem ?? "It does not fit this device."),
+        info.fits && comes && h("p", { className: "hint" }, comes), info.fits && lacks && h("p", { className: "problem" }, lacks),
+        info.fits && button);
+      // Whoever went on to another field keeps it.
+      if (info.fits && [focused, document.body, dialog].includes(document.activeElement)) button.focus();
     } catch (error) {
       if (!mine.signal.aborted) complain(error);
     } finally {
@@ -139,8 +128,8 @@ export function modelDialog({ api, current, load, announce }) {
     try {
       const kept = await (await api()).storage();
       by("stored").replaceChildren(...kept.models.map((m) => h("li", {},
-        h("span", {}, modelName(m.url), h("span", { className: "hint" }, ` ${bytes(m.bytes)}`)),
-        h("button", { type: "button", "aria-label": `Use ${modelName(m.url)}`, onclick: () => use({ source: { url: m.url }, name: modelName(m.url) }) }, "Use"),
+        h("span", {}, modelName(m.url), h("span", { className: "hint" }, ` ${bytes(m.bytes)}${m.done ? "" : ", not complete"}`)),
+        h("button", { type: "button", "aria-label": `Use ${modelName(m.url)}`, onclick: () => use({ source: { url: m.url }, name: modelName(m.url) }) }, m.done ? "Use" : "Go on"),
         h("button", { type: "button", "aria-label": `Forget ${modelName(m.url)}`, onclick: () => forget(m.url) }, "Forget"))));
       by("storage-hint").textContent = kept.kind === "memory" ? `Models cannot be kept here: ${kept.problem}`
         : [kept.models.length ? "" : "Nothing yet.", kept.usage !== null && kept.quota !== null ? `${bytes(kept.usage)} used of ${bytes(kept.quota)}.` : ""].join(" ");
@@ -153,7 +142,8 @@ export function modelDialog({ api, current, load, announce }) {
   async function forget(url) {
     try {
       await (await api()).forget(url);
-      announce(`${modelName(url)} is no longer kept.`);
+      // What is outside a dialog is not read aloud while it is open.
+      card(h("p", {}, `${modelName(url)} is no longer kept.`));
     } catch (error) {
       complain(error);
     }
@@ -192,10 +182,14 @@ export function modelDialog({ api, current, load, announce }) {
   backend.addEventListener("change", () => {
     settings.backend = backend.value;
     save();
-    use(current().model);
+    if (shown) return look(shown);
+    const { model } = current();
+    card(h("p", {}, "This holds from the next load on."),
+      h("button", { type: "button", className: "primary", onclick: () => use(model) }, `Load ${model.name} again`));
   });
   dialog.addEventListener("close", () => {
     looking?.abort();
+    shown = null;
     found.replaceChildren();
   });
 

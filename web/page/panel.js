@@ -57,7 +57,8 @@ export function cachePanel({ engine, leave, announce }) {
   const panel = by("panel"), strip = by("strip"), toggle = by("toggle-panel"), wide = matchMedia("(min-width: 62rem)");
   const turns = h("div"), picture = h("div"), memory = h("div"), device = h("div");
   by("panel-body").append(turns, picture, memory, device);
-  let drawn = "", asking = false;
+  /** What the tree and the memory were drawn from: drawing them anew would take focus and scroll position away. */
+  let drawn = ["", ""], asking = false;
 
   /** Asks the engine, if the panel can be seen. */
   async function refresh() {
@@ -66,15 +67,23 @@ export function cachePanel({ engine, leave, announce }) {
     asking = true;
     try {
       const stats = await e.stats();
-      if (engine() === e && drawn !== (drawn = JSON.stringify(stats))) draw(stats, e.info);
+      if (engine() === e) draw(stats, e.info);
     } catch { /* The engine failed or was closed, which is told elsewhere. */ }
     asking = false;
   }
 
   /** @param {import("./js/selkie.js").Stats} stats @param {import("./js/selkie.js").EngineInfo} info */
   function draw(stats, info) {
-    picture.replaceChildren(section("Prefix tree", tree(stats),
-      stats.tree.length > 0 && h("button", { type: "button", className: "quiet", onclick: clear }, "Clear the cache")));
+    const before = drawn;
+    drawn = [JSON.stringify(stats.tree), JSON.stringify({ ...stats, tree: null })];
+    if (drawn[0] !== before[0]) {
+      const button = picture.querySelector("button");
+      const focused = button !== null && button === document.activeElement;
+      picture.replaceChildren(section("Prefix tree", tree(stats),
+        stats.tree.length > 0 && (button ?? h("button", { type: "button", className: "quiet", onclick: clear }, "Clear the cache"))));
+      if (focused) button.focus();
+    }
+    if (drawn[1] === before[1]) return;
     memory.replaceChildren(section("Memory",
       meter("States", stats.slots, info.bytesPerSlot, "What the recurrent layers remember at one point"),
       meter("Pages", stats.pages, info.bytesPerPage, "Keys and values of 64 tokens"),
@@ -82,8 +91,10 @@ export function cachePanel({ engine, leave, announce }) {
   }
 
   async function clear() {
-    await engine()?.clearCache().catch(() => {});
-    announce("The cache is empty.");
+    try {
+      await engine()?.clearCache();
+      announce("The cache is empty.");
+    } catch { /* The engine failed or was closed, which is told elsewhere. */ }
     panel.focus();
     refresh();
   }
@@ -136,7 +147,7 @@ export function cachePanel({ engine, leave, announce }) {
 
     /** @param {import("./js/selkie.js").EngineInfo | null} info */
     device(info) {
-      drawn = "";
+      drawn = ["", ""];
       picture.replaceChildren();
       memory.replaceChildren();
       device.replaceChildren();

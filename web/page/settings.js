@@ -12,7 +12,7 @@ import { by, h, keep, recall } from "./dom.js";
 /** name, label, least, most, step, what it does */
 const NUMBERS = /** @type {const} */ ([
   ["temperature", "Temperature", 0, 5, 0.05, "0 always takes the likeliest token"],
-  ["topP", "Top p", 0, 1, 0.01, "the likeliest tokens up to this probability"],
+  ["topP", "Top p", 0.001, 1, 0.01, "the likeliest tokens up to this probability"],
   ["topK", "Top k", 0, 100000, 1, "the k likeliest tokens, 0 for all"],
   ["minP", "Min p", 0, 1, 0.01, "tokens at least this times as likely as the best"],
   ["repetitionPenalty", "Repetition penalty", 0.1, 10, 0.05, "1 is off"],

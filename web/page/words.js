@@ -21,9 +21,10 @@ export function explain({ promptTokens, matched, reused, reason }) {
 
 /** What to do, where the engine's own sentence does not say it. @type {Record<string, string>} */
 const ADVICE = {
-  too_large: "A smaller model fits, and the CPU has other limits than the GPU.",
+  too_large: "A smaller model fits; a GPU and the CPU have different limits.",
   device_lost: "That happens when a driver restarts or memory runs short. The chat is still here.",
   out_of_memory: "Close other tabs, or choose a smaller model.",
+  bad_request: "If the chat has become too long: begin a new one, or allow a shorter answer in the settings.",
 };
 
 /**

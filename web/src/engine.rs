@@ -34,9 +34,9 @@ const CPU_STEP: (usize, usize) = (256, 32);
 pub struct WasmEngine {
     /// Not there while a step runs.
     session: RefCell<Option<AnySession>>,
-    /// Requests to end once the step that runs is over.
-    cancelled: RefCell<Vec<SeqId>>,
     pace: Cell<Pace>,
+    /// When a step landed last.
+    landed: Cell<f64>,
     /// When the device has run the last step that nothing was read from.
     enqueued: RefCell<Option<Pin<Box<dyn Future<Output = ()>>>>>,
     device: String,
@@ -96,8 +96,8 @@ impl WasmEngine {
         let info = report::info(&session, &device, fallback.as_deref());
         Ok(Self {
             session: RefCell::new(Some(session)),
-            cancelled: RefCell::default(),
             pace: Cell::new(Pace::new(step.1, step.0)),
+            landed: Cell::new(0.0),
             enqueued: RefCell::default(),
             device,
             info,
@@ -124,17 +124,13 @@ impl WasmEngine {
     pub async fn step(&self) -> Result<JsValue, JsValue> {
         let mut session = self.session.take().ok_or_else(busy)?;
         let result = self.step_of(&mut session).await;
-        self.cancelled.take().into_iter().for_each(|id| session.cancel(id));
         self.session.replace(Some(session));
         result.map(|updates| js::object(&updates.into())).map_err(|e| error::of(&e))
     }
 
-    /// Ends a request early, after the step that runs; its last update comes with the next step.
-    pub fn cancel(&self, id: f64) {
-        let id = SeqId(id as u64);
-        if self.with(|s| s.cancel(id)).is_err() {
-            self.cancelled.borrow_mut().push(id);
-        }
+    /// Ends a request early; its last update comes with the next step.
+    pub fn cancel(&self, id: f64) -> Result<(), JsValue> {
+        self.with(|s| s.cancel(SeqId(id as u64)))
     }
 
     /// Whether nothing is queued or running.
@@ -159,16 +155,6 @@ impl WasmEngine {
     pub fn stats(&self) -> Result<JsValue, JsValue> {
         self.with(|s| js::object(&report::stats(s, &self.device)))
     }
-
-    /// Destroys the GPU device under the engine, as a driver's reset does: for tests of what follows.
-    #[wasm_bindgen(js_name = loseDevice)]
-    pub fn lose_device(&self) -> Result<(), JsValue> {
-        self.with(|s| {
-            if let Some(gpu) = s.gpu() {
-                gpu.lose();
-            }
-        })
-    }
 }
 
 impl WasmEngine {
@@ -179,21 +165,22 @@ impl WasmEngine {
     async fn step_of(&self, session: &mut AnySession) -> selkie_core::Result<Vec<Value>> {
         let mut pace = self.pace.get();
         session.set_step_tokens(pace.tokens());
-        let before = self.enqueued.take();
-        let started = js::now();
         let updates = session.step().await?;
         if updates.is_empty()
             && let Some(queue) = session.queue()
         {
             // Steps that nothing is read from would pile up in front of the device, and a stop would wait for them all.
-            let done = queue.done();
+            let before = self.enqueued.replace(Some(Box::pin(queue.done())));
             if let Some(before) = before {
                 before.await;
             }
-            self.enqueued.replace(Some(Box::pin(done)));
         }
-        pace.took(session.landed_tokens(), js::now() - started);
-        self.pace.set(pace);
+        if let Some((tokens, enqueued)) = session.landed() {
+            // It began when it was enqueued, or when the one before had ended.
+            let now = js::now();
+            pace.took(tokens, now - enqueued.max(self.landed.replace(now)));
+            self.pace.set(pace);
+        }
         Ok(updates.into_iter().map(report::update).collect())
     }
 }

@@ -4,7 +4,7 @@
 /// stop has 200 ms.
 const TARGET_MS: f64 = 50.0;
 /// Fewer tokens cost a device almost as much.
-const LEAST: usize = 16;
+const LEAST: usize = 8;
 
 /// Tokens of a step.
 #[derive(Clone, Copy, Debug)]
@@ -44,7 +44,7 @@ mod tests {
     fn steps_follow_the_device() {
         let mut pace = Pace::new(64, 512);
         for (tokens, ms, next) in
-            [(64, 2.0, 128), (1, 50.0, 128), (128, 4.0, 256), (256, 100.0, 128), (128, 900.0, 16), (16, 1.0, 64)]
+            [(64, 2.0, 128), (1, 50.0, 128), (128, 4.0, 256), (256, 100.0, 128), (128, 900.0, 8), (8, 1.0, 64)]
         {
             pace.took(tokens, ms);
             assert_eq!(pace.tokens(), next, "{tokens} in {ms} ms");

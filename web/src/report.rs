@@ -63,7 +63,7 @@ pub fn stats(session: &AnySession, device: &str) -> Value {
             "used": scheduler.pages().used(),
             "cached": if split.pages == 0 { 0 } else { scheduler.cached_pages() },
         },
-        "tree": tree(scheduler.tree()),
+        "tree": tree(scheduler.tree(), session.sizes().shape.slot_bytes > 0),
         "treeNodes": scheduler.tree().len(),
         "requests": stats.reasons.iter().sum::<u64>(),
         "reusedTokens": stats.tokens_reused,
@@ -73,8 +73,8 @@ pub fn stats(session: &AnySession, device: &str) -> Value {
     })
 }
 
-/// The nodes used last with all above them, parents first.
-fn tree(tree: &Tree) -> Vec<Value> {
+/// The nodes used last with all above them, parents first. A model without recurrent layers (no `slots`) goes on from any.
+fn tree(tree: &Tree, slots: bool) -> Vec<Value> {
     let mut all: Vec<(NodeId, u64)> =
         tree.iter().filter(|(_, n)| n.parent != NONE).map(|(id, n)| (id, n.last_use())).collect();
     all.sort_by_key(|(_, used)| std::cmp::Reverse(*used));
@@ -98,7 +98,7 @@ fn tree(tree: &Tree) -> Vec<Value> {
             "id": name(id),
             "parent": if tree[n.parent].parent == NONE { Value::Null } else { name(n.parent).into() },
             "tokens": depth as usize * GRID,
-            "hasState": n.slot != 0,
+            "hasState": n.slot != 0 || !slots,
             "inUse": n.guards > 0,
             "lastUse": n.last_use(),
         })

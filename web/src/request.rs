@@ -27,7 +27,6 @@ pub struct LoadOptions {
 pub struct Request {
     messages: Option<Vec<Turn>>,
     prompt: Option<String>,
-    ids: Option<Vec<u32>>,
     max_tokens: Option<usize>,
     temperature: Option<f32>,
     top_k: Option<u32>,
@@ -57,10 +56,9 @@ impl Request {
             seed: self.seed,
         };
         let message = |turn: Turn| Message { role: turn.role, content: turn.content };
-        let prompt = match (self.messages, self.prompt, self.ids) {
-            (Some(messages), ..) => Prompt::Messages(messages.into_iter().map(message).collect()),
-            (None, Some(text), _) => Prompt::Text(text),
-            (None, None, ids) => Prompt::Ids(ids.unwrap_or_default()),
+        let prompt = match self.messages {
+            Some(messages) => Prompt::Messages(messages.into_iter().map(message).collect()),
+            None => Prompt::Text(self.prompt.unwrap_or_default()),
         };
         Ask {
             prompt,

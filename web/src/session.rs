@@ -58,9 +58,9 @@ impl AnySession {
         on!(self, s => s.engine_mut().set_step_tokens(tokens));
     }
 
-    /// Tokens of the step that the last call of `step` waited for.
-    pub fn landed_tokens(&self) -> usize {
-        on!(self, s => s.engine().landed_tokens())
+    /// Tokens of the step that the last call of `step` landed, and when it was enqueued.
+    pub fn landed(&self) -> Option<(usize, f64)> {
+        on!(self, s => s.engine().landed())
     }
 
     pub fn files(&self) -> &ModelFiles {

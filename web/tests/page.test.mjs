@@ -52,12 +52,14 @@ test("size: the engine's code", (t) => {
 });
 
 test("the page loads, answers on WebGPU, and asks nobody else", async (t) => {
+  const began = Date.now();
   const { context, page, errors, requests } = await open({ webgpu: true, viewport: { width: 1280, height: 860 } });
+  const loaded = Date.now() - began;
   const [entry] = await page.evaluate(() => performance.getEntriesByType("navigation").map((e) => e.toJSON()));
   t.diagnostic(`interactive after ${Math.round(entry.domInteractive)} ms, loaded after ${Math.round(entry.loadEventEnd)} ms`);
   const start = Date.now();
   assert.equal(await say(page, "What is 17 + 25?"), "17 + 25 = 42.");
-  t.diagnostic(`answered after ${Date.now() - start} ms: ${await page.innerText(".turn.assistant .facts")}`);
+  t.diagnostic(`model loaded after ${loaded} ms, the browser's start included; answered after ${Date.now() - start} ms: ${await page.innerText(".turn.assistant .facts")}`);
   assert.match(await page.innerText("#panel"), /WebGPU/);
   const { origin } = new URL(site.url);
   assert.deepEqual(requests.filter((url) => new URL(url).origin !== origin), []);
@@ -263,5 +265,19 @@ test("a model's URL: its host is named before it is contacted", async () => {
   await page.click("#url-go");
   await page.waitForSelector("#model-found .problem");
   assert.match(await page.innerText("#model-found"), /There is no model at http:\/\/localhost/);
+
+  // Forgotten from storage, it comes from its host again.
+  const name = (await page.locator("#stored li").allInnerTexts()).map((text) => text.split("\n")[0]).find((text) => text.startsWith("model"));
+  assert.ok(name, "the model is kept");
+  const fetched = () => host.log.filter((line) => line.startsWith("GET model.safetensors")).length;
+  const before = fetched();
+  await page.click('#stored button[aria-label="Forget model"]');
+  await page.waitForSelector('#stored button[aria-label="Forget model"]', { state: "detached" });
+  assert.equal(fetched(), before);
+  await page.fill("#model-url", host.url);
+  await page.click("#url-go");
+  await page.click("#model-found button.primary");
+  await ready(page);
+  assert.ok(fetched() > before, "downloaded again");
   await context.close();
 });

@@ -5,6 +5,7 @@ import { test } from "node:test";
 import { blank, demoBytes, modelHost, profile, serve } from "./harness.mjs";
 
 const WEIGHTS = "model.safetensors";
+const INDEX = "model.safetensors.index.json";
 const site = await serve();
 
 async function fresh() {
@@ -16,18 +17,23 @@ async function fresh() {
 const load = (page, url) =>
   page.evaluate(async (url) => {
     const stages = new Map();
-    const onProgress = ({ stage, file, loaded, total }) => stages.set(stage, { file, loaded, total });
+    const totals = new Set();
+    const onProgress = ({ stage, file, loaded, total }) => {
+      stages.set(stage, { file, loaded, total });
+      if (stage === "download") totals.add(total);
+    };
     try {
       const engine = await selkie.load({ model: { url }, backend: "cpu", onProgress });
       const { from, storageProblem, name } = engine.info;
       engine.close();
-      return { from, storageProblem, name, stages: Object.fromEntries(stages) };
+      return { from, storageProblem, name, stages: Object.fromEntries(stages), totals: [...totals] };
     } catch (e) {
       return { code: e.code, message: e.message };
     }
   }, url);
 
-const kept = async (page) => (await page.evaluate(() => selkie.storage())).models;
+const stored = async (page) => (await page.evaluate(() => selkie.storage())).models;
+const kept = async (page) => (await stored(page)).filter(({ done }) => done);
 
 test("a model is downloaded once and then read from storage, without its server", async () => {
   const { context, page } = await fresh();
@@ -36,8 +42,9 @@ test("a model is downloaded once and then read from storage, without its server"
   assert.equal(first.from, "network");
   const { loaded, total } = first.stages.download;
   assert.equal(loaded, total);
+  assert.deepEqual(first.totals.filter((seen) => seen !== 0), [total]);
   const [model] = await kept(page);
-  assert.deepEqual({ ...model }, { url: host.url, bytes: loaded });
+  assert.deepEqual({ ...model }, { url: host.url, bytes: loaded, done: true });
   assert.ok(total > demoBytes(WEIGHTS).length);
   assert.ok(host.log.every((line) => !/chat_template/.test(line)), `${host.log}`);
   await host.stop();
@@ -56,7 +63,9 @@ test("a download that broke goes on where it stopped, if the server has the same
   const broken = await load(page, host.url);
   assert.equal(broken.code, "network");
   assert.match(broken.message, /Try again/);
-  assert.deepEqual(await kept(page), []);
+  const [{ url, bytes, done }] = await stored(page);
+  assert.deepEqual([url, done], [host.url, false]);
+  assert.ok(bytes > 4_000_000, `${bytes}`);
   delete host.rules.cut;
   host.log.length = 0;
   assert.equal((await load(page, host.url)).from, "network");
@@ -92,8 +101,33 @@ test("a page that is closed while it loads leaves nothing that is taken for whol
   }), host.url);
   await coming;
   await other.close();
+  assert.deepEqual((await stored(page)).map(({ url, done }) => [url, done]), [[host.url, false]]);
   delete host.rules.cut;
   assert.equal((await load(page, host.url)).from, "network");
+  await context.close();
+});
+
+test("a download of unknown size has no total", async () => {
+  const { context, page } = await fresh();
+  const { from, totals, stages } = await load(page, (await modelHost({ unsized: true })).url);
+  assert.equal(from, "network");
+  assert.deepEqual(totals, [0]);
+  assert.ok(stages.download.loaded > 0);
+  await context.close();
+});
+
+test("newer weights on the page's own server are downloaded; until they can be, the old ones are used", async () => {
+  const { context, page } = await fresh();
+  const url = new URL("models/demo/", site.url).href;
+  assert.equal((await load(page, url)).from, "network");
+  const head = { status: 200, headers: { etag: '"newer"', "content-length": `${demoBytes(WEIGHTS).length}` } };
+  const newer = (route) => (route.request().method() === "HEAD" ? route.fulfill(head) : route.continue());
+  await context.route(`${url}${WEIGHTS}`, newer);
+  await context.route(`${url}config.json`, (route) => route.abort());
+  assert.equal((await load(page, url)).from, "storage");
+  assert.equal((await kept(page)).length, 1);
+  await context.unroute(`${url}config.json`);
+  assert.equal((await load(page, url)).from, "network");
   await context.close();
 });
 
@@ -146,12 +180,13 @@ test("shards by their index, and chat templates in files of their own", async ()
     size.writeBigUInt64LE(BigInt(head.length));
     bodies[file] = Buffer.concat([size, head, ...data]);
   });
-  bodies["model.safetensors.index.json"] = JSON.stringify({ metadata: {}, weight_map });
+  bodies[INDEX] = JSON.stringify({ metadata: {}, weight_map });
   const settings = JSON.parse(demoBytes("tokenizer_config.json"));
   bodies["chat_template.jinja"] = settings.chat_template;
   delete settings.chat_template;
   bodies["tokenizer_config.json"] = JSON.stringify(settings);
-  const host = await modelHost({ bodies, missing: [WEIGHTS] });
+  // Some servers refuse what they do not have.
+  const host = await modelHost({ bodies, status: { [WEIGHTS]: 403, "generation_config.json": 403 } });
   assert.equal((await load(page, host.url)).from, "network");
   assert.ok(host.log.includes("GET chat_template.jinja"));
 
@@ -159,7 +194,7 @@ test("shards by their index, and chat templates in files of their own", async ()
   const error = await load(page, incomplete.url);
   assert.equal(error.code, "missing_file");
   assert.match(error.message, /model-00002-of-00002/);
-  const escape = { ...bodies, "model.safetensors.index.json": '{"weight_map": {"a": "../../x.safetensors"}}' };
+  const escape = { ...bodies, [INDEX]: '{"weight_map": {"a": "../../x.safetensors"}}' };
   assert.equal((await load(page, (await modelHost({ bodies: escape, missing: [WEIGHTS] })).url)).code, "bad_model");
   await context.close();
 });
@@ -167,6 +202,7 @@ test("shards by their index, and chat templates in files of their own", async ()
 for (const [what, rules, code, message] of [
   ["no model at a URL", { missing: ["config.json"] }, "not_found", /There is no model at http:\/\/localhost.*config\.json/],
   ["no weights", { missing: [WEIGHTS] }, "missing_file", /neither model\.safetensors nor model\.safetensors\.index\.json/],
+  ["no weights, or none for everybody", { status: { [WEIGHTS]: 403, [INDEX]: 403 } }, "missing_file", /neither.*status 403/],
   ["a server that refuses", { status: { "config.json": 403 } }, "network", /status 403/],
   ["a server with a fault", { status: { [WEIGHTS]: 500 } }, "network", /status 500/],
   ["a server without CORS", { cors: false }, "network", /does not answer, or it does not allow other pages.*CORS/],
@@ -181,6 +217,8 @@ for (const [what, rules, code, message] of [
     assert.equal(error.code, code, error.message);
     assert.match(error.message, message);
     assert.deepEqual((await kept(page)).filter(() => code !== "unsupported"), []);
+    await page.evaluate((url) => selkie.forget(url), host.url);
+    assert.deepEqual(await stored(page), []);
     await context.close();
   });
 }
@@ -193,6 +231,37 @@ test("addresses that a page may not contact, and no addresses", async () => {
   assert.equal((await load(page, "file:///etc/")).code, "cors");
   assert.equal((await load(page, "http://")).code, "not_found");
   assert.equal((await load(page, "http://localhost:9/")).code, "network");
+  await context.close();
+});
+
+test("addresses as a person types them", async () => {
+  const { context, page } = await fresh();
+  const hub = "https://huggingface.co/a/b/resolve";
+  for (const [text, expected] of [
+    [" a/b.c ", "https://huggingface.co/a/b.c/resolve/main/"],
+    ["https://huggingface.co/a/b", `${hub}/main/`],
+    ["huggingface.co/a/b/tree/v2?x=1#y", `${hub}/v2/`],
+    ["https://hf.co/a/b/blob/v2/sub/model.safetensors", `${hub}/v2/sub/`],
+    ["https://huggingface.co/a/b/blob/main/README.md", `${hub}/main/`],
+    ["https://huggingface.co/a/b/resolve/main/config.json", `${hub}/main/`],
+    ["https://huggingface.co/a/b/discussions/3", `${hub}/main/`],
+    ["example.org/models/x", "https://example.org/models/x/"],
+    ["https://example.org/x/model.safetensors.index.json?key=1", "https://example.org/x/?key=1"],
+    ["http://localhost:8000/x", "http://localhost:8000/x/"],
+    ["", "not_found: Give the address of a model's folder."],
+    ["https://", "not_found: This is not an address. One looks like https://huggingface.co/name/model."],
+    ["hf.co/a", "not_found: A model on Hugging Face has an owner and a name: https://huggingface.co/owner/model."],
+    ["http://example.org/x", "cors: This page may not contact http://example.org: only its own server, https addresses and http://localhost."],
+  ]) {
+    const got = await page.evaluate((text) => {
+      try {
+        return selkie.modelUrl(text).href;
+      } catch (e) {
+        return `${e.code}: ${e.message}`;
+      }
+    }, text);
+    assert.equal(got, expected);
+  }
   await context.close();
 });
 
@@ -250,6 +319,16 @@ test("the Cache API keeps models where there is no private file system", async (
   await context.close();
 });
 
+test("a removal that is broken off leaves nothing that is taken for whole", async () => {
+  const { context, page } = await crippled("shelf.js", ["await optional(this.root.removeEntry(", "throw new Error('closed'); (("]);
+  const host = await modelHost();
+  assert.equal((await load(page, host.url)).from, "network");
+  assert.match((await page.evaluate((url) => failure(selkie.forget(url)), host.url)).message, /closed/);
+  assert.deepEqual(await kept(page), []);
+  assert.equal((await load(page, host.url)).from, "network");
+  await context.close();
+});
+
 test("too little room is known before the download", async () => {
   const { context, page } = await crippled("store.js", ["navigator.storage?.estimate?.()", "{ usage: 0, quota: 3_000_000 }"]);
   const { from, storageProblem } = await load(page, (await modelHost()).url);
@@ -263,8 +342,8 @@ test("a storage that gets full on the way", async () => {
   const session = await context.newCDPSession(page);
   const { origin } = new URL(site.url);
   await session.send("Storage.overrideQuotaForOrigin", { origin, quotaSize: 3_000_000 });
-  const { from, storageProblem, stages } = await load(page, (await modelHost()).url);
-  assert.equal(from, "memory");
+  const { from, storageProblem, stages, message } = await load(page, (await modelHost()).url);
+  assert.equal(from, "memory", message);
   assert.match(storageProblem, /could not be kept in the browser/);
   assert.equal(stages.download.loaded, stages.download.total);
   assert.deepEqual(await kept(page), []);

@@ -101,6 +101,8 @@ struct Live {
 /// A step on its way: whose tokens it samples, and the reads that will bring them.
 struct Flight<B: Backend> {
     tokens: usize,
+    /// Milliseconds of the engine's clock.
+    enqueued: f64,
     outputs: Vec<SeqId>,
     ids: Option<B::Read>,
     logits: Option<B::Read>,
@@ -149,7 +151,7 @@ pub struct Engine<B: Backend> {
     keep_logits: bool,
     clock: fn() -> f64,
     most_step_tokens: usize,
-    landed_tokens: usize,
+    landed: Option<(usize, f64)>,
     weight_bytes: u64,
 }
 
@@ -198,7 +200,7 @@ impl<B: Backend> Engine<B> {
             keep_logits: options.logits,
             clock: options.clock,
             most_step_tokens: options.step_tokens,
-            landed_tokens: 0,
+            landed: None,
             weight_bytes,
         })
     }
@@ -249,12 +251,12 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// A device error. The engine is of no use after that.
     pub async fn step(&mut self) -> Result<Vec<Event>> {
+        self.landed = None;
         let mut events = std::mem::take(&mut self.ended);
         if !events.is_empty() {
             // Whoever cancels does not wait for the device.
             return Ok(events);
         }
-        self.landed_tokens = 0;
         let plan = self.scheduler.plan();
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
         let done =
@@ -279,12 +281,12 @@ impl<B: Backend> Engine<B> {
         let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.outputs.iter().map(|_| r.seq)).collect();
         let ids = self.runner.step(&rows)?;
         let logits = (self.keep_logits && !outputs.is_empty()).then(|| self.runner.read_logits(outputs.len()));
-        Ok(Flight { tokens, outputs, ids, logits })
+        Ok(Flight { tokens, enqueued: now, outputs, ids, logits })
     }
 
     /// Reads a step's ids and commits them.
     async fn land(&mut self, flight: Flight<B>, events: &mut Vec<Event>) -> Result<()> {
-        self.landed_tokens = flight.tokens;
+        self.landed = Some((flight.tokens, flight.enqueued));
         let Some(ids) = flight.ids else { return Ok(()) };
         let ids = ids.await?;
         let logits: Option<Vec<f32>> = match flight.logits {
@@ -390,9 +392,10 @@ impl<B: Backend> Engine<B> {
         self.scheduler.set_step_tokens(tokens.clamp(1, self.most_step_tokens));
     }
 
-    /// Tokens of the step that the last call of [`Engine::step`] came back with, 0 if none.
-    pub fn landed_tokens(&self) -> usize {
-        self.landed_tokens
+    /// The step that the last call of [`step`](Self::step) landed, if any: its tokens, and when it was enqueued in milliseconds
+    /// of the engine's clock.
+    pub fn landed(&self) -> Option<(usize, f64)> {
+        self.landed
     }
 
     /// Starts or stops collecting the events of the prefix tree.
