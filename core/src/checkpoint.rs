@@ -215,6 +215,12 @@ impl Checkpoint {
             return Err(Error::model(self.place(&**source), why));
         };
         let file = source.path(&info.file);
+        let Some((dtype, _)) = known_dtype(&info.dtype) else {
+            return Err(Error::Unsupported {
+                what: format!("{file}: tensor `{name}` of dtype {}", info.dtype),
+                why: "weights must be F32, BF16 or F16; use an unquantised release of the model".into(),
+            });
+        };
         if !same_shape(&info.shape, shape) {
             let why = format!(
                 "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}; these files do not belong together",
@@ -222,12 +228,6 @@ impl Checkpoint {
             );
             return Err(Error::model(file, why));
         }
-        let Some((dtype, _)) = known_dtype(&info.dtype) else {
-            return Err(Error::Unsupported {
-                what: format!("{file}: tensor `{name}` of dtype {}", info.dtype),
-                why: "weights must be F32, BF16 or F16; use an unquantised release of the model".into(),
-            });
-        };
         let place = Place::File { source: source.clone(), info: info.clone() };
         Ok(StoredTensor { dtype, shape: shape.to_vec(), place })
     }

@@ -135,6 +135,11 @@ impl Config {
         self.find(key).is_some()
     }
 
+    /// Whether the object has no keys.
+    pub fn is_empty(&self) -> bool {
+        self.levels.iter().all(Map::is_empty)
+    }
+
     fn opt<'a, T>(&'a self, key: &'a str, expected: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
         let Some((name, value)) = self.find(key) else { return Ok(None) };
         read(value).map(Some).ok_or_else(|| self.ill_typed(name, expected, value))
@@ -392,6 +397,8 @@ impl Config {
         let id = |v: &Value| as_integer(v).filter(|n| *n < MAX_SIZE).map(|n| n as u32);
         let ids = |v: &Value| match v {
             Value::Array(list) => list.iter().map(id).collect(),
+            // Some configurations say so that there is none.
+            one if one.as_i64().is_some_and(|n| n < 0) => Some(vec![]),
             one => id(one).map(|id| vec![id]),
         };
         Ok(self.opt("eos_token_id", "a token id or a list of them", ids)?.unwrap_or_default())
@@ -550,6 +557,7 @@ mod tests {
         assert_eq!(c.eos_token_ids().unwrap(), [5]);
         assert_eq!(config(r#"{"eos_token_id": [1, 2]}"#).eos_token_ids().unwrap(), [1, 2]);
         assert!(config("{}").eos_token_ids().unwrap().is_empty());
+        assert!(config(r#"{"eos_token_id": -1}"#).eos_token_ids().unwrap().is_empty());
         assert!(config(r#"{"eos_token_id": [-1]}"#).eos_token_ids().is_err());
     }
 

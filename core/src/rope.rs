@@ -42,6 +42,14 @@ impl Rope {
     /// # Errors
     /// [`Error::BadModel`] for impossible values, [`Error::Unsupported`] for a kind of scaling that is not known.
     pub fn read(config: &Config, head_dim: usize, default_theta: f32) -> Result<Self> {
+        Self::read_or(config, head_dim, default_theta, 1.0)
+    }
+
+    /// The same where a configuration that does not say otherwise rotates `default_part` of a head.
+    ///
+    /// # Errors
+    /// As for [`Rope::read`].
+    pub fn read_or(config: &Config, head_dim: usize, default_theta: f32, default_part: f32) -> Result<Self> {
         let object = config.opt_object("rope_parameters|rope_scaling")?;
         let inside = |key: &str| object.as_ref().map_or(Ok(None), |o| o.opt_f32(key));
         // The nested value wins: a top-level one beside it is left over from the older format.
@@ -53,7 +61,7 @@ impl Rope {
         if theta < 1.0 {
             return Err(config.bad("rope_theta", format_args!("{theta} is less than 1")));
         }
-        let part = either("partial_rotary_factor", 1.0)?;
+        let part = either("partial_rotary_factor", default_part)?;
         let rotary_dims = if part > 0.0 && part <= 1.0 { (head_dim as f64 * f64::from(part)) as usize } else { 0 };
         if rotary_dims == 0 || rotary_dims % 2 != 0 {
             let why = format!("{part} of a head of {head_dim} is not a positive even number of dimensions");
@@ -109,6 +117,7 @@ fn read_scaling(object: &Config) -> Result<RopeScaling> {
                 original_positions,
             })
         }
+        None if object.is_empty() => Ok(RopeScaling::None),
         None if object.has("factor") || !object.has("rope_theta|partial_rotary_factor") => {
             Err(object.bad("rope_type", "it is missing, so the kind of scaling is not known"))
         }
@@ -135,7 +144,8 @@ mod tests {
             r#"{"rope_parameters": {"rope_type": "default", "rope_theta": 500000, "partial_rotary_factor": 0.25}}"#;
         assert_eq!(old, read(new, 64).unwrap());
         assert_eq!(old, Rope { theta: 5e5, rotary_dims: 16, scaling: RopeScaling::None });
-        assert_eq!(read("{}", 8).unwrap(), Rope { theta: 1e4, rotary_dims: 8, scaling: RopeScaling::None });
+        let plain = Rope { theta: 1e4, rotary_dims: 8, scaling: RopeScaling::None };
+        assert_eq!([read("{}", 8).unwrap(), read(r#"{"rope_scaling": {}}"#, 8).unwrap()], [plain; 2]);
         let freq = read("{}", 8).unwrap().inv_freq();
         assert_eq!(freq, [1.0, 0.1, 0.01, 0.001]);
     }

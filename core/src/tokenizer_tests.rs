@@ -98,6 +98,24 @@ fn a_damaged_file_is_named() {
         let message = Tokenizer::new("dir/tokenizer.json", bytes, None).err().unwrap().to_string();
         assert!(message.starts_with("dir/tokenizer.json: "), "{message}");
     }
+    // The library panics on these: when it reads the file, encodes or decodes.
+    let vocab = r#""vocab":{"a":0,"b":1},"merges":[]"#;
+    for parts in [
+        r#""normalizer":{"type":"Precompiled","precompiled_charsmap":""},"model":{"type":"BPE",VOCAB}"#,
+        r#""normalizer":{"type":"Prepend","prepend":""},"model":{"type":"BPE",VOCAB}"#,
+        r#""pre_tokenizer":{"type":"FixedLength","length":0},"model":{"type":"BPE",VOCAB}"#,
+    ] {
+        let json = format!("{{{}}}", parts.replace("VOCAB", vocab));
+        if let Err(e) = Tokenizer::new("dir/tokenizer.json", json.as_bytes(), None) {
+            assert!(e.to_string().starts_with("dir/tokenizer.json: not a valid tokenizer"), "{e}");
+        }
+    }
+}
+
+#[test]
+fn a_byte_order_mark_is_no_damage() {
+    let marked = [b"\xef\xbb\xbf", DEMO].concat();
+    assert_eq!(Tokenizer::new("tokenizer.json", &marked, None).unwrap().vocab_size(), demo().vocab_size());
 }
 
 #[test]

@@ -152,6 +152,8 @@ pub struct Engine<B: Backend> {
     clock: fn() -> f64,
     most_step_tokens: usize,
     landed: Option<(usize, f64)>,
+    /// A step began and did not end well.
+    failed: bool,
     weight_bytes: u64,
 }
 
@@ -201,6 +203,7 @@ impl<B: Backend> Engine<B> {
             clock: options.clock,
             most_step_tokens: options.step_tokens,
             landed: None,
+            failed: false,
             weight_bytes,
         })
     }
@@ -252,11 +255,19 @@ impl<B: Backend> Engine<B> {
     /// A device error. The engine is of no use after that.
     pub async fn step(&mut self) -> Result<Vec<Event>> {
         self.landed = None;
+        if self.failed {
+            return Err(Error::Device {
+                op: "step".into(),
+                why: "an earlier step failed; load the model again".into(),
+            });
+        }
         let mut events = std::mem::take(&mut self.ended);
         if !events.is_empty() {
             // Whoever cancels does not wait for the device.
             return Ok(events);
         }
+        // What a plan promised and no step did cannot be taken back: without its end nothing is to go on from its states.
+        self.failed = true;
         let plan = self.scheduler.plan();
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
         let done =
@@ -264,6 +275,7 @@ impl<B: Backend> Engine<B> {
         if let Some(flight) = done {
             self.land(flight, &mut events).await?;
         }
+        self.failed = false;
         Ok(events)
     }
 

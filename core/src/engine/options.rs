@@ -11,6 +11,10 @@ use super::pools;
 /// Memory for states and pages where free memory can't be asked, in bytes (wgpu).
 const BLIND_BUDGET: u64 = 1 << 30;
 
+/// More are mistakes, and sizes that grow with them would overflow.
+const MOST_BATCH: usize = 1 << 16;
+const MOST_STEP_TOKENS: usize = 1 << 20;
+
 /// Options of an engine. The defaults suit one machine with a few users.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
@@ -112,6 +116,14 @@ impl EngineOptions {
     /// # Errors
     /// As [`Split::new`].
     pub fn sizes(&self, spec: &ModelSpec, caps: &Caps, free: Option<u64>) -> Result<Sizes> {
+        for (what, asked, most) in [
+            ("requests in a batch", self.max_batch, MOST_BATCH),
+            ("tokens in a step", self.step_tokens, MOST_STEP_TOKENS),
+        ] {
+            if asked == 0 || asked > most {
+                return Err(Error::BadRequest(format!("{asked} {what}; 1 to {most} are supported")));
+            }
+        }
         let shape = StateShape {
             slot_bytes: pools::slot_bytes(spec, caps),
             page_bytes: pools::page_bytes(spec, caps),

@@ -150,6 +150,17 @@ pub(super) fn require_act(c: &Config, key: &str, only: &str) -> Result<()> {
     Ok(())
 }
 
+/// Heads of the attention layers of a family whose head dim is a number by default, not a share of the model width.
+pub(super) fn heads_or(c: &Config, head_dim: usize) -> Result<Heads> {
+    if c.has("head_dim|attention_head_dim") {
+        return heads(c);
+    }
+    let heads = c.usize("num_attention_heads")?;
+    let kv_heads = c.usize_or("num_key_value_heads", heads)?;
+    c.divides(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
+    Ok(Heads { heads, kv_heads, head_dim })
+}
+
 /// Heads of the attention layers; pages hold keys in pairs of elements.
 pub(super) fn heads(c: &Config) -> Result<Heads> {
     let heads = c.heads()?;

@@ -47,7 +47,12 @@ impl<B: Backend> Decoder<B> {
             true => embedding.clone(),
             // A leading slash: outside of the prefix.
             false => {
-                let name = l.choose(&["/lm_head.weight", "lm_head.weight", "/language_model.lm_head.weight"]);
+                let name = l.choose(&[
+                    "/lm_head.weight",
+                    "lm_head.weight",
+                    "/language_model.lm_head.weight",
+                    "/model.lm_head.weight",
+                ]);
                 l.matrix(a.width, &[Part::whole(name, a.vocab, 0)]).await?
             }
         };

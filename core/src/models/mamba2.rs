@@ -2,7 +2,7 @@
 
 use super::{
     Architecture, Norm, NormKind, SubLayer,
-    architecture::{conv_taps, dt_limit, mamba_groups},
+    architecture::{conv_taps, dt_limit, mamba_groups, require_act},
 };
 use crate::{Result, blocks::mamba2, config::Config};
 
@@ -29,6 +29,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
 }
 
 fn plan(c: &Config, width: usize, eps: f32) -> Result<mamba2::Plan> {
+    require_act(c, "hidden_act", "silu")?;
     let plan = mamba2::Plan {
         width,
         heads: c.usize_or("num_heads", 128)?,

@@ -2,7 +2,7 @@
 
 use super::{
     Architecture, Norm, NormKind, SubLayer,
-    architecture::{act, conv_taps, dt_limit, heads, mamba_groups, top_k},
+    architecture::{act, conv_taps, dt_limit, heads_or, mamba_groups, require_act, top_k},
 };
 use crate::{
     Result,
@@ -33,10 +33,15 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
+/// As many as any other family may have.
+const MOST_LAYERS: usize = 10_000;
+
 /// The list wins over the pattern; either has an entry per layer, so `num_hidden_layers` is not needed.
 fn layer_types(c: &Config) -> Result<Vec<LayerType>> {
     const PATTERN: &str = "hybrid_override_pattern";
-    let types = match c.layer_types("layers_block_type|layer_types")? {
+    const LIST: &str = "layers_block_type|layer_types";
+    let listed = c.has(LIST);
+    let types = match c.layer_types(LIST)? {
         Some(types) => types,
         None => {
             let parse =
@@ -44,8 +49,9 @@ fn layer_types(c: &Config) -> Result<Vec<LayerType>> {
             c.str(PATTERN)?.chars().map(parse).collect::<Result<_>>()?
         }
     };
-    if types.is_empty() {
-        return Err(c.bad(PATTERN, "there are no layers"));
+    if types.is_empty() || types.len() > MOST_LAYERS {
+        let key = if listed { LIST } else { PATTERN };
+        return Err(c.bad(key, format_args!("{} layers; 1 to {MOST_LAYERS} are supported", types.len())));
     }
     Ok(types)
 }
@@ -59,6 +65,7 @@ struct Sizes<'a> {
 impl Sizes<'_> {
     fn mamba(&self) -> Result<mamba2::Plan> {
         let c = self.c;
+        require_act(c, "mamba_hidden_act", "silu")?;
         let plan = mamba2::Plan {
             width: self.width,
             heads: c.usize_or("mamba_num_heads", 128)?,
@@ -76,7 +83,7 @@ impl Sizes<'_> {
     }
 
     fn attention(&self) -> Result<attention::Plan> {
-        let heads = heads(self.c)?;
+        let heads = heads_or(self.c, 128)?;
         Ok(attention::Plan {
             width: self.width,
             heads,

@@ -2,13 +2,13 @@
 
 use super::{
     Architecture, Norm, NormKind,
-    architecture::{heads, require_act},
+    architecture::{heads_or, require_act},
     llama,
 };
 use crate::{
     Result,
     blocks::attention,
-    config::{Config, Heads, LayerType},
+    config::{Config, LayerType},
     rope::Rope,
 };
 
@@ -17,16 +17,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     let norm = Norm { name: "norm.weight".into(), eps, kind: NormKind::Plain };
     let mut a = Architecture::start(c, "qwen3", 32_768, false, norm)?;
     require_act(c, "hidden_act", "silu")?;
-    // Here the default head dim is a number, not a share of the model width.
-    let heads = match c.has("head_dim") {
-        true => heads(c)?,
-        false => {
-            let heads = c.usize("num_attention_heads")?;
-            let kv_heads = c.usize_or("num_key_value_heads", heads)?;
-            c.divides(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
-            Heads { heads, kv_heads, head_dim: 128 }
-        }
-    };
+    let heads = heads_or(c, 128)?;
     let count = c.layers("num_hidden_layers")?;
     let sliding = sliding_layers(c, count)?;
     let window = c.usize_or("sliding_window", 4096)? as u32;

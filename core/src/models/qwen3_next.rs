@@ -3,7 +3,7 @@
 
 use super::{
     Architecture, Norm, NormKind, SubLayer,
-    architecture::{conv_taps, heads, require_act, top_k},
+    architecture::{conv_taps, heads_or, require_act, top_k},
 };
 use crate::{
     Result,
@@ -77,7 +77,7 @@ fn delta(c: &Config, width: usize, eps: f32) -> Result<gated_delta::Plan> {
 }
 
 fn attention(c: &Config, width: usize, eps: f32) -> Result<attention::Plan> {
-    let heads = heads(c)?;
+    let heads = heads_or(c, 256)?;
     Ok(attention::Plan {
         width,
         heads,
@@ -85,7 +85,7 @@ fn attention(c: &Config, width: usize, eps: f32) -> Result<attention::Plan> {
         gated: true,
         bias: c.bool_or("attention_bias", false)?,
         qk_norm: Some((NormKind::ZeroCentred, eps)),
-        rope: Some(Rope::read(c, heads.head_dim, 1e4)?),
+        rope: Some(Rope::read_or(c, heads.head_dim, 1e4, 0.25)?),
         scale: (heads.head_dim as f32).sqrt().recip(),
         window: None,
     })

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{backend::Caps, engine::pools, tensor::DType};
+use crate::{backend::Caps, blocks::Plan, engine::pools, tensor::DType};
 
 fn root(path: &str) -> String {
     format!("{}/../{path}", env!("CARGO_MANIFEST_DIR"))
@@ -97,7 +97,15 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
         (r#"{"model_type": "gpt5"}"#.into(), "the supported types are nemotron_h, mamba2, "),
         (format!("{{{nemotron}}}"), "`hybrid_override_pattern` is missing"),
         (format!(r#"{{{nemotron}, "hybrid_override_pattern": "MX"}}"#), "unknown layer 'X'"),
-        (format!(r#"{{{nemotron}, "hybrid_override_pattern": ""}}"#), "there are no layers"),
+        (
+            format!(r#"{{{nemotron}, "hybrid_override_pattern": ""}}"#),
+            "`hybrid_override_pattern`: 0 layers; 1 to 10000",
+        ),
+        (format!(r#"{{{nemotron}, "layers_block_type": []}}"#), "`layers_block_type` or `layer_types`: 0 layers"),
+        (
+            format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "mamba_hidden_act": "gelu"}}"#),
+            "\"gelu\" is not supported, only \"silu\"",
+        ),
         (format!(r#"{{{nemotron}, "layers_block_type": ["conv"]}}"#), "Conv is no layer of this family"),
         (
             format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "n_groups": 7}}"#),
@@ -119,6 +127,23 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
         let message = parse(&text).unwrap_err().to_string();
         assert!(message.contains(expected), "{text}: {message}");
     }
+}
+
+#[test]
+fn what_a_configuration_leaves_out_is_as_its_family_has_it() {
+    let qwen = r#"{"model_type": "qwen3_next", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2}"#;
+    let nemotron = r#"{"model_type": "nemotron_h", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 4,
+        "hybrid_override_pattern": "*"}"#;
+    let attention = |text: &str| {
+        let a = parse(text).unwrap();
+        let mixers = a.layers.into_iter().flatten().flat_map(|step| step.mixers);
+        let plans = mixers.filter_map(|(_, plan)| if let Plan::Attention(plan) = plan { Some(plan) } else { None });
+        let plan = plans.last().expect("an attention layer");
+        (plan.heads.head_dim, plan.rope.map(|r| r.rotary_dims))
+    };
+    assert_eq!(attention(qwen), (256, Some(64)));
+    assert_eq!(attention(nemotron), (128, None));
 }
 
 #[test]
