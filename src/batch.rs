@@ -2,7 +2,8 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    io::{Read, Write},
+    fs::File,
+    io::Write,
     path::Path,
     rc::Rc,
     sync::atomic::{AtomicBool, Ordering},
@@ -25,20 +26,27 @@ use serde_json::{Value, json, value::RawValue};
 use crate::{
     args::BatchArgs,
     backend::{self, Job},
-    failure::{Failure, Outcome},
-    generate, model,
-    output_file::OutputFile,
+    failure::{self, Failure, Outcome},
+    generate, input_file, model,
+    output_file::{self, OutputFile},
     terminal::{self, Output},
 };
 
 /// Requests that are encoded and queued beyond those that run, as a multiple of them.
 const QUEUED_BATCHES: usize = 4;
 
+/// Longest input that is read, in bytes.
+const MAX_INPUT_BYTES: u64 = 1 << 32;
+
 /// Set by Ctrl-C.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Answers all requests of the input.
 pub fn run(args: &BatchArgs) -> Outcome {
+    if let Some(stats) = args.stats.as_deref().filter(|stats| output_file::collide(&args.output, stats)) {
+        let why = "both --output and --stats; give each a file of its own";
+        return Err(Failure::Usage(format!("{}: this is {why}", stats.display())));
+    }
     let input = read_input(&args.input)?;
     let files = model::open(&args.model)?;
     // Nothing is left behind when the run is stopped, so it must end by itself.
@@ -52,19 +60,17 @@ pub fn run(args: &BatchArgs) -> Outcome {
 }
 
 fn read_input(path: &Path) -> Outcome<Vec<u8>> {
-    let mut bytes = Vec::new();
     if path == "-" {
-        let read = std::io::stdin().read_to_end(&mut bytes);
-        read.map_err(|e| Failure::Other(format!("standard input: {e}")))?;
-    } else {
-        bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+        let read = input_file::read(std::io::stdin().lock(), MAX_INPUT_BYTES);
+        return read.map_err(|e| Failure::Other(format!("standard input: {e}")));
     }
-    Ok(bytes)
+    let read = File::open(path).and_then(|file| input_file::read(file, MAX_INPUT_BYTES));
+    Ok(read.map_err(|e| Error::io(path, e))?)
 }
 
 /// A line of the input.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with the fields of a request")]
 struct Line {
     /// Kept as text: a number must not come back in another spelling.
     id: Option<Box<RawValue>>,
@@ -84,7 +90,7 @@ struct Line {
 
 /// A message of a chat.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `role` and `content`")]
 struct Turn {
     role: String,
     content: String,
@@ -92,7 +98,7 @@ struct Turn {
 
 /// One stop string or several.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "`stop` must be a string or a list of strings")]
 enum Stop {
     One(String),
     Several(Vec<String>),
@@ -245,7 +251,7 @@ impl<B: Backend> Run<B> {
             Err(e) => {
                 let id = serde_json::from_slice::<OnlyId>(line).unwrap_or_default().id;
                 // The parser counts lines within the one it was given.
-                let why = e.to_string().replace(" at line 1 column ", " at column ");
+                let why = failure::json_error(&e).replace(" at line 1 column ", " at column ");
                 (id, Err(why))
             }
         };

@@ -13,7 +13,7 @@ use selkie_core::{
 
 use crate::{
     args::{BenchArgs, BenchCommand, BenchTarget},
-    failure::Outcome,
+    failure::{Failure, Outcome},
     model,
 };
 
@@ -26,6 +26,18 @@ mod traffic;
 
 /// Seed of random weights and prompts: every run measures the same.
 const SEED: u64 = 1;
+
+/// Most tokens of all prompts and answers of a run together.
+const MAX_TOKENS: usize = 1 << 24;
+
+/// Refuses a run of more tokens than can be waited for; `options` are those that make it that long.
+fn check_tokens(tokens: usize, options: &str) -> Outcome {
+    if tokens > MAX_TOKENS {
+        let why = format!("{options} make {tokens} tokens together, more than the {MAX_TOKENS} of a run; ask for less");
+        return Err(Failure::Usage(why));
+    }
+    Ok(())
+}
 
 /// Runs the benchmark that was asked for.
 pub fn run(args: &BenchArgs) -> Outcome {

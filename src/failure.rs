@@ -53,12 +53,29 @@ impl Failure {
     }
 }
 
+/// What is wrong with JSON text, without the names that its parser has for numbers and lists.
+pub fn json_error(e: &serde_json::Error) -> String {
+    let text = e.to_string();
+    // What comes before may quote the input.
+    let Some((found, expected)) = text.rsplit_once(", expected ") else { return text };
+    let (name, rest) = expected.split_once(" at line ").unwrap_or((expected, ""));
+    let name = match name {
+        "usize" | "u64" => "a whole number, 0 or more",
+        "u32" => "a whole number from 0 to 4294967295",
+        "f32" => "a number",
+        "a sequence" => "a list",
+        other => other,
+    };
+    let place = if rest.is_empty() { String::new() } else { format!(" at line {rest}") };
+    format!("{found}, expected {name}{place}")
+}
+
 /// What to do about errors that do not say it themselves, in terms of this program's options.
 fn advice(e: &Error) -> Option<&'static str> {
     match e {
-        Error::OutOfMemory { .. } => {
-            Some("ask for less (--slots, --kv-pages, --max-batch, --context) or, if --memory is the limit, raise it")
-        }
+        Error::OutOfMemory { .. } => Some(
+            "ask for less (--slots, --kv-pages, --max-batch, --step-tokens, --context) or, if --memory is the limit, raise it",
+        ),
         Error::NoDevice { .. } => Some("`selkie devices` lists what there is"),
         _ => None,
     }

@@ -1,6 +1,6 @@
 //! `selkie logits`: what the model computes for a prompt, for comparison with other engines.
 
-use std::{collections::HashMap, io::Write};
+use std::{collections::HashMap, fs::File, io::Write};
 
 use safetensors::{Dtype, tensor::TensorView};
 use selkie_core::{
@@ -17,13 +17,14 @@ use selkie_core::{
 use crate::{
     args::LogitsArgs,
     backend::{self, Job},
-    failure::{Failure, Outcome},
+    failure::{self, Failure, Outcome},
+    input_file,
     model::{self, LoadingBar},
     output_file::OutputFile,
 };
 
 /// Longest ids file that is read, in bytes.
-const MAX_IDS_BYTES: u64 = 1 << 30;
+const MAX_IDS_BYTES: u64 = 1 << 28;
 
 /// Writes the file of logits, greedy tokens and states.
 pub fn run(args: &LogitsArgs) -> Outcome {
@@ -34,15 +35,12 @@ pub fn run(args: &LogitsArgs) -> Outcome {
 }
 
 fn read_ids(args: &LogitsArgs) -> Outcome<Vec<u32>> {
-    let bad = |why: &dyn std::fmt::Display| {
-        Failure::from(Error::model(args.ids.display().to_string(), format!("not a JSON array of token ids: {why}")))
-    };
-    let size = std::fs::metadata(&args.ids).map_err(|e| Error::io(&args.ids, e))?.len();
-    if size > MAX_IDS_BYTES {
-        return Err(bad(&format_args!("{size} bytes are too many")));
-    }
-    let bytes = std::fs::read(&args.ids).map_err(|e| Error::io(&args.ids, e))?;
-    serde_json::from_slice(&bytes).map_err(|e| bad(&e))
+    let read = File::open(&args.ids).and_then(|file| input_file::read(file, MAX_IDS_BYTES));
+    let bytes = read.map_err(|e| Error::io(&args.ids, e))?;
+    serde_json::from_slice(&bytes).map_err(|e| {
+        let why = format!("not a JSON array of token ids: {}", failure::json_error(&e));
+        Error::model(args.ids.display().to_string(), why).into()
+    })
 }
 
 struct Logits<'a> {

@@ -13,6 +13,7 @@ mod devices;
 mod embedded;
 mod failure;
 mod generate;
+mod input_file;
 mod inspect;
 mod logits;
 mod model;

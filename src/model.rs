@@ -7,9 +7,11 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
+    Error,
     backend::Backend,
     engine::EngineOptions,
     model_dir::ModelFiles,
+    models,
     session::Session,
     source::{Dir, Source},
     state::CapturePolicy,
@@ -62,6 +64,13 @@ pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOption
 /// Loads the model, with a bar if that takes long.
 pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOptions) -> Outcome<Session<B>> {
     let started = Instant::now();
+    if files.checkpoint.is_random() && backend.caps().backend == "cpu" {
+        // Weights of a file are mapped, made-up ones take memory: two bytes each at least.
+        let asked = models::read(&files.config)?.spec().parameters.saturating_mul(2);
+        if let Some(free) = backend.free_memory().filter(|free| asked > *free) {
+            return Err(Error::OutOfMemory { what: "random weights".into(), asked, free }.into());
+        }
+    }
     let mut bar = LoadingBar::start();
     let session = pollster::block_on(Session::load(backend, files.clone(), options, &mut |p| bar.update(&p)))?;
     drop(bar);

@@ -186,6 +186,9 @@ fn token_id_out_of_range() {
         refused(&logits(&dir, ids), &["ids.json"]);
     }
     refused(&logits(&dir, "[]"), &["empty"]);
+    refused(&logits(&dir, "[\"a\"]"), &["ids.json", "expected a whole number"]);
+    // A byte order mark is no fault.
+    assert!(logits(&dir, "\u{feff}[1, 2]").status.success());
 }
 
 #[test]
@@ -318,5 +321,29 @@ fn batch_input_and_output() {
     refused(&run(&["batch", &input, "-o", &dir.arg("out.jsonl"), "-m", "/no/such/model"]), &["/no/such/model"]);
     let out = run(&["batch", &input, "-o", &dir.arg("out.jsonl"), "--stats", "/no/such/stats.json"]);
     refused(&out, &["/no/such/stats.json"]);
+    // A directory, there or not, is no place for a file, and two files in one place are one too many.
+    for target in [dir.dir(), &dir.arg(""), &dir.arg("new/"), &dir.arg("new/.")] {
+        refused(&run(&["batch", &input, "-o", target]), &[target, "directory", "name a file"]);
+    }
+    let out = run(&["batch", &input, "-o", &dir.arg("x"), "--stats", &dir.arg("./x")]);
+    ends_with(&out, 2, &["--output", "--stats", "of its own"]);
     assert_eq!(dir.names(), ["in.jsonl"]);
+}
+
+#[test]
+fn numbers_too_large_to_be_meant() {
+    let most = usize::MAX.to_string();
+    for option in ["--batch", "--prompt-tokens", "--decode-tokens", "--step-tokens", "--runs"] {
+        ends_with(&run(&["bench", "model", option, &most]), 2, &[option, &most]);
+    }
+    for option in ["--chats", "--turns", "--system-tokens"] {
+        ends_with(&run(&["bench", "prefix", "--traffic", option, &most]), 2, &[option, &most]);
+    }
+    for (option, value) in [("--max-batch", "65537"), ("--step-tokens", "1048577")] {
+        ends_with(&run(&[option, value, "Hello"]), 2, &[option, value]);
+    }
+    let out = run(&["bench", "model", "--batch", "65536", "--prompt-tokens", "16777216"]);
+    ends_with(&out, 2, &["--batch", "--prompt-tokens", "16777216"]);
+    let out = run(&["bench", "prefix", "--traffic", "--chats", "65536", "--turns", "65536"]);
+    ends_with(&out, 2, &["--chats", "--turns", "16777216"]);
 }

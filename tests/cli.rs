@@ -215,6 +215,32 @@ this is no JSON
 }
 
 #[test]
+fn batch_passes_over_a_byte_order_mark() {
+    let (answers, code) = batch_text("\u{feff}{\"id\": 1, \"prompt\": \"Hello\", \"max_tokens\": 1}\n", &[]);
+    assert_eq!((&answers[0]["id"], &answers[0]["error"], code), (&json!(1), &Value::Null, 0));
+}
+
+#[test]
+fn batch_says_in_words_what_a_field_must_be() {
+    for (field, value, needle) in [
+        ("stop", json!(5), "`stop` must be a string or a list of strings"),
+        ("max_tokens", json!("x"), "expected a whole number"),
+        ("top_k", json!(-3), "expected a whole number"),
+        ("temperature", json!("hot"), "expected a number"),
+        ("prompt_ids", json!("x"), "expected a list"),
+        ("messages", json!(["x"]), "expected an object with `role` and `content`"),
+    ] {
+        let (answers, code) = batch(&[json!({ field: value })], &[]);
+        assert!(answers[0]["error"].as_str().unwrap().contains(needle), "{}", answers[0]);
+        assert_eq!(code, 1);
+    }
+    let (answers, _) = batch(&[json!([]), json!(5)], &[]);
+    for answer in answers {
+        assert!(answer["error"].as_str().unwrap().contains("expected an object with the fields"), "{answer}");
+    }
+}
+
+#[test]
 fn batch_writes_its_files_whole() {
     let dir = TempDir::new("batch_stats");
     let prompt: Vec<u32> = (0..300).map(|i| 6 + i % 200).collect();

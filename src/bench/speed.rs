@@ -27,6 +27,8 @@ use crate::{
 
 /// Measures and prints.
 pub fn run(args: &BenchModelArgs) -> Outcome {
+    let tokens = args.batch.saturating_mul(args.prompt_tokens.saturating_add(args.decode_tokens));
+    super::check_tokens(tokens, "--batch, --prompt-tokens and --decode-tokens")?;
     let files = super::open(&args.target)?;
     let facts = backend::run(&args.target.model.backend, Speed { args, files: &files })?;
     let mut out = Output::new();

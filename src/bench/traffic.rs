@@ -41,6 +41,8 @@ pub const SERIES: [(&str, Option<CapturePolicy>); 3] =
 
 /// Runs the traffic under every budget and policy, prints the table and draws the plot.
 pub fn run(args: &BenchPrefixArgs) -> Outcome {
+    let chat = args.turns.saturating_mul(MESSAGE.1 + ANSWER.1).saturating_add(args.system_tokens);
+    super::check_tokens(args.chats.saturating_mul(chat), "--chats, --turns and --system-tokens")?;
     let files = super::open(&args.target)?;
     let svg = args.svg.as_deref().map(OutputFile::create).transpose()?;
     let work = |policy, room| {

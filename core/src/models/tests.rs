@@ -139,7 +139,7 @@ fn what_a_configuration_leaves_out_is_as_its_family_has_it() {
         let a = parse(text).unwrap();
         let mixers = a.layers.into_iter().flatten().flat_map(|step| step.mixers);
         let plans = mixers.filter_map(|(_, plan)| if let Plan::Attention(plan) = plan { Some(plan) } else { None });
-        let plan = plans.last().expect("an attention layer");
+        let plan = plans.max_by_key(|p| p.heads.heads).expect("an attention layer");
         (plan.heads.head_dim, plan.rope.map(|r| r.rotary_dims))
     };
     assert_eq!(attention(qwen), (256, Some(64)));
@@ -164,7 +164,7 @@ fn sliding_windows_need_the_switch() {
             "intermediate_size": 8, "num_hidden_layers": 3, "sliding_window": 16 {more}}}"#
         );
         let windows = |s: &SubLayer| match &s.mixers[0].1 {
-            crate::blocks::Plan::Attention(p) => p.window,
+            Plan::Attention(p) => p.window,
             other => panic!("{other:?}"),
         };
         parse(&text).unwrap().layers.iter().map(|l| windows(&l[0])).collect::<Vec<_>>()
