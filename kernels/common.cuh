@@ -362,23 +362,34 @@ DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory")
 template <int N> DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 #if __CUDA_ARCH__ >= 900
-// Bulk copies of multiples of 16 bytes, whose bytes a barrier counts.
-// Lets bulk copies see barriers that this thread has made.
-DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Arrives, and lets the barrier wait for `bytes` bytes.
-DEV void bulk_expect(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+// Bulk copies of multiples of 16 bytes, and the barriers in shared memory that count their bytes.
+DEV void barrier_init(u64 *bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(count) : "memory");
 }
-DEV void bulk_load(void *dst, const void *src, u32 bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     smem_addr(dst)),
-                 "l"(src), "r"(bytes), "r"(bar)
+DEV void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEV void barrier_arrive(u64 *bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+DEV void barrier_wait(u64 *bar, u32 parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(
+                     smem_addr(bar)),
+                 "r"(parity)
                  : "memory");
 }
-DEV void bulk_load(void *dst, const void *src, u32 bytes, u32 bar, u64 policy) {
+// Arrives, and lets the barrier wait for `bytes` bytes.
+DEV void bulk_expect(u64 *bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
+}
+DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_addr(dst)),
+                 "l"(src), "r"(bytes), "r"(smem_addr(bar))
+                 : "memory");
+}
+DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar, u64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
                      smem_addr(dst)),
-                 "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+                 "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
                  : "memory");
 }
 // Orders what this thread wrote, or saw written, before bulk copies.

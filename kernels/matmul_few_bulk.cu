@@ -151,11 +151,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
     int total = mine * SLICES;
     if (threadIdx.x == CONSUMERS) {
         for (int s = 0; s < STAGES; s++) {
-            mbar_init(smem_addr(full + s), 1);
-            mbar_init(smem_addr(empty + s), WARPS);
+            barrier_init(full + s, 1);
+            barrier_init(empty + s, WARPS);
         }
-        mbar_init(smem_addr(&x_full), 1);
-        mbar_init_done();
+        barrier_init(&x_full, 1);
+        barrier_init_done();
     }
     if constexpr (RAGGED) {
         // What stands behind the inner dimension must be finite; x is zero there.
@@ -172,13 +172,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
             u32 bytes = 2 * min(SPAN, K - k0);
             bf16 *to = ring + stage * STAGE;
             if (of_w) {
-                if (lane == 0) bulk_expect(smem_addr(full + stage), (ROWS + (X_RESIDENT ? 0 : M)) * bytes);
+                if (lane == 0) bulk_expect(full + stage, (ROWS + (X_RESIDENT ? 0 : M)) * bytes);
                 __syncwarp();
                 int row = min((int)(blockIdx.x + j / SLICES * gridDim.x) * ROWS + lane, n - 1);
-                if (lane < ROWS) bulk_load(to + lane * PITCH, w + row * w_stride + k0, bytes, smem_addr(full + stage), once);
+                if (lane < ROWS) bulk_load(to + lane * PITCH, w + row * w_stride + k0, bytes, full + stage, once);
             }
             if (!X_RESIDENT && of_x && lane < M)
-                bulk_load(to + (ROWS + lane) * PITCH, x + lane * x_stride + k0, bytes, smem_addr(full + stage));
+                bulk_load(to + (ROWS + lane) * PITCH, x + lane * x_stride + k0, bytes, full + stage);
         };
         // The weight does not wait for the kernels ahead.
         for (int j = 0; j < min(STAGES, total); j++) copy(j, true, false);
@@ -186,14 +186,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
         bulk_fence();
         if (PRE != 0) {
         } else if (X_RESIDENT) {
-            if (lane == 0) bulk_expect(smem_addr(&x_full), 2 * M * K);
+            if (lane == 0) bulk_expect(&x_full, 2 * M * K);
             __syncwarp();
-            if (lane < M) bulk_load(resident + lane * X_PITCH, x + lane * x_stride, 2 * K, smem_addr(&x_full));
+            if (lane < M) bulk_load(resident + lane * X_PITCH, x + lane * x_stride, 2 * K, &x_full);
         } else {
             for (int j = 0; j < min(STAGES, total); j++) copy(j, false, true);
         }
         for (int j = STAGES; j < total; j++) {
-            mbar_wait(smem_addr(empty + j % STAGES), (j / STAGES - 1) & 1);
+            barrier_wait(empty + j % STAGES, (j / STAGES - 1) & 1);
             copy(j, true, true);
         }
         return;
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
         for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
             reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
     } else if (X_RESIDENT) {
-        mbar_wait(smem_addr(&x_full), 0);
+        barrier_wait(&x_full, 0);
     }
     if (!untouched) fetch_channel(blockIdx.x);
     int block = lane / 8, brow = lane % 8, g = lane / 4, q = lane % 4;
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
         float acc[4] = {0.f, 0.f, 0.f, 0.f};
         for (int s = 0; s < SLICES; s++, done++) {
             int stage = done % STAGES;
-            mbar_wait(smem_addr(full + stage), done / STAGES & 1);
+            barrier_wait(full + stage, done / STAGES & 1);
             bf16 *at = ring + stage * STAGE;
             bf16 *bx = X_RESIDENT ? resident + s * SPAN : at;
 #pragma unroll
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
                 mma_bf16(acc, a, b[2], b[3]);
             }
             __syncwarp();
-            if (lane == 0) mbar_arrive(smem_addr(empty + stage));
+            if (lane == 0) barrier_arrive(empty + stage);
         }
         float (*sum)[M][ROWS] = part[i % 2];
 #pragma unroll

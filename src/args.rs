@@ -3,7 +3,10 @@
 use std::{ffi::OsString, net::IpAddr, path::PathBuf};
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, builder::RangedU64ValueParser};
-use selkie_core::session::Overrides;
+use selkie_core::{
+    engine::{MOST_BATCH, MOST_STEP_TOKENS},
+    session::Overrides,
+};
 
 /// Runs hybrid language models: attention beside recurrent layers.
 ///
@@ -20,11 +23,8 @@ pub struct Cli {
     pub verbose: u8,
 }
 
-/// Most sequences at once, and most tokens of a step: tables of these sizes are made before anything runs.
-const MAX_BATCH: u64 = 1 << 16;
-const MAX_STEP_TOKENS: u64 = 1 << 20;
 /// Most tokens that a benchmark makes up, more than any model's context.
-const MAX_TOKENS: u64 = 1 << 24;
+pub const MAX_TOKENS: usize = 1 << 24;
 
 const EXAMPLES: &str = "Examples:
   selkie \"What is 17 + 25?\"
@@ -194,10 +194,10 @@ pub struct PoolArgs {
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
     /// Most sequences that run at once (default: 16, in a conversation 1)
-    #[arg(long, value_name = "N", value_parser = one_to(MAX_BATCH))]
+    #[arg(long, value_name = "N", value_parser = one_to(MOST_BATCH))]
     pub max_batch: Option<usize>,
     /// Most tokens that one step computes
-    #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MAX_STEP_TOKENS))]
+    #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MOST_STEP_TOKENS))]
     pub step_tokens: usize,
     /// Compute every prompt from its start
     #[arg(long)]
@@ -374,10 +374,10 @@ pub struct BenchModelArgs {
     #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MAX_TOKENS))]
     pub decode_tokens: usize,
     /// Sequences at once, each with a prompt of its own
-    #[arg(long, value_name = "B", default_value = "1", value_parser = one_to(MAX_BATCH))]
+    #[arg(long, value_name = "B", default_value = "1", value_parser = one_to(MOST_BATCH))]
     pub batch: usize,
     /// Most tokens that one step computes
-    #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MAX_STEP_TOKENS))]
+    #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MOST_STEP_TOKENS))]
     pub step_tokens: usize,
     /// Repetitions after a first one that compiles what is compiled late; the best is reported, as for the machine's own rates
     #[arg(long, value_name = "N", default_value = "3", value_parser = one_to(1000))]
@@ -412,10 +412,10 @@ pub struct BenchPrefixArgs {
     #[arg(long, conflicts_with = "traffic")]
     pub overhead: bool,
     /// Chats of the traffic
-    #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MAX_BATCH), requires = "traffic")]
+    #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MOST_BATCH), requires = "traffic")]
     pub chats: usize,
     /// Turns of a chat
-    #[arg(long, value_name = "N", default_value = "8", value_parser = one_to(MAX_BATCH), requires = "traffic")]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = one_to(MOST_BATCH), requires = "traffic")]
     pub turns: usize,
     /// Tokens of the system prompt that all chats share
     #[arg(long, value_name = "N", default_value = "1000", value_parser = one_to(MAX_TOKENS), requires = "traffic")]
@@ -475,8 +475,8 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
-fn one_to(most: u64) -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=most)
+fn one_to(most: usize) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most as u64)
 }
 
 /// A size in bytes: `512MiB`, `4GiB`, `1.5GB`, `1000000`.

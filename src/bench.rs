@@ -12,7 +12,7 @@ use selkie_core::{
 };
 
 use crate::{
-    args::{BenchArgs, BenchCommand, BenchTarget},
+    args::{BenchArgs, BenchCommand, BenchTarget, MAX_TOKENS},
     failure::{Failure, Outcome},
     model,
 };
@@ -27,10 +27,7 @@ mod traffic;
 /// Seed of random weights and prompts: every run measures the same.
 const SEED: u64 = 1;
 
-/// Most tokens of all prompts and answers of a run together.
-const MAX_TOKENS: usize = 1 << 24;
-
-/// Refuses a run of more tokens than can be waited for; `options` are those that make it that long.
+/// Refuses a run of more tokens, all prompts and answers together, than can be waited for; `options` are those that make it that long.
 fn check_tokens(tokens: usize, options: &str) -> Outcome {
     if tokens > MAX_TOKENS {
         let why = format!("{options} make {tokens} tokens together, more than the {MAX_TOKENS} of a run; ask for less");

@@ -12,6 +12,8 @@ use crate::{Error, Result};
 pub const MAX_SIZE: usize = 1 << 24;
 /// The largest number of positions.
 const MAX_POSITIONS: usize = 1 << 31;
+/// Most layers of a model.
+pub const MOST_LAYERS: usize = 10_000;
 
 /// What a layer does, in the vocabulary of this engine; [`LayerType::parse`] knows the synonyms of the files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -193,9 +195,9 @@ impl Config {
     /// A number of layers.
     ///
     /// # Errors
-    /// [`Error::BadModel`] if it is missing or not from 1 to 10,000.
+    /// [`Error::BadModel`] if it is missing or not from 1 to [`MOST_LAYERS`].
     pub fn layers(&self, key: &str) -> Result<usize> {
-        self.integer(key, 1, 10_000)?.ok_or_else(|| self.missing(key, "a positive integer"))
+        self.integer(key, 1, MOST_LAYERS)?.ok_or_else(|| self.missing(key, "a positive integer"))
     }
 
     /// The longest context the model was made for, `max_position_embeddings`.

@@ -29,7 +29,7 @@ export function engineLife(page) {
     start, settled,
   };
   /** The load that is under way or done. @type {Promise<Engine>} */
-  let ready = new Promise(() => {});
+  let ready;
   let begin = () => {};
   const begun = new Promise((ok) => { begin = () => ok(null); });
   let loading = new AbortController();

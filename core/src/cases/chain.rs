@@ -1,7 +1,7 @@
 //! Ops that follow each other in a step, where a backend may make one kernel of several: together they leave what they leave
 //! one by one.
 
-use super::host::{Rng, put, take};
+use super::host::Rng;
 use crate::backend::{Backend, Ops};
 use crate::error::Result;
 use crate::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
@@ -9,7 +9,7 @@ use crate::step::{Chunk, Row, Step, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
 /// Relative to 1 + |x|: the order of a sum may change.
-const LIMIT: f64 = 1e-4;
+const LIMIT: f32 = 1e-4;
 
 /// Ops of one row or a few, as a decode step has them. Activations are f32.
 #[derive(Clone, Debug)]
@@ -70,15 +70,15 @@ impl Chain {
         Ok(left.iter().zip(together.iter().zip(&apart)).find_map(|((name, _), (a, b))| {
             let worst = a.iter().zip(b).map(|(a, b)| (a - b).abs() / (1.0 + b.abs()));
             let fits = worst.clone().all(|x| x < LIMIT) && b.iter().any(|x| *x != 0.0);
-            (!fits).then(|| format!("{name} differs by {} or is zero", worst.fold(0.0, f64::max)))
+            (!fits).then(|| format!("{name} differs by {} or is zero", worst.fold(0.0, f32::max)))
         }))
     }
 }
 
-async fn numbers<B: Backend>(backend: &B, left: &[(&str, Tensor<B::Buf>)]) -> Result<Vec<Vec<f64>>> {
+async fn numbers<B: Backend>(backend: &B, left: &[(&str, Tensor<B::Buf>)]) -> Result<Vec<Vec<f32>>> {
     let mut all = Vec::new();
     for (_, t) in left {
-        all.push(backend.read(t).await?.chunks_exact(4).map(|c| take(DType::F32, c)).collect());
+        all.push(bytemuck::pod_collect_to_vec(&backend.read(t).await?));
     }
     Ok(all)
 }
@@ -91,14 +91,14 @@ struct Device<'a, B> {
 impl<B: Backend> Device<'_, B> {
     /// Numbers between -1 and 1.
     fn filled(&mut self, name: &str, dims: &[usize]) -> Result<Tensor<B::Buf>> {
-        let n = dims.iter().product();
-        let mut bytes = vec![0; 4 * n];
-        for (x, to) in self.rng.ranged(n, -1.0, 1.0).into_iter().zip(bytes.chunks_exact_mut(4)) {
-            put(DType::F32, x, to);
-        }
+        let values = self.rng.ranged(dims.iter().product(), -1.0, 1.0);
+        Ok(Tensor::new(self.written(name, bytemuck::cast_slice(&values))?, DType::F32, dims))
+    }
+
+    fn written(&self, name: &str, bytes: &[u8]) -> Result<B::Buf> {
         let buf = self.backend.alloc(name, bytes.len() as u64)?;
-        self.backend.write(&buf, 0, &bytes)?;
-        Ok(Tensor::new(buf, DType::F32, dims))
+        self.backend.write(&buf, 0, bytes)?;
+        Ok(buf)
     }
 
     fn product(&mut self, x: &Tensor<B::Buf>, n: usize) -> Result<Matmul<B::Buf>> {
@@ -136,8 +136,7 @@ impl<B: Backend> Device<'_, B> {
         let rows = [Row { first_position: 5, ids: vec![1], chunks, outputs: vec![0], ..Row::default() }];
         let bucket = bucket_of(&rows);
         let words = encode(&rows, bucket);
-        let ints = self.backend.alloc("ints", 4 * words.len() as u64)?;
-        self.backend.write(&ints, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
+        let ints = self.written("ints", bytemuck::cast_slice(&words))?;
         let x = self.filled("x", &[1, k])?;
         let product = self.product(&x, n)?;
         let (pool, conv) = (self.filled("pool", &[3, channels, 3])?, self.filled("conv", &[1, channels])?);

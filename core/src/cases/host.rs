@@ -52,7 +52,7 @@ pub(super) fn put(dtype: DType, x: f32, to: &mut [u8]) {
     }
 }
 
-pub(super) fn take(dtype: DType, from: &[u8]) -> f64 {
+fn take(dtype: DType, from: &[u8]) -> f64 {
     match dtype {
         DType::F32 => f32::from_le_bytes([from[0], from[1], from[2], from[3]]).into(),
         DType::Bf16 => bf16::from_le_bytes([from[0], from[1]]).into(),

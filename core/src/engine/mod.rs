@@ -16,7 +16,7 @@ pub mod stats;
 
 use std::collections::HashMap;
 
-pub use options::{EngineOptions, Sizes};
+pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
 pub use plan::{Plan, PlanChunk, PlanRow, SeqId, Src, TokenRef};
 pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};

@@ -11,9 +11,10 @@ use super::pools;
 /// Memory for states and pages where free memory can't be asked, in bytes (wgpu).
 const BLIND_BUDGET: u64 = 1 << 30;
 
-/// More are mistakes, and sizes that grow with them would overflow.
-const MOST_BATCH: usize = 1 << 16;
-const MOST_STEP_TOKENS: usize = 1 << 20;
+/// Most requests in a batch: more are a mistake, and sizes that grow with them would overflow.
+pub const MOST_BATCH: usize = 1 << 16;
+/// Most tokens in a step, for the same reasons.
+pub const MOST_STEP_TOKENS: usize = 1 << 20;
 
 /// Options of an engine. The defaults suit one machine with a few users.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     Result,
     blocks::{Plan, attention, mamba2, mlp, moe},
-    config::{Config, LayerType},
+    config::{Config, LayerType, MOST_LAYERS},
     ops::{Act, Router},
 };
 
@@ -32,9 +32,6 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     }
     Ok(a)
 }
-
-/// As many as any other family may have.
-const MOST_LAYERS: usize = 10_000;
 
 /// The list wins over the pattern; either has an entry per layer, so `num_hidden_layers` is not needed.
 fn layer_types(c: &Config) -> Result<Vec<LayerType>> {
