@@ -1,5 +1,7 @@
 //! `selkie bench ops`: ops at the sizes of published models, timed one by one.
 
+use std::{ops::RangeInclusive, time::Instant};
+
 use selkie_core::{
     Error, Result,
     backend::{Backend, Ops},
@@ -26,9 +28,9 @@ const MANY: usize = 20;
 const COLD: usize = 31;
 const WARM: usize = 7;
 const ENOUGH: f64 = 2e6;
-/// Microseconds of light load that bring up the clocks of a GPU, once and before each shape.
-const WAKE: f64 = 4e5;
-const STAY_AWAKE: f64 = 2e4;
+/// Microseconds of light load before a shape: as long as the device was idle, while cases and inputs were computed, within
+/// these. The clocks of a GPU fall after about 2 s without work and need 0.3 s of it to come back.
+const WAKE: RangeInclusive<f64> = 2e4..=4e5;
 /// Work of a shape that a CPU leaves out unless it is asked for by `--all`.
 const HEAVY: f64 = 2e9;
 
@@ -90,6 +92,7 @@ impl Job for Speed<'_> {
         let ceilings = Ceilings::of(&caps);
         let (mut rows, mut checked, mut failed) = (Vec::new(), Vec::<(Checked, OpReport)>::new(), false);
         let empty = pollster::block_on(empty(&backend))?;
+        let mut idle = Instant::now();
         if !self.args.json {
             out.line(&format!("{} ({}): a step that does nothing takes {empty:.2} µs", caps.backend, caps.device))?;
             out.line(&Row::header())?;
@@ -105,12 +108,13 @@ impl Job for Speed<'_> {
             }
             let wrong = checked.iter().find(|(k, _)| *k == key).map_or(0, |(_, r)| r.failures.len());
             let measured = match wrong {
-                0 => pollster::block_on(measure(&backend, shape, empty, ceilings.as_ref(), self.args.all))?,
+                0 => pollster::block_on(measure(&backend, shape, empty, ceilings.as_ref(), self.args.all, idle))?,
                 n => {
                     failed = true;
                     Measured::Not(format!("failed its cases ({n} of them)"))
                 }
             };
+            idle = Instant::now();
             match measured {
                 Measured::Row(row) => {
                     if !self.args.json {
@@ -168,7 +172,7 @@ async fn check<B: Backend>(backend: &B, of: &Checked) -> Result<OpReport> {
 
 /// Keeps the device busy with light work: heavy work would heat it until it slows down.
 async fn wake<B: Timer>(backend: &B, tape: &B::Tape, microseconds: f64) -> Result<()> {
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     while start.elapsed().as_secs_f64() * 1e6 < microseconds {
         backend.flush()?;
         backend.time(tape).await?;
@@ -178,12 +182,12 @@ async fn wake<B: Timer>(backend: &B, tape: &B::Tape, microseconds: f64) -> Resul
 
 async fn empty<B: Timer>(backend: &B) -> Result<f64> {
     let tape = backend.empty()?;
-    wake(backend, &tape, WAKE).await?;
+    wake(backend, &tape, *WAKE.end()).await?;
     median(backend, &tape, COLD, true).await
 }
 
 async fn median<B: Timer>(backend: &B, tape: &B::Tape, count: usize, cold: bool) -> Result<f64> {
-    let (mut times, start) = (Vec::new(), std::time::Instant::now());
+    let (mut times, start) = (Vec::new(), Instant::now());
     while times.len() < count && (times.is_empty() || start.elapsed().as_secs_f64() * 1e6 < ENOUGH) {
         if cold {
             backend.flush()?;
@@ -205,6 +209,7 @@ async fn measure<B: Timer>(
     empty: f64,
     ceilings: Option<&Ceilings>,
     all: bool,
+    idle: Instant,
 ) -> Result<Measured> {
     let timed = match shape.load(backend) {
         Ok(timed) => timed,
@@ -223,7 +228,7 @@ async fn measure<B: Timer>(
     let calls = ((ENOUGH / 4.0 / rough) as usize).clamp(1, MANY);
     let many = backend.record(|ops| (0..calls).try_for_each(|_| ops.op(timed.op.clone())))?;
     backend.time(&many).await?;
-    wake(backend, &one, STAY_AWAKE).await?;
+    wake(backend, &one, (idle.elapsed().as_secs_f64() * 1e6).clamp(*WAKE.start(), *WAKE.end())).await?;
     let cold = median(backend, &one, COLD, true).await?;
     let warm = median(backend, &many, WARM, false).await? / calls as f64;
     let floor = ceilings.map(|c| (bytes / c.read).max(flops / c.matmul) * 1e6);
