@@ -27,7 +27,7 @@ const SHUFFLES: &str = "SHUFFLES";
 pub struct Shader {
     /// Stem of the file in `shaders/`.
     pub stem: &'static str,
-    /// Its text.
+    /// Its text, without comments.
     pub text: &'static str,
 }
 
@@ -36,7 +36,7 @@ macro_rules! shader {
     ($stem:literal) => {
         $crate::kernel::Shader {
             stem: $stem,
-            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../shaders/", $stem, ".wgsl")),
+            text: include_str!(concat!(env!("OUT_DIR"), "/", $stem, ".wgsl")),
         }
     };
 }
@@ -151,7 +151,7 @@ impl Spec {
             let elem = if b.wide { format!("vec4<{elem}>") } else { elem.into() };
             let _ = writeln!(s, "@group(0) @binding({}) var<storage, {access}> b{i}: array<{elem}>;", i + 1);
         }
-        s.push_str(include_str!("../../shaders/common.wgsl"));
+        s.push_str(include_str!(concat!(env!("OUT_DIR"), "/common.wgsl")));
         self.views.iter().for_each(|v| v.accessors(&self.bindings[v.binding], &mut s));
         if let Some(Const::U32(steps)) = self.consts.iter().find(|c| c.0 == SHUFFLES).map(|c| c.1) {
             let sum: String = (0..steps).map(|i| format!(" s += subgroupShuffleXor(s, {}u);", 1 << i)).collect();
