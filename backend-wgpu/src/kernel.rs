@@ -34,10 +34,7 @@ pub struct Shader {
 /// The shader `shaders/$stem.wgsl`.
 macro_rules! shader {
     ($stem:literal) => {
-        $crate::kernel::Shader {
-            stem: $stem,
-            text: include_str!(concat!(env!("OUT_DIR"), "/", $stem, ".wgsl")),
-        }
+        $crate::kernel::Shader { stem: $stem, text: include_str!(concat!(env!("OUT_DIR"), "/", $stem, ".wgsl")) }
     };
 }
 pub(crate) use shader;
