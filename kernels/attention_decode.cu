@@ -1,199 +1,315 @@
 // Attention of few queries over long contexts, bf16, at memory speed. A block owns one token, one KV head with its whole
-// group of query heads (at most 16, the rows of the mma), and one of SPLITS runs of pages. Each of 4 warps takes 16 keys
-// of every page through its own cp.async ring, so warps never wait for each other until the end.
+// group of query heads (at most 16), and every SPLITS-th page from the one of its number on. Slices of 16 keys go in turn to
+// its warps, which copy them with cp.async through rings of their own and never wait for each other until the end. Scores
+// and outputs are computed transposed, keys and dims in the rows of the mma, so that 8 heads fill its columns. The last of
+// the SPLITS blocks that is done merges what all of them left, in the order of their numbers.
 // Grid (T, KV heads, SPLITS).
-// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), STAGES; out_t.
+// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), WARPS, STAGES; out_t.
 
 constexpr int GROUP = HEADS / KV_HEADS;
+constexpr int TILES = div_up(GROUP, 8);          // of 8 query heads
 constexpr int KEYS = 16;
-constexpr int WARPS = PAGE / KEYS;
-constexpr int PITCH = HEAD_DIM + 8;              // of a row in shared memory: ldmatrix without bank conflicts
-constexpr int SLICE = KEYS * PITCH;              // elements of K or V of one stage
+constexpr int SLICES = PAGE / KEYS;
 constexpr int KSTEPS = HEAD_DIM / 16;
 constexpr int VECS = HEAD_DIM / 8;               // 16-byte pieces of a row
+constexpr bool SWIZZLED = VECS % 8 == 0;         // else padded
+constexpr int PITCH = SWIZZLED ? HEAD_DIM : HEAD_DIM + 8;
+constexpr int SLICE = KEYS * PITCH * 2;          // bytes of K or V in a stage
+constexpr int THREADS = 32 * WARPS;
+constexpr float LEAST = -1e30f;                  // below any score; finite, so that differences are numbers
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+DEV u32 piece_at(int row, int piece) {
+    if constexpr (SWIZZLED) return swizzle<VECS>(row, piece);
+    return row * (PITCH * 2) + piece * 16;
+}
+// From piece 0 or 1 of a row on to the piece 2 i behind it.
+DEV u32 piece_on(u32 at, int i) { return SWIZZLED ? (at ^ (i & 3) << 5) + (i >> 2) * 128 : at + i * 32; }
+
+// 8 x 8 elements transposed; a lane holds two neighbours of a row.
+DEV u32 transpose(u32 x) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+// Four weighted values of some keys, relative to the largest of their scores.
+struct Part {
+    float top = LEAST, sum = 0.f;
+    float4 o = {0.f, 0.f, 0.f, 0.f};
+};
+template <int N> DEV Part merged(const Part (&parts)[N]) {
+    Part all;
+#pragma unroll
+    for (int i = 0; i < N; i++) all.top = fmaxf(all.top, parts[i].top);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float f = ex2(parts[i].top - all.top);
+        all.sum += f * parts[i].sum;
+        all.o.x += f * parts[i].o.x;
+        all.o.y += f * parts[i].o.y;
+        all.o.z += f * parts[i].o.z;
+        all.o.w += f * parts[i].o.w;
+    }
+    return all;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k_pages, i64 k_page_stride, const bf16 *v_pages,
-          i64 v_page_stride, out_t *out, i64 out_stride, float *partial, float scale) {
-    extern __shared__ __align__(16) u8 shared[];
+          i64 v_page_stride, out_t *out, i64 out_stride, float *partial, u32 *tickets, float scale) {
+    extern __shared__ __align__(256) u8 shared[];
     int t = blockIdx.x, kv = blockIdx.y, split = blockIdx.z;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     let_next_start();
+    // Most tokens are alone in the row of their number, so that nothing here waits for `r` but the check.
+    int guess = min(t, st.rows - 1);
     u32 r = st.token_row(t);
+    int position = st.position(t), row_first = st.row(guess)[0];
+    const u32 *table = st.page_row(guess);
+    int begin = WINDOW ? max(0, position + 1 - WINDOW) : 0, first_page = begin / PAGE + split;
+    // Pages i .. i + 31 of this block, one a lane.
+    auto ids_from = [&](int i) { return table[min(first_page + (i + lane) * SPLITS, st.pages - 1)]; };
+    u32 ids = ids_from(0), next = ids_from(32);
+    int base = 0;
     if (r == NONE) {
         wait_for_inputs();
         return;
     }
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    int position = st.position(t), begin = WINDOW ? max(0, position + 1 - WINDOW) : 0;
-    int first_page = begin / PAGE, pages = position / PAGE + 1 - first_page, per = div_up(pages, SPLITS);
-    int from = first_page + split * per, to = min(from + per, first_page + pages);
-    const u32 *table = st.page_row(r);
-    bf16 *ring = reinterpret_cast<bf16 *>(shared) + warp * STAGES * 2 * SLICE;
-    i64 head = ((i64)kv * PAGE + warp * KEYS) * HEAD_DIM;
-
+    if (r != guess) {
+        row_first = st.row(r)[0];
+        table = st.page_row(r);
+        ids = ids_from(0);
+        next = ids_from(32);
+    }
+    // Pages that no token of this step lies in do not wait for the kernels before.
+    int old = (position - (t - row_first)) / PAGE;
+    int pages = max(0, div_up(position / PAGE + 1 - first_page, SPLITS));
+    int count = div_up(max(0, pages * SLICES - warp), WARPS);
+    auto first_key = [&](int i) {
+        int slice = warp + i * WARPS;
+        return (first_page + slice / SLICES * SPLITS) * PAGE + slice % SLICES * KEYS;
+    };
+    auto counts = [&](int key) { return (u32)(key - begin) <= (u32)(position - begin); };
+    u32 ring = smem_addr(shared) + warp * STAGES * 2 * SLICE, to = piece_at(lane / VECS, lane % VECS);
     u64 once = evict_first();
-    u32 ids = 0;                                 // of pages base .. base + 31, one a lane
-    int base = from - 32;
-    auto fetch = [&](int page, int stage) {
+    bool waited = false;
+    auto fetch = [&](int i, int stage) {
+        int key0 = first_key(i), page = (warp + i * WARPS) / SLICES;
         if (page >= base + 32) {
-            base = page;
-            ids = table[min(base + lane, to - 1)];
+            base += 32;
+            ids = next;
+            next = ids_from(base + 32);
+        }
+        if (!waited && key0 / PAGE >= old) {
+            wait_for_inputs();
+            waited = true;
         }
         i64 id = __shfl_sync(0xffffffffu, ids, page - base);
-        const bf16 *k = k_pages + id * k_page_stride + head, *v = v_pages + id * v_page_stride + head;
-        bf16 *sk = ring + stage * 2 * SLICE, *sv = sk + SLICE;
+        i64 in_page = ((i64)kv * PAGE + key0 % PAGE) * HEAD_DIM + lane * 8;
+        const bf16 *k = k_pages + id * k_page_stride + in_page, *v = v_pages + id * v_page_stride + in_page;
+        u32 to_k = ring + stage * 2 * SLICE, to_v = to_k + SLICE;
 #pragma unroll
-        for (int i = 0; i < div_up(KEYS * VECS, 32); i++) {
-            int at = i * 32 + lane, key = at / VECS, x = at % VECS * 8;
+        for (int j = 0; j < div_up(KEYS * VECS, 32); j++) {
+            int at = j * 32 + lane, key = at / VECS;
             if (KEYS * VECS % 32 && at >= KEYS * VECS) break;
             // Keys that do not count must not bring a NaN into the products.
-            int absolute = page * PAGE + warp * KEYS + key;
-            bool in = absolute <= position && absolute >= begin;
-            const bf16 *pk = in ? k + key * HEAD_DIM + x : k_pages, *pv = in ? v + key * HEAD_DIM + x : v_pages;
-            u32 to_k = smem_addr(sk + key * PITCH + x), to_v = smem_addr(sv + key * PITCH + x);
-            // Measured: with one long row the hint saves 3 us of 52, with 64 rows it costs 12 of 277.
+            bool in = counts(key0 + key);
+            constexpr int ROWS = 32 / VECS;      // of a copy, where that is a number
+            u32 where = SWIZZLED && 32 % VECS == 0 ? (to ^ (j * ROWS & 7) << 4) + j * 512 : piece_at(key, at % VECS);
+            // Measured: with one long row the hint saves 4 us of 44, with 64 rows it costs 12 of 252.
             if constexpr (SPLITS > 1) {
-                cp_async16(to_k, pk, in, once);
-                cp_async16(to_v, pv, in, once);
+                cp_async16(to_k + where, k + j * 256, in, once);
+                cp_async16(to_v + where, v + j * 256, in, once);
             } else {
-                cp_async16(to_k, pk, in);
-                cp_async16(to_v, pv, in);
+                cp_async16(to_k + where, k + j * 256, in);
+                cp_async16(to_v + where, v + j * 256, in);
             }
         }
     };
-    // Pages that no token of this step lies in do not wait for the kernels before.
-    int old = min(to, (int)st.position(st.row(r)[0]) / PAGE);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++)
-        if (from + s < old) fetch(from + s, s);
-    wait_for_inputs();
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (from + s >= old && from + s < to) fetch(from + s, s);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) {
+        if (i < count) fetch(i, i);
         cp_async_commit();
     }
+    if (!waited) wait_for_inputs();
+    waited = true;
 
-    u32 qa[KSTEPS][4];
-    const bf16 *pq = q + (i64)t * q_stride + (i64)kv * GROUP * HEAD_DIM;
+    u32 qb[TILES][KSTEPS][2];
+    const bf16 *pq = q + (i64)t * q_stride + (i64)kv * GROUP * HEAD_DIM + c * 2;
+    float acc[TILES][KSTEPS][4], top[TILES][2], sum[TILES][2];
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s++) {
+    for (int n = 0; n < TILES; n++) {
+        top[n][0] = top[n][1] = LEAST;
+        sum[n][0] = sum[n][1] = 0.f;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int row = g + (i & 1) * 8;
-            qa[s][i] = row < GROUP ? *reinterpret_cast<const u32 *>(pq + row * HEAD_DIM + s * 16 + (i & 2) * 4 + c * 2) : 0;
+        for (int i = 0; i < KSTEPS; i++) {
+            acc[n][i][0] = acc[n][i][1] = acc[n][i][2] = acc[n][i][3] = 0.f;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int at = (n * 8 + g) * HEAD_DIM + i * 16 + h * 8;
+                qb[n][i][h] = n * 8 + g < GROUP ? *reinterpret_cast<const u32 *>(pq + at) : 0;
+            }
         }
     }
-    float acc[2 * KSTEPS][4], top[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < 2 * KSTEPS; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.f;
-    float factor = scale * 1.44269504f;          // scores in powers of 2
+    float factor = scale * LOG2E;                // scores in powers of 2
     // Addresses of this lane's rows for ldmatrix: four 8 x 8 blocks.
     int block = lane / 8, brow = lane % 8;
-    int k_at = (brow + (block / 2) * 8) * PITCH + (block % 2) * 8;
-    int v_at = (brow + (block % 2) * 8) * PITCH + (block / 2) * 8;
+    u32 k_at = piece_at(brow + block % 2 * 8, block / 2), v_at = piece_at(brow + block / 2 * 8, block % 2);
 
-    for (int page = from; page < to; page++) {
-        int ahead = page + STAGES - 1;
-        if (ahead < to) fetch(ahead, (ahead - from) % STAGES);
-        cp_async_commit();
+    int stage = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
         cp_async_wait<STAGES - 1>();
         __syncwarp();
-        bf16 *sk = ring + (page - from) % STAGES * 2 * SLICE, *sv = sk + SLICE;
-        float s[2][4] = {};
+        u32 at_k = ring + stage * 2 * SLICE, at_v = at_k + SLICE;
+        float s[TILES][2][4] = {};               // two sums each: a shorter chain
 #pragma unroll
-        for (int i = 0; i < KSTEPS; i++) {
-            u32 b[4];
-            ldmatrix_x4(b, smem_addr(sk + k_at + i * 16));
-            mma_bf16(s[0], qa[i], b[0], b[1]);
-            mma_bf16(s[1], qa[i], b[2], b[3]);
+        for (int j = 0; j < KSTEPS; j++) {
+            u32 a[4];
+            ldmatrix_x4(a, at_k + piece_on(k_at, j));
+#pragma unroll
+            for (int n = 0; n < TILES; n++) mma_bf16(s[n][j % 2], a, qb[n][j][0], qb[n][j][1]);
         }
-        int first = page * PAGE + warp * KEYS;
-        bool whole = first >= begin && first + KEYS <= position + 1;
-        float now[2] = {top[0], top[1]};
+        int key = first_key(i) + g;
+        bool in[2] = {counts(key), counts(key + 8)};
+        u32 p[TILES][2];
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int n = 0; n < TILES; n++) {
+            // Keys g and g + 8 of heads 2 c and 2 c + 1.
+            float x[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int key = first + n * 8 + c * 2 + (i & 1);
-                s[n][i] = whole || (key >= begin && key <= position) ? s[n][i] * factor : -INF;
-                now[i / 2] = fmaxf(now[i / 2], s[n][i]);
+            for (int e = 0; e < 4; e++) x[e] = in[e / 2] ? (s[n][0][e] + s[n][1][e]) * factor : -INF;
+            float most[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+            // Weights may grow to 2^8 before everything is brought to a new largest score.
+            if (__any_sync(0xffffffffu, most[0] > top[n][0] + 8.f || most[1] > top[n][1] + 8.f)) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+#pragma unroll
+                    for (int m = 4; m < 32; m *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], m));
+                    most[h] = fmaxf(most[h], top[n][h]);
+                    float keep = ex2(top[n][h] - most[h]);
+                    top[n][h] = most[h];
+                    sum[n][h] *= keep;
+#pragma unroll
+                    for (int j = 0; j < KSTEPS; j++) {
+                        acc[n][j][h] *= keep;
+                        acc[n][j][2 + h] *= keep;
+                    }
+                }
             }
-        u32 p[4];
-        float keep[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
-            now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
-            float base_of = now[h] == -INF ? 0.f : now[h];
-            keep[h] = ex2(top[h] - base_of);
-            top[h] = now[h];
-            float e0 = ex2(s[0][2 * h] - base_of), e1 = ex2(s[0][2 * h + 1] - base_of);
-            float e2 = ex2(s[1][2 * h] - base_of), e3 = ex2(s[1][2 * h + 1] - base_of);
-            sum[h] = sum[h] * keep[h] + (e0 + e1) + (e2 + e3);
-            p[h] = pack_bf16(e0, e1);
-            p[2 + h] = pack_bf16(e2, e3);
+            for (int e = 0; e < 4; e++) x[e] = ex2(x[e] - top[n][e % 2]);
+            sum[n][0] += x[0] + x[2];
+            sum[n][1] += x[1] + x[3];
+            p[n][0] = transpose(pack_bf16(x[0], x[1]));
+            p[n][1] = transpose(pack_bf16(x[2], x[3]));
         }
 #pragma unroll
-        for (int i = 0; i < KSTEPS; i++) {
-            u32 b[4];
-            ldmatrix_x4_trans(b, smem_addr(sv + v_at + i * 16));
+        for (int j = 0; j < KSTEPS; j++) {
+            u32 a[4];
+            ldmatrix_x4_trans(a, at_v + piece_on(v_at, j));
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                float *o = acc[2 * i + n];
-                o[0] *= keep[0];
-                o[1] *= keep[0];
-                o[2] *= keep[1];
-                o[3] *= keep[1];
-                mma_bf16(o, p, b[2 * n], b[2 * n + 1]);
-            }
+            for (int n = 0; n < TILES; n++) mma_bf16(acc[n][j], a, p[n][0], p[n][1]);
         }
         __syncwarp();
+        if (i + STAGES < count) fetch(i + STAGES, stage);
+        cp_async_commit();
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
-    // The four warps' results, in the memory of the rings.
+    // The warps' results, in the memory of the rings.
     cp_async_wait<0>();
     __syncthreads();
     constexpr int OUT_PITCH = HEAD_DIM + 4;
     float *values = reinterpret_cast<float *>(shared), *stats = values + WARPS * GROUP * OUT_PITCH;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
-        int row = g + 8 * h;
-        if (row >= GROUP) continue;
-        if (c == 0) {
-            stats[(warp * GROUP + row) * 2] = top[h];
-            stats[(warp * GROUP + row) * 2 + 1] = sum[h];
-        }
+    for (int n = 0; n < TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2 * KSTEPS; i++) {
-            float *o = values + (warp * GROUP + row) * OUT_PITCH + i * 8 + c * 2;
-            o[0] = acc[i][2 * h];
-            o[1] = acc[i][2 * h + 1];
+        for (int h = 0; h < 2; h++) {
+            int row = n * 8 + c * 2 + h;
+#pragma unroll
+            for (int m = 4; m < 32; m *= 2) sum[n][h] += __shfl_xor_sync(0xffffffffu, sum[n][h], m);
+            if (row >= GROUP) continue;
+            if (g == 0) {
+                stats[(warp * GROUP + row) * 2] = top[n][h];
+                stats[(warp * GROUP + row) * 2 + 1] = sum[n][h];
+            }
+            float *o = values + (warp * GROUP + row) * OUT_PITCH + g;
+#pragma unroll
+            for (int j = 0; j < KSTEPS; j++) {
+                o[j * 16] = acc[n][j][h];
+                o[j * 16 + 8] = acc[n][j][2 + h];
+            }
         }
-    }
     __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += 32 * WARPS) {
-        int row = i / HEAD_DIM, x = i % HEAD_DIM;
-        float best = -INF, o = 0.f, total = 0.f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) best = fmaxf(best, stats[(w * GROUP + row) * 2]);
+    // Four dims of a head at once.
+    constexpr int PIECES = GROUP * HEAD_DIM / 4;
+    auto put = [&](int row, int x, const Part &all) {
+        float f = all.sum > 0.f ? 1.f / all.sum : 0.f, o[4] = {all.o.x * f, all.o.y * f, all.o.z * f, all.o.w * f};
+        store<4>(out + (i64)t * out_stride + (kv * GROUP + row) * HEAD_DIM + x, o);
+    };
+#pragma unroll 1
+    for (int i = threadIdx.x; i < PIECES; i += THREADS) {
+        int row = i / (HEAD_DIM / 4), x = i % (HEAD_DIM / 4) * 4;
+        Part parts[WARPS];
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            float m = stats[(w * GROUP + row) * 2], f = m == -INF ? 0.f : ex2(m - best);
-            total += f * stats[(w * GROUP + row) * 2 + 1];
-            o += f * values[(w * GROUP + row) * OUT_PITCH + x];
+            float2 stat = reinterpret_cast<float2 *>(stats)[w * GROUP + row];
+            parts[w].top = stat.x;
+            parts[w].sum = stat.y;
+            parts[w].o = *reinterpret_cast<float4 *>(values + (w * GROUP + row) * OUT_PITCH + x);
         }
-        i64 unit = (i64)t * HEADS + kv * GROUP + row;
+        Part all = merged(parts);
         if constexpr (SPLITS == 1) {
-            out[(i64)t * out_stride + (kv * GROUP + row) * HEAD_DIM + x] = from_f32<out_t>(total > 0.f ? o / total : 0.f);
+            put(row, x, all);
         } else {
-            float *to_partial = partial + (unit * SPLITS + split) * (HEAD_DIM + 4);
-            to_partial[4 + x] = o;
-            if (x == 0) {
-                to_partial[0] = best * 0.69314718f;
-                to_partial[1] = total;
+            float *mine = partial + (((i64)t * HEADS + kv * GROUP + row) * SPLITS + split) * (HEAD_DIM + 4);
+            *reinterpret_cast<float4 *>(mine + 4 + x) = all.o;
+            if (x == 0) *reinterpret_cast<float2 *>(mine) = make_float2(all.top, all.sum);
+        }
+    }
+    if constexpr (SPLITS > 1) {
+        u32 &turn = *reinterpret_cast<u32 *>(shared);
+        __syncthreads();
+        // Counts up to SPLITS - 1 and back to zero.
+        if (threadIdx.x == 0)
+            asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                         : "=r"(turn)
+                         : "l"(tickets + t * KV_HEADS + kv), "r"(SPLITS - 1)
+                         : "memory");
+        __syncthreads();
+        if (turn != SPLITS - 1) return;
+        // So many neighbouring lanes share a piece, so many loads of each are under way.
+        constexpr int SHARE = PIECES * 4 <= THREADS ? 4 : PIECES * 2 <= THREADS ? 2 : 1, AT_ONCE = 8;
+        int part = threadIdx.x % SHARE;
+#pragma unroll 1
+        for (int first = 0; first < PIECES; first += THREADS / SHARE) {
+            int i = min(first + (int)threadIdx.x / SHARE, PIECES - 1);
+            int row = i / (HEAD_DIM / 4), x = i % (HEAD_DIM / 4) * 4;
+            const float *from = partial + ((i64)t * HEADS + kv * GROUP + row) * SPLITS * (HEAD_DIM + 4);
+            Part parts[AT_ONCE + 1];
+#pragma unroll 1
+            for (int s0 = part; s0 < SPLITS; s0 += AT_ONCE * SHARE) {
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) {
+                    int s = s0 + j * SHARE;
+                    const float *p = from + min(s, SPLITS - 1) * (HEAD_DIM + 4);
+                    float2 stat = __ldcg(reinterpret_cast<const float2 *>(p));
+                    parts[j].top = s < SPLITS ? stat.x : LEAST;
+                    parts[j].sum = s < SPLITS ? stat.y : 0.f;
+                    parts[j].o = __ldcg(reinterpret_cast<const float4 *>(p + 4 + x));
+                }
+                parts[AT_ONCE] = merged(parts);
             }
+            Part two[2] = {parts[AT_ONCE], {}};
+#pragma unroll
+            for (int m = 1; m < SHARE; m *= 2) {
+                auto other = [&](float v) { return __shfl_xor_sync(0xffffffffu, v, m); };
+                two[1].top = other(two[0].top);
+                two[1].sum = other(two[0].sum);
+                two[1].o = {other(two[0].o.x), other(two[0].o.y), other(two[0].o.z), other(two[0].o.w)};
+                two[0] = merged(two);
+            }
+            if (part == 0 && first + (int)threadIdx.x / SHARE < PIECES) put(row, x, two[0]);
         }
     }
 }

@@ -102,6 +102,7 @@ pub struct Cuda {
     ring: RefCell<Ring>,
     pool: Pool,
     pub(crate) scratch: RefCell<Option<Buf>>,
+    tickets: Buf,
     /// Written over to flush the L2, by benches.
     flush: RefCell<Option<Buf>>,
     caps: Caps,
@@ -137,6 +138,7 @@ impl Cuda {
         let (major, minor) = named("cuDeviceGetAttribute", capability(options.device as sys::CUdevice))?;
         let context = Context::open(options.device)?;
         let stream = Stream::new(&context)?;
+        let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let arch = nvrtc::arch(major, minor);
         let (free, total) = driver::memory()?;
         let blas = match blas::missing() {
@@ -150,6 +152,7 @@ impl Cuda {
             ring: RefCell::new(Ring::new()?),
             pool: Pool::default(),
             scratch: RefCell::default(),
+            tickets: Buf::alloc(&context, &stream, "tickets", 4 * sms as u64)?,
             flush: RefCell::default(),
             caps: Caps {
                 backend: "cuda",
@@ -166,7 +169,7 @@ impl Cuda {
             },
             disk: DiskCache::open(&arch, nvrtc::version()?),
             arch,
-            sms: context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            sms,
             shared: context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
                 as usize,
             generic: options.generic,
@@ -186,6 +189,7 @@ impl Cuda {
             wgmma: self.arch == "sm_90a",
             blas: self.blas.is_some(),
             tuned: !self.generic,
+            tickets: self.tickets.address(),
             scratch: self.scratch.borrow().as_ref().map_or(0, |b| b.address()),
             untouched,
         }

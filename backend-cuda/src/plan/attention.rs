@@ -8,8 +8,10 @@ use crate::{
     spec::{File, Spec},
 };
 
-/// Most runs that the keys of a query are cut into.
+/// Most runs that the generic kernel cuts the keys of a query into.
 const MAX_SPLITS: usize = 64;
+/// Keys of a slice of the decode kernel.
+const KEYS: usize = 16;
 
 /// What computes an attention op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,25 +19,56 @@ enum Variant {
     /// Any shape: a block per query head.
     Generic { splits: usize },
     /// A block per token and KV head.
-    Decode { splits: usize, stages: usize },
+    Decode(Decode),
     /// A block per tile of tokens and query head.
     Prefill { tiles: usize },
     /// The same with warpgroup products.
     Wgmma,
 }
 
-impl Variant {
-    fn splits(self) -> usize {
-        match self {
-            Self::Generic { splits } | Self::Decode { splits, .. } => splits,
-            Self::Prefill { .. } | Self::Wgmma => 1,
-        }
+/// How few queries are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Decode {
+    /// Warps of a block; each has its own ring.
+    warps: usize,
+    /// Slices of 16 keys in a ring.
+    stages: usize,
+    /// Blocks that share the keys of a token and KV head.
+    splits: usize,
+}
+
+/// Most warps of a decode block: what a multiprocessor runs at once.
+const MOST_WARPS: usize = 8;
+
+impl Decode {
+    /// One large block a multiprocessor where there are few, so that most results are merged in shared memory, else two of half
+    /// the size, one of which copies while the other begins or ends.
+    fn of(units: usize, slices: usize, (hd, group): (usize, usize), target: &Target) -> Option<Self> {
+        let fits =
+            |&(warps, stages): &(usize, usize)| Self { warps, stages, splits: 1 }.shared(hd, group) <= target.shared;
+        let rings = [MOST_WARPS, MOST_WARPS / 2].into_iter().flat_map(|w| [4, 3, 2].map(|s| (w, s)));
+        let (most, stages) = rings.into_iter().find(fits)?;
+        let warps = if units > target.sms { most / 2 } else { most };
+        let splits = (target.sms / units.max(1)).min(slices.div_ceil(warps)).max(1);
+        Some(Self { warps, stages, splits })
+    }
+
+    /// Shared memory of a block, in bytes: the rings, or the warps' results.
+    fn shared(self, head_dim: usize, group: usize) -> usize {
+        let pitch = if head_dim.is_multiple_of(64) { head_dim } else { head_dim + 8 };
+        let ring = self.warps * self.stages * 2 * KEYS * pitch * 2;
+        ring.max(self.warps * group * (head_dim + 4 + 2) * 4)
     }
 }
 
-fn decode_shared(head_dim: usize, group: usize, stages: usize) -> usize {
-    let ring = 4 * stages * 2 * 16 * (head_dim + 8) * 2;
-    ring.max(4 * group * (head_dim + 4 + 2) * 4)
+impl Variant {
+    /// Runs of a query whose results a second kernel merges.
+    fn splits(self) -> usize {
+        match self {
+            Self::Generic { splits } => splits,
+            Self::Decode(_) | Self::Prefill { .. } | Self::Wgmma => 1,
+        }
+    }
 }
 
 fn prefill_shared(head_dim: usize, tiles: usize) -> usize {
@@ -50,9 +83,9 @@ fn wgmma_shared(head_dim: usize) -> usize {
     5 * WGMMA_TILE * head_dim * 2 + 1024
 }
 
-/// Runs that the keys of a query are cut into, so that `blocks_per_sm` blocks are there for every multiprocessor.
-fn splits(units: usize, pages: usize, sms: usize, blocks_per_sm: usize) -> usize {
-    (blocks_per_sm * sms / units.max(1)).min(pages).clamp(1, MAX_SPLITS)
+/// Runs that the keys of a query are cut into, so that there are about `blocks` of them.
+fn splits(units: usize, pages: usize, blocks: usize) -> usize {
+    (blocks / units.max(1)).min(pages).clamp(1, MAX_SPLITS)
 }
 
 fn variant<B: Address>(a: &Attention<B>, target: &Target) -> Variant {
@@ -60,19 +93,17 @@ fn variant<B: Address>(a: &Attention<B>, target: &Target) -> Variant {
     let (heads, kv_heads) = (a.q.row_len() / hd, a.pool.k.dims()[1]);
     let group = heads / kv_heads;
     let tensor_cores = target.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.pool.k, &a.pool.v, &a.out]);
-    // The largest tile and the deepest ring that fit everywhere; a device with more memory runs two such blocks.
+    // The largest tile that fits everywhere; a device with more memory runs two such blocks.
     let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= target.shared);
-    let stages = [3, 2].into_iter().find(|&s| decode_shared(hd, group, s) <= target.shared);
+    let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), (hd, group), target);
     let many = tokens > PAGE && tokens > a.step.bucket.rows;
     if tensor_cores && many && target.wgmma && matches!(hd, 64 | 128) && wgmma_shared(hd) <= target.shared {
         return Variant::Wgmma;
     }
-    match (tiles, stages) {
+    match (tiles, decode) {
         (Some(tiles), _) if tensor_cores && many => Variant::Prefill { tiles },
-        (_, Some(stages)) if tensor_cores && group <= 16 => {
-            Variant::Decode { splits: splits(tokens * kv_heads, pages, target.sms, 1), stages }
-        }
-        _ => Variant::Generic { splits: splits(tokens * heads, pages, target.sms, 8) },
+        (_, Some(decode)) if tensor_cores && group <= 16 => Variant::Decode(decode),
+        _ => Variant::Generic { splits: splits(tokens * heads, pages, 8 * target.sms) },
     }
 }
 
@@ -92,7 +123,7 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result
     let variant = variant(a, target);
     let file = match variant {
         Variant::Generic { .. } => File::Attention,
-        Variant::Decode { .. } => File::AttentionDecode,
+        Variant::Decode(_) => File::AttentionDecode,
         Variant::Prefill { .. } => File::AttentionPrefill,
         Variant::Wgmma => File::AttentionWgmma,
     };
@@ -109,14 +140,12 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result
             let args = args.int(target.scratch).float(a.scale);
             Launch::new(spec, [bucket.tokens, heads, splits], 128, args)
         }
-        Variant::Decode { splits, stages } => {
-            let spec = spec.int("SPLITS", splits).int("STAGES", stages).ty("out_t", a.out.dtype);
-            let args = args.int(target.scratch).float(a.scale);
-            Launch::new(spec, [bucket.tokens, kv_heads, splits], 128, args).with_shared(decode_shared(
-                hd,
-                heads / kv_heads,
-                stages,
-            ))
+        Variant::Decode(d) => {
+            let spec =
+                spec.int("WARPS", d.warps).int("STAGES", d.stages).int("SPLITS", d.splits).ty("out_t", a.out.dtype);
+            let args = args.int(target.scratch).int(target.tickets).float(a.scale);
+            Launch::new(spec, [bucket.tokens, kv_heads, d.splits], 32 * d.warps, args)
+                .with_shared(d.shared(hd, heads / kv_heads))
         }
         Variant::Prefill { tiles } => {
             let spec = spec.int("MT", tiles);
@@ -147,11 +176,23 @@ mod tests {
 
     #[test]
     fn splits_fill_the_device_and_never_exceed_the_pages() {
-        assert_eq!(splits(8, 512, 132, 1), 16);
-        assert_eq!(splits(8, 512, 132, 2), 33);
-        assert_eq!(splits(8, 4, 132, 2), 4);
-        assert_eq!(splits(512, 64, 132, 2), 1);
-        assert_eq!(splits(1, 1024, 132, 2), MAX_SPLITS);
+        assert_eq!(splits(8, 512, 132), 16);
+        assert_eq!(splits(8, 512, 264), 33);
+        assert_eq!(splits(8, 4, 264), 4);
+        assert_eq!(splits(512, 64, 264), 1);
+        assert_eq!(splits(1, 1024, 264), MAX_SPLITS);
+    }
+
+    #[test]
+    fn decode_blocks_fill_the_device() {
+        let of = |units, slices, hd| Decode::of(units, slices, (hd, 4), &Target::like_h200(227)).unwrap();
+        assert_eq!(of(8, 2048, 128), Decode { warps: 8, stages: 3, splits: 16 });
+        assert_eq!(of(8, 16, 128), Decode { warps: 8, stages: 3, splits: 2 });
+        assert_eq!(of(64, 256, 128), Decode { warps: 8, stages: 3, splits: 2 });
+        assert_eq!(of(128, 256, 128), Decode { warps: 8, stages: 3, splits: 1 });
+        assert_eq!(of(512, 256, 128), Decode { warps: 4, stages: 3, splits: 1 });
+        assert_eq!(of(2, 256, 256), Decode { warps: 4, stages: 3, splits: 64 });
+        assert_eq!(of(8, 256, 64).stages, 4);
     }
 
     /// Shared memory of a block on every supported device.
@@ -160,7 +201,7 @@ mod tests {
     #[test]
     fn common_head_dims_fit_into_shared_memory() {
         for hd in [64, 80, 96, 128] {
-            assert!(decode_shared(hd, 4, 2) <= SHARED, "{hd}");
+            assert!(Decode::of(1, 1, (hd, 4), &Target::like_h200(99)).is_some(), "{hd}");
             assert!(prefill_shared(hd, 1) <= SHARED, "{hd}");
         }
     }

@@ -35,6 +35,8 @@ pub struct Target {
     pub wgmma: bool,
     /// Address of the scratch arena.
     pub scratch: u64,
+    /// Address of a u32 for every multiprocessor, zeros: blocks count on them and leave zeros behind.
+    pub tickets: u64,
     /// No earlier op of the step wrote what this one updates in place, so it may be read before that op is done.
     pub untouched: bool,
 }
@@ -51,6 +53,7 @@ impl Target {
             blas: true,
             tuned: true,
             scratch: 0,
+            tickets: 0,
             untouched: true,
         }
     }

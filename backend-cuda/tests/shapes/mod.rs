@@ -176,6 +176,7 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
                     blas: true,
                     tuned,
                     scratch: 1 << 60,
+                    tickets: 1 << 50,
                     untouched: true,
                 };
                 for op in ops(shape, &mut maker) {
