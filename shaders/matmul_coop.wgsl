@@ -1,16 +1,17 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup makes a
-// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of 32 of K that pass through two
-// stages of workgroup memory; the next slice is fetched into registers while this one is used. x was packed by matmul_pack:
-// f16 rows, whole tiles, each row with a power of two taken out.
+// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of 32 of K in workgroup memory; the next
+// slice is fetched into registers while this one is used. x was packed by matmul_pack: f16 rows, whole tiles, each row with
+// a power of two taken out.
 
 const BM: u32 = 16u * XT * SM;
 const BN: u32 = 16u * WT * SN;
 const WG: u32 = 32u * SM * SN;
+const BAND: u32 = 8u;
 // Vectors of 4 elements in a row of a slice, with a gap that spreads rows over the banks.
 const ROW: u32 = 10u;
-const STAGE: u32 = (BM + BN) * ROW;
 
-var<workgroup> tile: array<vec4<f16>, 2u * STAGE>;
+// One slice, not two stages: two workgroups share a processor as long as each takes at most about 31 KiB.
+var<workgroup> tile: array<vec4<f16>, (BM + BN) * ROW>;
 var<workgroup> part: array<vec4<f32>, 64u * SM * SN>;
 
 fn weights(w: vec2<u32>) -> vec4<f16> {
@@ -28,9 +29,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let number = group_index(group, groups);
     let index = min(number, P.groups - 1u);
     let rows = select(0u, P.m, number == index);
-    // Neighbouring groups share the columns of a weight, which are read from memory once then.
-    let m0 = index % P.m_tiles * BM;
-    let n0 = index / P.m_tiles * BN;
+    // Neighbouring groups share rows and the columns of a weight: bands of BAND tiles in m, in which m counts up first.
+    let first = index / (BAND * P.n_tiles) * BAND;
+    let high = min(BAND, P.m_tiles - first);
+    let m0 = (first + (index - first * P.n_tiles) % high) * BM;
+    let n0 = (index - first * P.n_tiles) / high * BN;
     let subgroup = thread / 32u;
     let lane = thread % 32u;
     let x_first = subgroup % SM * 16u * XT;
@@ -51,15 +54,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let w_at_$i = min(n0 + row + $iu * (WG / 4u), P.n - 1u) * P.w_row + offset;
     var w_$i = w_raw8(w_at_$i);
 #end
-    var stage = 0u;
     for (var k0 = 0u; k0 < P.k; k0 += 32u) {
+        workgroupBarrier();
 #for i X_LOADS
-        tile[stage + to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$i.xy));
-        tile[stage + to + $iu * (WG / 4u) * ROW + 1u] = vec4<f16>(f16x4(x_$i.zw));
+        tile[to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$i.xy));
+        tile[to + $iu * (WG / 4u) * ROW + 1u] = vec4<f16>(f16x4(x_$i.zw));
 #end
 #for i W_LOADS
-        tile[stage + (BM + $iu * (WG / 4u)) * ROW + to] = weights(w_$i.xy);
-        tile[stage + (BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$i.zw);
+        tile[(BM + $iu * (WG / 4u)) * ROW + to] = weights(w_$i.xy);
+        tile[(BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$i.zw);
 #end
         workgroupBarrier();
         if k0 + 32u < P.k {
@@ -72,10 +75,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
 #for s 2
 #for a XT
-        let a_$s_$a = coopLoadT<coop_mat16x16<f16, A>>(&tile[stage + (x_first + $au * 16u) * ROW + $su * 4u], ROW);
+        let a_$s_$a = coopLoadT<coop_mat16x16<f16, A>>(&tile[(x_first + $au * 16u) * ROW + $su * 4u], ROW);
 #end
 #for c WT
-        let b_$s_$c = coopLoad<coop_mat16x16<f16, B>>(&tile[stage + (BM + w_first + $cu * 16u) * ROW + $su * 4u], ROW);
+        let b_$s_$c = coopLoad<coop_mat16x16<f16, B>>(&tile[(BM + w_first + $cu * 16u) * ROW + $su * 4u], ROW);
 #end
 #for a XT
 #for c WT
@@ -83,7 +86,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 #end
 #end
-        stage = STAGE - stage;
     }
 #for a XT
 #for c WT

@@ -35,7 +35,7 @@ impl Tile {
         match m {
             ..=32 => tile([2, 2], [1, 4]),
             // Large tiles read less, as long as there is one for most of the device.
-            _ if m > 64 && m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([2, 4], [4, 2]),
+            _ if m > 64 && m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
             _ => tile([2, 4], [2, 2]),
         }
     }
@@ -97,7 +97,7 @@ pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>>
 fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, packed: &Packed, facts: &Facts) -> Kernel<B> {
     let (m, n) = (op.x.rows(), block.w.rows());
     let tile = Tile::pick(m, n);
-    let m_tiles = m.div_ceil(tile.m());
+    let (m_tiles, n_tiles) = (m.div_ceil(tile.m()), n.div_ceil(tile.n()));
     let quads = [n, block.col, op.out.row_len(), op.out.row_stride, op.out.offset].iter().all(|v| v.is_multiple_of(4));
     let access = if op.accumulate { InPlace } else { Write };
     let mut b = packed
@@ -111,13 +111,14 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, packed: &Packed, fact
         .param("k", op.w.k)
         .param("col", block.col)
         .param("m_tiles", m_tiles)
+        .param("n_tiles", n_tiles)
         .float("scale", op.scale)
         .vectors("w", Read, &block.w);
     b = if quads { b.vectors("out", access, &op.out) } else { b.view("out", access, &op.out) };
     if let Some(bias) = &op.bias {
         b = b.vectors("bias", Read, bias);
     }
-    b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding)
+    b.build("matmul", m_tiles * n_tiles, facts.max_binding)
 }
 
 #[cfg(test)]
