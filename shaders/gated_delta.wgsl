@@ -34,7 +34,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let entry = P.row_table + 4u * row;
     let first_chunk = ints_at(entry + 2u);
     var chunks = ints_at(entry + 3u);
-    if ints_at(entry + 1u) == 0u {
+    if ints_at(entry + 1u) == 0u || ints_at(entry + 1u) > P.longest {
         chunks = 0u;
     }
     for (var i = 0u; i < chunks; i++) {

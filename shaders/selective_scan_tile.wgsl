@@ -40,7 +40,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let tokens = ints_at(entry + 1u);
     let first_chunk = ints_at(entry + 2u);
     var chunks = ints_at(entry + 3u);
-    if tokens == 0u {
+    if tokens == 0u || tokens > P.longest {
         chunks = 0u;
     }
     let last = first + max(tokens, 1u) - 1u;

@@ -4,6 +4,8 @@ use selkie_core::backend::Handle;
 use selkie_core::error::Result;
 use selkie_core::ops::Access::{InPlace, Read, Write};
 use selkie_core::ops::{Conv1d, GatedDelta, ScanForm, SelectiveScan};
+use selkie_core::step::{Bucket, PAGE, Step};
+use selkie_core::tensor::Tensor;
 
 use super::{Facts, act, demand, quads};
 use crate::kernel::{Builder, Kernel, Shader, shader};
@@ -69,9 +71,40 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
             .vectors("pool", InPlace, &op.pool)
     };
     let bucket = &op.step.bucket;
-    if let Some(plan) = ScanPlan::pick(p, n)
-        .filter(|_| op.form == ScanForm::PerHead && bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers)
+    let many = op.form == ScanForm::PerHead && bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
+    let mut kernels = vec![];
+    // Rows that the chunked form leaves to others.
+    let mut longest = usize::MAX;
+    if many
+        && p.is_multiple_of(CHUNK_COLUMNS)
+        && [64, 128].contains(&n)
+        && let Some(chunks) =
+            Pairs::pick(bucket, n, (op.first_head, heads, op.heads_per_group)).filter(|c| c.fits(0, facts))
     {
+        kernels.push(chunks.kernel("selective_scan", &op.step, &op.c, &op.b, 0, facts));
+        kernels.push(
+            base(shader!("selective_scan_chunk"))
+                .constant("BLOCKS", p / CHUNK_COLUMNS)
+                .constant("PARTS", n / 64)
+                .constant("PART_QUADS", 512 / n)
+                .constant("C_FETCHES", 512 / n)
+                .constant("PAIR_FETCHES", 256 / n)
+                .constant("X_FETCHES", 128 / n)
+                .flag("TWO_PARTS", n == 128)
+                .param("heads", heads)
+                .param("short", chunks.short)
+                .param("first_group", chunks.first_group)
+                .vectors("x", Read, &op.x)
+                .vectors("y", Write, &op.y)
+                .scratch("pairs", Read, 0, chunks.dims())
+                .build("selective_scan", bucket.rows * heads * (p / CHUNK_COLUMNS), facts.max_binding),
+        );
+        if chunks.short == 0 {
+            return Ok(kernels);
+        }
+        longest = chunks.short;
+    }
+    if let Some(plan) = ScanPlan::pick(p, n).filter(|_| many) {
         let threads = plan.rows / 4 * plan.lanes;
         let kernel = base(shader!("selective_scan_tile"))
             .constant("ROWS", plan.rows)
@@ -82,9 +115,11 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
             .constant("BC_FETCHES", (plan.tile * n / 4).div_ceil(threads))
             .constant("X_FETCHES", (plan.tile * plan.rows / 4).div_ceil(threads))
             .param("heads", heads)
+            .param("longest", longest)
             .vectors("x", Read, &op.x)
             .vectors("y", Write, &op.y);
-        return Ok(vec![kernel.build("selective_scan", bucket.rows * heads * (p / plan.rows), facts.max_binding)]);
+        kernels.push(kernel.build("selective_scan", bucket.rows * heads * (p / plan.rows), facts.max_binding));
+        return Ok(kernels);
     }
     demand(quads / lanes <= 64, "selective_scan", || format!("a state size of {n}"))?;
     Ok(vec![
@@ -99,6 +134,70 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
             .view("y", Write, &op.y)
             .build("selective_scan", bucket.rows * parts, facts.max_binding),
     ])
+}
+
+/// Tokens from which on a row is worth the chunked form, where other rows may be shorter.
+const LONG: usize = 32;
+/// Rows or columns of a head's state that a workgroup of a chunked form takes.
+const CHUNK_COLUMNS: usize = 32;
+
+/// What `chunk_pairs.wgsl` leaves in scratch: products of each token of a long row with those of its chunk, per group.
+struct Pairs {
+    inner: usize,
+    tokens: usize,
+    first_group: usize,
+    groups: usize,
+    /// Rows of at most so many tokens are left to others.
+    short: usize,
+}
+
+impl Pairs {
+    /// For a step that can have long rows; the heads are the first, their number and how many share a group.
+    fn pick(bucket: &Bucket, inner: usize, (first, heads, per_group): (usize, usize, usize)) -> Option<Self> {
+        let first_group = first / per_group;
+        (bucket.tokens > LONG).then_some(Self {
+            inner,
+            tokens: bucket.tokens,
+            first_group,
+            groups: (first + heads - 1) / per_group + 1 - first_group,
+            short: if bucket.rows == 1 { 0 } else { LONG },
+        })
+    }
+
+    fn dims(&self) -> [usize; 2] {
+        [self.tokens, self.groups * PAGE]
+    }
+
+    fn words(&self) -> usize {
+        self.tokens * self.groups * PAGE
+    }
+
+    /// Whether a binding of the scratch arena can hold this and `others` words.
+    fn fits(&self, others: usize, facts: &Facts) -> bool {
+        4 * (self.words() + others) as u64 <= facts.max_binding
+    }
+
+    /// The dispatch that multiplies rows of `c` and `b`, to word `offset` of the scratch arena.
+    fn kernel<B: Handle>(
+        &self,
+        op: &'static str,
+        step: &Step<B>,
+        c: &Tensor<B>,
+        b: &Tensor<B>,
+        offset: usize,
+        facts: &Facts,
+    ) -> Kernel<B> {
+        Builder::new(shader!("chunk_pairs"))
+            .constant("INNER", self.inner)
+            .param("short", self.short)
+            .param("first_group", self.first_group)
+            .param("bc_groups", self.groups)
+            .step(step)
+            .vectors("b", Read, b)
+            .vectors("c", Read, c)
+            .scratch("pairs", Write, offset, self.dims())
+            .build(op, step.bucket.chunks * self.groups, facts.max_binding)
+    }
 }
 
 /// How the scan of many tokens is cut: see `selective_scan_tile.wgsl`.
@@ -129,13 +228,69 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
     // 4 tokens' keys and queries lie in workgroup memory.
     demand(dk <= 256, "gated_delta", || format!("a key dim of {dk}; at most 256 is supported"))?;
+    let bucket = &op.step.bucket;
+    let many = bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
+    let mut kernels = vec![];
+    let mut longest = usize::MAX;
+    if many
+        && dk == 128
+        && dv.is_multiple_of(CHUNK_COLUMNS)
+        && let Some(keys) = Pairs::pick(bucket, dk, (op.first_head, heads, op.heads_per_key))
+            .filter(|k| k.fits(k.words() + bucket.tokens * heads * PREPARED, facts))
+    {
+        let (qk, prep, prepared) = (keys.words(), 2 * keys.words(), [bucket.tokens, heads * PREPARED]);
+        kernels.push(keys.kernel("gated_delta", &op.step, &op.k, &op.k, 0, facts));
+        kernels.push(keys.kernel("gated_delta", &op.step, &op.q, &op.k, qk, facts));
+        kernels.push(
+            Builder::new(shader!("gated_delta_prepare"))
+                .constant("KEY", dk)
+                .param("heads", heads)
+                .param("short", keys.short)
+                .param("first_head", op.first_head)
+                .param("heads_per_key", op.heads_per_key)
+                .param("first_key", keys.first_group)
+                .float("query_scale", 1.0 / (dk as f32).sqrt())
+                .float("beta_scale", op.beta_scale)
+                .step(&op.step)
+                .vectors("q", Read, &op.q)
+                .view("a", Read, &op.a)
+                .view("b", Read, &op.b)
+                .view("par", Read, &op.par)
+                .scratch("kk", Read, 0, keys.dims())
+                .scratch("qk", Read, qk, keys.dims())
+                .scratch("prep", Write, prep, prepared)
+                .build("gated_delta", bucket.chunks * heads, facts.max_binding),
+        );
+        kernels.push(
+            Builder::new(shader!("gated_delta_chunk"))
+                .constant("VALUE", dv)
+                .constant("BLOCKS", dv / CHUNK_COLUMNS)
+                .param("heads", heads)
+                .param("short", keys.short)
+                .param("first_head", op.first_head)
+                .param("heads_per_key", op.heads_per_key)
+                .step(&op.step)
+                .vectors("q", Read, &op.q)
+                .vectors("k", Read, &op.k)
+                .vectors("v", Read, &op.v)
+                .vectors("pool", InPlace, &op.pool)
+                .vectors("out", Write, &op.out)
+                .scratch("prep", Read, prep, prepared)
+                .build("gated_delta", bucket.rows * heads * (dv / CHUNK_COLUMNS), facts.max_binding),
+        );
+        if keys.short == 0 {
+            return Ok(kernels);
+        }
+        longest = keys.short;
+    }
     let parts = dv.div_ceil(32);
-    Ok(vec![
+    kernels.push(
         Builder::new(shader!("gated_delta"))
             .constant("KEY", dk)
             .constant("VALUE", dv)
             .param("heads", heads)
             .param("parts", parts)
+            .param("longest", longest)
             .param("first_head", op.first_head)
             .param("heads_per_key", op.heads_per_key)
             .float("query_scale", 1.0 / (dk as f32).sqrt())
@@ -149,13 +304,29 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
             .view("par", Read, &op.par)
             .view("pool", InPlace, &op.pool)
             .view("out", Write, &op.out)
-            .build("gated_delta", op.step.bucket.rows * heads * parts, facts.max_binding),
-    ])
+            .build("gated_delta", bucket.rows * heads * parts, facts.max_binding),
+    );
+    Ok(kernels)
 }
+
+/// Words per token and head that `gated_delta_prepare.wgsl` leaves in scratch.
+const PREPARED: usize = 152;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn steps_that_can_have_long_rows_are_chunked() {
+        let pick = |tokens, rows| Pairs::pick(&Bucket::holding(tokens, rows, rows, 1, 1), 128, (5, 4, 4));
+        assert!(pick(32, 1).is_none());
+        // Heads 5 to 8 are of the groups 1 and 2; alone, a row of any length is chunked.
+        let one = pick(100, 1).expect("a long row");
+        assert_eq!((one.first_group, one.groups, one.short), (1, 2, 0));
+        assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
+        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, few_barriers: false };
+        assert!(one.fits(0, &facts) && !one.fits(1 << 18, &facts));
+    }
 
     #[test]
     fn heads_of_published_models_are_tiled() {

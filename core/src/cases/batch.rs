@@ -90,6 +90,13 @@ pub(super) fn stateful() -> Vec<(&'static str, Batch)> {
         cut(100, 30, 4, &[0, 11]),
         row(0, &[(3, 0, 0)]),
     ];
+    let long = vec![
+        cut(20, 200, 1, &[2, 0, 3, 4]),
+        row(40, &[(32, 5, 5)]),
+        cut(0, 33, 0, &[6]),
+        verify(64, 7, &[8, 9]),
+        cut(3, 130, 1, &[]),
+    ];
     vec![
         ("new token", Batch::new(vec![row(0, &[(1, 0, 1)])])),
         ("decode in place", Batch::new(decode(1))),
@@ -123,6 +130,7 @@ pub(super) fn stateful() -> Vec<(&'static str, Batch)> {
             ]),
         ),
         ("rows of many lengths", Batch::new(mixed.clone())),
+        ("long rows", Batch::new(long)),
         ("padding", Batch::new(mixed).padded()),
         ("padding of one token", Batch::new(vec![row(3, &[(1, 1, 1)])]).padded()),
     ]

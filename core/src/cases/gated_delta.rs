@@ -155,6 +155,12 @@ pub(super) fn cases(to: &mut Table) {
     for (name, decay) in Decay::ALL {
         to.sized(Size::Large, &format!("dk 128, dv 128, {name}"), Delta { decay, ..common.clone() });
     }
+    let long = stateful().into_iter().find(|(name, _)| *name == "long rows");
+    if let Some((name, batch)) = long {
+        let block =
+            Delta { batch, key_heads: 4, first_head: 3, heads: 3, dk: 128, dv: 32, views: true, ..base.clone() };
+        to.add(&format!("dk 128, dv 32, {name} of a block across key heads"), block);
+    }
     to.add("dk 256, dv 128", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 256, dv: 128, ..base.clone() });
     to.add("last block of heads", Delta { key_heads: 4, first_head: 6, heads: 2, ..base.clone() });
     to.add("a block across key heads", Delta { key_heads: 4, first_head: 3, heads: 3, ..base.clone() });

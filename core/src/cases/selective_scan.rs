@@ -162,6 +162,8 @@ pub(super) fn cases(to: &mut Table) {
     to.add("odd sizes", Scan { layer_heads: 6, heads: 6, p: 12, n: 20, groups: 3, ..base.clone() });
     to.add("p 64, n 128", Scan { layer_heads: 2, heads: 2, p: 64, n: 128, groups: 1, ..base.clone() });
     to.add("p 32, n 64", Scan { layer_heads: 3, heads: 3, p: 32, n: 64, groups: 1, ..base.clone() });
+    let block = Scan { layer_heads: 12, first_head: 5, heads: 4, p: 32, n: 64, groups: 3, views: true, ..base.clone() };
+    to.add("p 32, n 64, long rows of a block across groups", Scan { batch: find("long rows"), ..block });
     let common = Scan { layer_heads: 2, heads: 2, p: 64, n: 128, groups: 1, ..base.clone() };
     for (name, batch) in stateful() {
         to.sized(Size::Large, &format!("p 64, n 128, {name}"), Scan { batch, ..common.clone() });
