@@ -1,7 +1,8 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup makes a
 // tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of 32 of K in workgroup memory; the next
 // slice is fetched into registers while this one is used. x was packed by matmul_pack: f16 rows, whole tiles, each row with
-// a power of two taken out.
+// a power of two taken out. K may be cut into parts of P.k_part, whose
+// sums matmul_sum adds up.
 
 const BM: u32 = 16u * XT * SM;
 const BN: u32 = 16u * WT * SN;
@@ -18,7 +19,7 @@ fn weights(w: vec2<u32>) -> vec4<f16> {
 #if W_F16
     return vec4<f16>(f16x4(w));
 #else
-    return vec4<f16>(clamp(bf16x4(w), vec4<f32>(-65504.0), vec4<f32>(65504.0)));
+    return clamp(vec4<f16>(bf16x4(w)), vec4<f16>(-65504.0h), vec4<f16>(65504.0h));
 #endif
 }
 
@@ -27,8 +28,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         @builtin(local_invocation_index) thread: u32) {
     // Matrices need uniform control flow, so that a group too many repeats the last one and stores nothing.
     let number = group_index(group, groups);
-    let index = min(number, P.groups - 1u);
-    let rows = select(0u, P.m, number == index);
+    let index = min(number, P.groups - 1u) % (P.m_tiles * P.n_tiles);
+    let rows = select(0u, P.m, number < P.groups);
+#if SPLIT
+    let piece = min(number, P.groups - 1u) / (P.m_tiles * P.n_tiles);
+    let k_first = piece * P.k_part;
+    let k_end = min(k_first + P.k_part, P.k);
+#else
+    let k_first = 0u;
+    let k_end = P.k;
+#endif
     // Neighbouring groups share rows and the columns of a weight: bands of BAND tiles in m, in which m counts up first.
     let first = index / (BAND * P.n_tiles) * BAND;
     let high = min(BAND, P.m_tiles - first);
@@ -48,13 +57,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let offset = thread % 4u * 8u;
     let to = row * ROW + thread % 4u * 2u;
 #for i X_LOADS
-    var x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + offset / 2u);
+    var x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + (k_first + offset) / 2u);
 #end
 #for i W_LOADS
     let w_at_$i = min(n0 + row + $iu * (WG / 4u), P.n - 1u) * P.w_row + offset;
-    var w_$i = w_raw8(w_at_$i);
+    var w_$i = w_raw8(w_at_$i + k_first);
 #end
-    for (var k0 = 0u; k0 < P.k; k0 += 32u) {
+    for (var k0 = k_first; k0 < k_end; k0 += 32u) {
         workgroupBarrier();
 #for i X_LOADS
         tile[to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$i.xy));
@@ -65,7 +74,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         tile[(BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$i.zw);
 #end
         workgroupBarrier();
-        if k0 + 32u < P.k {
+        if k0 + 32u < k_end {
 #for i X_LOADS
             x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + (k0 + 32u + offset) / 2u);
 #end
@@ -93,12 +102,24 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     coopStoreT(sum_$a_$c, &part[subgroup * 64u], 4u);
     workgroupBarrier();
     if m0 + x_first + $au * 16u + lane / 2u < rows {
+#if SPLIT
+        keep(subgroup * 64u + lane * 2u, piece * P.m + m0 + x_first + $au * 16u + lane / 2u, n0 + w_first + $cu * 16u + lane % 2u * 8u);
+#else
         store(subgroup * 64u + lane * 2u, m0 + x_first + $au * 16u + lane / 2u, n0 + w_first + $cu * 16u + lane % 2u * 8u);
+#endif
     }
 #end
 #end
 }
 
+#if SPLIT
+// 8 columns of a row of a part's sums.
+fn keep(at: u32, m: u32, n: u32) {
+    for (var i = 0u; i < 2u && n + 4u * i < P.n; i++) {
+        sums_set4(m * P.sums_row + n + 4u * i, bitcast<vec4<u32>>(part[at + i]));
+    }
+}
+#else
 // 8 columns of a row.
 fn store(at: u32, m: u32, n: u32) {
     let scale = P.scale * bitcast<f32>(unit_at(4u * m));
@@ -130,3 +151,4 @@ fn store(at: u32, m: u32, n: u32) {
 #endif
     }
 }
+#endif

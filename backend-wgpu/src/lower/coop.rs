@@ -34,6 +34,7 @@ impl Tile {
         let tile = |matrices, subgroups| Self { matrices, subgroups };
         match m {
             ..=32 => tile([2, 2], [1, 4]),
+            ..=64 => tile([2, 2], [2, 2]),
             // Large tiles read less, as long as there is one for most of the device.
             _ if m > 64 && m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
             _ => tile([2, 4], [2, 2]),
@@ -60,6 +61,15 @@ impl Tile {
     }
 }
 
+/// Into how many parts K is cut: a few tiles alone would leave most of a large device idle.
+fn parts(tiles: usize, k: usize) -> usize {
+    /// Workgroups that an H200 runs at a time, about.
+    const PLACES: usize = 256;
+    /// Shorter parts do not pay for the sum over parts.
+    const LEAST: usize = 2048;
+    (PLACES / tiles).min(k / LEAST).clamp(1, 8)
+}
+
 /// Rows in whole tiles, and what the scratch arena holds of them: f16 rows in words, then each row's unit.
 struct Packed {
     rows: usize,
@@ -80,6 +90,11 @@ impl Packed {
         )
     }
 
+    /// Words of the arena that it takes.
+    fn end(&self) -> usize {
+        self.rows * (self.words + 4)
+    }
+
     fn kernel<B: Handle>(&self, x: &Tensor<B>, facts: &Facts) -> Kernel<B> {
         let b = Builder::new(shader!("matmul_pack")).param("m", x.rows()).param("k", x.row_len()).vectors("x", Read, x);
         self.views(b, Write).build("matmul", self.rows, facts.max_binding)
@@ -90,40 +105,71 @@ impl Packed {
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>> {
     let packed = Packed::of(&op.x);
     let mut kernels = vec![packed.kernel(&op.x, facts)];
-    kernels.extend(op.w.blocks.iter().map(|block| product(op, block, &packed, facts)));
+    op.w.blocks.iter().for_each(|block| product(op, block, &packed, facts, &mut kernels));
     kernels
 }
 
-fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, packed: &Packed, facts: &Facts) -> Kernel<B> {
-    let (m, n) = (op.x.rows(), block.w.rows());
+/// The product with a block, of one kernel or, if K is cut into parts, two.
+fn product<B: Handle>(
+    op: &Matmul<B>,
+    block: &RowBlock<B>,
+    packed: &Packed,
+    facts: &Facts,
+    kernels: &mut Vec<Kernel<B>>,
+) {
+    let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
     let tile = Tile::pick(m, n);
     let (m_tiles, n_tiles) = (m.div_ceil(tile.m()), n.div_ceil(tile.n()));
     let quads = [n, block.col, op.out.row_len(), op.out.row_stride, op.out.offset].iter().all(|v| v.is_multiple_of(4));
-    let access = if op.accumulate { InPlace } else { Write };
-    let mut b = packed
+    let parts = if quads { parts(m_tiles * n_tiles, k) } else { 1 };
+    let b = packed
         .views(tile.constants(Builder::new(shader!("matmul_coop"))), Read)
         .flag("W_F16", block.w.dtype == DType::F16)
-        .flag("BIAS", op.bias.is_some())
-        .flag("ACCUMULATE", op.accumulate)
-        .flag("WHOLE", quads)
-        .param("m", m)
+        .flag("SPLIT", parts > 1)
         .param("n", n)
-        .param("k", op.w.k)
-        .param("col", block.col)
+        .param("k", k)
         .param("m_tiles", m_tiles)
         .param("n_tiles", n_tiles)
-        .float("scale", op.scale)
         .vectors("w", Read, &block.w);
-    b = if quads { b.vectors("out", access, &op.out) } else { b.view("out", access, &op.out) };
-    if let Some(bias) = &op.bias {
-        b = b.vectors("bias", Read, bias);
+    let (groups, limit) = (m_tiles * n_tiles * parts, facts.max_binding);
+    if parts == 1 {
+        let b = b.flag("WHOLE", quads);
+        kernels.push(output(b, op, block, quads).build("matmul", groups, limit));
+        return;
     }
-    b.build("matmul", m_tiles * n_tiles, facts.max_binding)
+    let sums = |b: Builder<B>, access| b.scratch("sums", access, packed.end(), [parts * m, n]);
+    let k_part = (k / 32).div_ceil(parts) * 32;
+    kernels.push(sums(b.param("m", m).param("k_part", k_part), Write).build("matmul", groups, limit));
+    let b = sums(packed.views(Builder::new(shader!("matmul_sum")), Read), Read).param("parts", parts);
+    kernels.push(output(b, op, block, quads).build("matmul", (m * n / 4).div_ceil(256), limit));
+}
+
+/// What the kernel that writes the output takes.
+fn output<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, quads: bool) -> Builder<B> {
+    let access = if op.accumulate { InPlace } else { Write };
+    let b = b
+        .flag("BIAS", op.bias.is_some())
+        .flag("ACCUMULATE", op.accumulate)
+        .param("m", op.x.rows())
+        .param("col", block.col)
+        .float("scale", op.scale);
+    let b = if quads { b.vectors("out", access, &op.out) } else { b.view("out", access, &op.out) };
+    match &op.bias {
+        Some(bias) => b.vectors("bias", Read, bias),
+        None => b,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn k_is_cut_where_tiles_are_few() {
+        for (tiles, k, want) in [(580, 4096, 1), (128, 21504, 2), (128, 4096, 2), (64, 21504, 4), (1, 64, 1)] {
+            assert_eq!(parts(tiles, k), want, "{tiles} tiles, {k}");
+        }
+    }
 
     #[test]
     fn tiles_fit_the_rows() {

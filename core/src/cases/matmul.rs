@@ -169,6 +169,11 @@ pub(super) fn cases(to: &mut Table) {
         let odd = vec![(0, 3), (3, 1), (4, n - 4)];
         to.add(&format!("odd row blocks, {name}"), Product { blocks: odd, dtype: DType::F32, ..base });
     }
+    // Kernels may cut a long inner dimension into parts where there is little else to share out.
+    let long = Product { m: 67, n: 132, k: 4128, ..base.clone() };
+    to.add("67 x 132 x 4128", long.clone());
+    let all = Product { scale: 0.22, bias: true, accumulate: true, views: true, ..long };
+    to.add("67 x 132 x 4128, scale, bias, residual in a wider matrix", all);
     to.sized(Size::Large, "1 x 1030 x 4096", Product { m: 1, n: 1030, k: 4096, ..base.clone() });
     to.sized(Size::Large, "300 x 516 x 512", Product { m: 300, n: 516, k: 512, ..base.clone() });
     for m in [1, 8] {

@@ -1,0 +1,25 @@
+// What matmul_coop leaves undone where K is cut into parts: the sum of P.parts sums, each of its rows with the power of two
+// that was taken out of x, 4 columns a thread.
+
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let i = 4u * (group_index(group, groups) * 256u + thread);
+    let m = i / P.sums_row;
+    let n = i % P.sums_row;
+    if m >= P.m {
+        return;
+    }
+    var v = vec4<f32>();
+    for (var piece = 0u; piece < P.parts; piece++) {
+        v += bitcast<vec4<f32>>(sums_v4((piece * P.m + m) * P.sums_row + n));
+    }
+    v *= P.scale * bitcast<f32>(unit_at(4u * m));
+#if BIAS
+    v += bias_v4(P.col + n);
+#endif
+#if ACCUMULATE
+    v += out_v4(m * P.out_row + P.col + n);
+#endif
+    out_set4(m * P.out_row + P.col + n, v);
+}
