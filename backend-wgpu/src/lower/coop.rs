@@ -34,7 +34,7 @@ impl Tile {
         let tile = |matrices, subgroups| Self { matrices, subgroups };
         match m {
             ..=32 => tile([2, 2], [1, 4]),
-            ..=64 => tile([2, 2], [2, 2]),
+            33..=64 => tile([2, 2], [2, 2]),
             // Large tiles read less, as long as there is one for most of the device.
             _ if m > 64 && m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
             _ => tile([2, 4], [2, 2]),
