@@ -3,43 +3,41 @@
 // sequence and walks its chunks in order. One reduction a token: o = qᵀS' = e^g qᵀS + (q·k) δ.
 // Grid (heads * column tiles, chunks, or rows with MAX_TOKENS, + padding
 // blocks): neighbouring blocks stream neighbouring memory.
-// HEADS, DK, DV, COLS, HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are someone else's);
-// q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
+// HEADS, DK, DV, COLS, THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are
+// someone else's); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
 
-constexpr int THREADS = 128;
 constexpr int LANES = COLS / 4;               // threads side by side along a row of S
 constexpr int GROUPS = THREADS / LANES;       // rows of S in flight
 constexpr int RPT = div_up(DK, GROUPS);       // rows per thread
 constexpr int TILES = div_up(DV, COLS);
 constexpr int WARPS = THREADS / 32;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RPT <= 8 ? 7 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride, const a_t *a,
           i64 a_stride, const b_t *b, i64 b_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride,
           out_t *out, i64 out_stride, float beta_scale, u32 untouched) {
-    __shared__ float ks[DK], qs[DK], dots[WARPS][3], parts[WARPS][LANES][8];
-    int h = blockIdx.x / TILES, tile = blockIdx.x % TILES * COLS, c = blockIdx.y;
+    // kᵀS and qᵀS of 4 columns, k·k, q·q, k·q; of two tokens in turn, so that a token has one barrier.
+    __shared__ __align__(16) float parts[2][WARPS][LANES][12];
+    int h = blockIdx.x / TILES, tile = blockIdx.x % TILES * COLS, unit = blockIdx.y;
     int blocks = MAX_TOKENS ? st.rows : st.chunks;
-    let_next_start();
-    if (!untouched || c >= blocks) wait_for_inputs();
-    if (c >= blocks) {
-        zero_padding<THREADS>(st, out, out_stride, c - blocks, h * DV + tile, min(COLS, DV - tile));
+    if (unit >= blocks) {
+        let_next_start();
+        wait_for_inputs();
+        zero_padding<THREADS>(st, out, out_stride, unit - blocks, h * DV + tile, min(COLS, DV - tile));
         return;
     }
+    bool mine = true;
     if constexpr (MAX_TOKENS > 0) {
         // Rows instead of chunks: most of the many chunks are someone else's.
-        const u32 *row = st.row(c);
-        if (row[3] == 0 || row[1] > MAX_TOKENS) {
-            wait_for_inputs();
-            return;
-        }
-        c = row[2];
+        const u32 *row = st.row(unit);
+        mine = row[3] != 0 && row[1] <= MAX_TOKENS;
+        unit = mine ? row[2] : 0;
     }
-    Chunk ch(st.chunk(c));
-    if (ch.len == 0 || ch.src == CARRY) {
-        wait_for_inputs();
-        return;
-    }
+    Chunk ch(st.chunk(unit));
+    mine = mine && ch.len != 0 && ch.src != CARRY;
+    if (!untouched || !mine) wait_for_inputs();
+    let_next_start();
+    if (!mine) return;
     int tid = threadIdx.x, warp = tid / 32, lane = tid % LANES, group = tid / LANES;
     int col = tile + lane * 4;
     bool active = col < DV;
@@ -54,76 +52,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, RPT <= 8 ? 7 : 1)
             s[r][0] = s[r][1] = s[r][2] = s[r][3] = 0.f;
         }
     }
-    int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK;
+    int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK, turn = 0;
     float a_neg = par[h], dt_bias = par[par_stride + h];
     if (untouched) wait_for_inputs();
-    for (;;) {
-        for (int i = 0; i < (int)ch.len; i++) {
+    for (int c = unit;;) {
+        for (int i = 0; i < (int)ch.len; i++, turn ^= 1) {
             i64 t = ch.start + i;
-            float kk = 0.f, qq = 0.f, kq = 0.f, vv[4] = {0.f, 0.f, 0.f, 0.f};
-            for (int j = tid; j < DK; j += THREADS) {
-                float kj = to_f32(k[t * k_stride + key + j]), qj = to_f32(q[t * q_stride + key + j]);
-                ks[j] = kj;
-                qs[j] = qj;
-                kk += kj * kj;
-                qq += qj * qj;
-                kq += kj * qj;
-            }
-            if (active) load<4>(v + t * v_stride + h * DV + col, vv);
-            float g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
-            float beta = beta_scale * sigmoid(to_f32(b[t * b_stride + h]));
-            kk = warp_sum(kk);
-            qq = warp_sum(qq);
-            kq = warp_sum(kq);
-            if (tid % 32 == 0) {
-                dots[warp][0] = kk;
-                dots[warp][1] = qq;
-                dots[warp][2] = kq;
-            }
-            __syncthreads();
-            kk = qq = kq = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                kk += dots[w][0];
-                qq += dots[w][1];
-                kq += dots[w][2];
-            }
-            float rk = rsqrtf(kk + 1e-6f), rq = rsqrtf(qq + 1e-6f) * rsqrtf((float)DK);
-            float sums[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-            float kr[RPT];
+            float kr[RPT], qr[RPT], vv[4] = {0.f, 0.f, 0.f, 0.f}, sums[12] = {};
 #pragma unroll
             for (int r = 0; r < RPT; r++) {
                 int row = group + r * GROUPS;
                 bool in = DK % GROUPS == 0 || row < DK;
-                kr[r] = in ? ks[row] * rk : 0.f;
-                float qr = in ? qs[row] * rq : 0.f;
+                kr[r] = in ? to_f32(k[t * k_stride + key + row]) : 0.f;
+                qr[r] = in ? to_f32(q[t * q_stride + key + row]) : 0.f;
+            }
+            if (active) load<4>(v + t * v_stride + h * DV + col, vv);
+            float g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
+            float beta = beta_scale * sigmoid(to_f32(b[t * b_stride + h]));
+#pragma unroll
+            for (int r = 0; r < RPT; r++) {
+                sums[8] = __fmaf_rn(kr[r], kr[r], sums[8]);
+                sums[9] = __fmaf_rn(qr[r], qr[r], sums[9]);
+                sums[10] = __fmaf_rn(kr[r], qr[r], sums[10]);
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     sums[e] = __fmaf_rn(kr[r], s[r][e], sums[e]);
-                    sums[4 + e] = __fmaf_rn(qr, s[r][e], sums[4 + e]);
+                    sums[4 + e] = __fmaf_rn(qr[r], s[r][e], sums[4 + e]);
                 }
             }
 #pragma unroll
-            for (int e = 0; e < 8; e++) {
+            for (int m = LANES; m < 32; m *= 2) {
 #pragma unroll
-                for (int m = LANES; m < 32; m *= 2) sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], m);
+                for (int e = 0; e < 11; e++) sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], m);
             }
             if (tid % 32 < LANES) {
 #pragma unroll
-                for (int e = 0; e < 8; e++) parts[warp][lane][e] = sums[e];
+                for (int e = 0; e < 12; e += 4) store<4>(&parts[turn][warp][lane][e], sums + e);
             }
             __syncthreads();
 #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                sums[e] = 0.f;
+            for (int w = 0; w < WARPS; w++) {
+                float part[12];
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) sums[e] += parts[w][lane][e];
+                for (int e = 0; e < 12; e += 4) load<4>(&parts[turn][w][lane][e], part + e);
+#pragma unroll
+                for (int e = 0; e < 11; e++) sums[e] = w == 0 ? part[e] : sums[e] + part[e];
             }
+            float rk = rsqrtf(sums[8] + 1e-6f), rq = rsqrtf(sums[9] + 1e-6f) * rsqrtf((float)DK);
             float o[4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                float delta = beta * __fmaf_rn(-g, sums[e], vv[e]);
-                o[e] = __fmaf_rn(kq * rk * rq, delta, g * sums[4 + e]);
+                float delta = beta * __fmaf_rn(-g * rk, sums[e], vv[e]);
+                o[e] = __fmaf_rn(sums[10] * rk * rq, delta, g * rq * sums[4 + e]);
+                delta *= rk;
 #pragma unroll
                 for (int r = 0; r < RPT; r++) s[r][e] = __fmaf_rn(kr[r], delta, g * s[r][e]);
             }

@@ -52,24 +52,35 @@ fn padding_blocks(tokens: usize) -> usize {
 struct ScanShape {
     /// Threads that share a (head, p) row.
     lanes: usize,
-    /// Rows of a thread.
+    /// Neighbouring elements of a thread.
+    vec: usize,
+    /// Rows of a thread, and how many of them it computes at a time.
     rows: usize,
+    sub: usize,
     threads: usize,
+    /// Blocks of a multiprocessor, at least.
+    blocks: usize,
 }
 
-/// `units` sequences share the device with `sms` multiprocessors.
-fn scan_shape(n: usize, all_rows: usize, per_channel: bool, units: usize, sms: usize) -> ScanShape {
-    let threads = 128;
-    let lanes = [32, 16, 8, 4, 2].into_iter().find(|l| n.is_multiple_of(4 * l)).unwrap_or(1);
-    // 64 values of state a thread, so that 16 loads of 16 bytes are in flight; fewer where that leaves the device empty.
-    let mut rows = if per_channel { 1 } else { (64 / (n / lanes)).clamp(1, 16) };
+/// `units` sequences share the device with `sms` multiprocessors; `pairs`: states are kept in 16 bits and can be read eight at a
+/// time.
+fn scan_shape(n: usize, all_rows: usize, per_channel: bool, pairs: bool, units: usize, sms: usize) -> ScanShape {
+    let vec = if pairs && n.is_multiple_of(8) { 8 } else { 4 };
+    let lanes = [32, 16, 8, 4, 2].into_iter().find(|l| n.is_multiple_of(vec * l)).unwrap_or(1);
+    // Blocks of one warp of f32 states, with 8 loads of 16 bytes a thread in flight; those in 16 bits take half of the room.
+    let (values, threads, sub, blocks) = match (per_channel, vec) {
+        (true, _) => (0, 128, 1, 1),
+        (_, 4) => (32, 32, 8, 1),
+        _ => (64, 64, 4, 10),
+    };
+    let mut rows = (values / (n / lanes)).clamp(1, 16);
     if !rows.is_power_of_two() {
         rows = rows.next_power_of_two() / 2;
     }
     while rows > 2 && 2 * units * all_rows.div_ceil(threads / lanes * rows) <= sms {
         rows /= 2;
     }
-    ScanShape { lanes, rows, threads }
+    ScanShape { lanes, vec, rows, sub: rows.min(sub), threads, blocks }
 }
 
 /// Rows of at most this many tokens are cheaper token by token.
@@ -136,15 +147,19 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         && wide(&[&a.x, &a.b, &a.c, &a.y]);
     let blocks = long_rows(bucket) * (heads * p).div_ceil(64);
     let chunked = scan_block(p, n, blocks, target).filter(|_| long);
-    let shape = scan_shape(n, heads * p, per_channel, bucket.chunks, target.sms);
+    let pairs = a.pool.dtype != DType::F32 && !per_channel && wide(&[&a.b, &a.c, &a.pool]);
+    let shape = scan_shape(n, heads * p, per_channel, pairs, bucket.chunks, target.sms);
     let tile = shape.threads / shape.lanes * shape.rows;
     let spec = Spec::new(File::SelectiveScan)
         .int("HEADS", heads)
         .int("P", p)
         .int("N", n)
         .int("LANES", shape.lanes)
+        .int("VEC", shape.vec)
         .int("RPT", shape.rows)
+        .int("SUB", shape.sub)
         .int("THREADS", shape.threads)
+        .int("BLOCKS", shape.blocks)
         .int("HEADS_PER_GROUP", a.heads_per_group)
         .int("FIRST_HEAD", a.first_head)
         .flag("PER_CHANNEL", per_channel)
@@ -175,7 +190,7 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         .int(u64::from(target.untouched));
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
     let grid = [(heads * p).div_ceil(tile), units + padding_blocks(bucket.tokens), 1];
-    let launch = Launch::new(spec, grid, shape.threads, args.clone()).with_early(target.untouched);
+    let launch = Launch::new(spec, grid, shape.threads, args.clone());
     let mut work = vec![Work::Kernel(launch)];
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let spec = Spec::new(File::SelectiveScanChunk)
@@ -200,6 +215,22 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
 /// Columns of the state that a block of the delta rule owns: few when there are few sequences.
 fn delta_columns(dv: usize, blocks_at_32: usize, sms: usize) -> usize {
     if !dv.is_multiple_of(32) || 2 * blocks_at_32 <= sms { 16 } else { 32 }
+}
+
+/// Threads of a block of the delta rule's step.
+const DELTA_THREADS: usize = 128;
+
+/// Its blocks of a multiprocessor, at least: registers are given up for more of them where there are many.
+fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> usize {
+    let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
+    let rows_of_a_thread = dk.div_ceil(DELTA_THREADS / (columns / 4));
+    if rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 8 * sms {
+        1
+    } else if a.pool.dtype == DType::F32 {
+        6
+    } else {
+        7
+    }
 }
 
 /// Dim of keys that the chunked delta rule takes.
@@ -251,11 +282,14 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
     let bucket = &a.step.bucket;
     let chunked = delta_chunked(a, target);
     let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), target.sms);
+    let blocks = delta_blocks(a, columns, target.sms);
     let spec = Spec::new(File::GatedDelta)
         .int("HEADS", heads)
         .int("DK", dk)
         .int("DV", dv)
         .int("COLS", columns)
+        .int("THREADS", DELTA_THREADS)
+        .int("BLOCKS", blocks)
         .int("HEADS_PER_KEY", a.heads_per_key)
         .int("FIRST_HEAD", a.first_head)
         .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
@@ -280,7 +314,7 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .int(u64::from(target.untouched));
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
     let grid = [heads * dv.div_ceil(columns), units + padding_blocks(bucket.tokens), 1];
-    let mut work = vec![Work::Kernel(Launch::new(spec, grid, 128, args).with_early(target.untouched))];
+    let mut work = vec![Work::Kernel(Launch::new(spec, grid, DELTA_THREADS, args))];
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let constants = |file| {
             Spec::new(file)
@@ -319,12 +353,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scans_hold_64_values_a_thread_unless_the_device_stays_empty() {
-        let shape = |n, rows, units| scan_shape(n, rows, false, units, 132);
-        assert_eq!(shape(128, 8192, 1), ScanShape { lanes: 32, rows: 16, threads: 128 });
-        assert_eq!(shape(128, 768, 1), ScanShape { lanes: 32, rows: 2, threads: 128 });
-        assert_eq!(shape(20, 96, 64), ScanShape { lanes: 1, rows: 2, threads: 128 });
-        assert_eq!(scan_shape(16, 4096, true, 1, 132), ScanShape { lanes: 4, rows: 1, threads: 128 });
+    fn scans_keep_as_much_in_flight_as_fits() {
+        let shape = |n, rows, pairs, units| {
+            let s = scan_shape(n, rows, false, pairs, units, 132);
+            (s.lanes, s.vec, s.rows, s.sub, s.threads)
+        };
+        assert_eq!(shape(128, 8192, false, 1), (32, 4, 8, 8, 32));
+        assert_eq!(shape(128, 8192, true, 1), (16, 8, 8, 4, 64));
+        assert_eq!(shape(256, 8192, true, 1), (32, 8, 8, 4, 64));
+        assert_eq!(shape(100, 8192, true, 1), (1, 4, 1, 1, 32));
+        assert_eq!(shape(128, 256, false, 1), (32, 4, 2, 2, 32));
+        let channel = scan_shape(16, 4096, true, false, 1, 132);
+        assert_eq!((channel.lanes, channel.rows, channel.threads), (4, 1, 128));
     }
 
     #[test]
