@@ -4,6 +4,8 @@
 // Grid (H, tiles); tiles are counted over the rows in order, the last ones (most keys) start first.
 // HEAD_DIM (64 or 128), HEADS, KV_HEADS, WINDOW (0 = none); out is bf16.
 
+#include "wgmma.cuh"
+
 constexpr int TILE = 128;
 constexpr int KEYS = 128;
 constexpr int STAGES = 2;

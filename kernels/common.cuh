@@ -386,7 +386,9 @@ DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar) {
                  "l"(src), "r"(bytes), "r"(smem_addr(bar))
                  : "memory");
 }
-DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar, u64 policy) {
+// With `policy` only if HINTED.
+template <bool HINTED> DEV void bulk_load(void *dst, const void *src, u32 bytes, u64 *bar, u64 policy) {
+    if constexpr (!HINTED) return bulk_load(dst, src, bytes, bar);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
                      smem_addr(dst)),
                  "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)

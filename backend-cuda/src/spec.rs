@@ -12,8 +12,9 @@ use selkie_core::tensor::DType;
 
 /// What every kernel includes.
 const COMMON: &str = include_str!("../../kernels/common.cuh");
-/// What kernels of compute capability 9.0 include as well.
-const WGMMA: &str = include_str!("../../kernels/wgmma.cuh");
+/// What some kernels include as well.
+const HEADERS: [(&str, &str); 2] =
+    [("around.cuh", include_str!("../../kernels/around.cuh")), ("wgmma.cuh", include_str!("../../kernels/wgmma.cuh"))];
 
 /// The folder whose files stand in for those of the binary, for trying a kernel without a build: `SELKIE_KERNELS`.
 static FOLDER: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::var_os("SELKIE_KERNELS").map(PathBuf::from));
@@ -86,6 +87,7 @@ kernels! {
     GatedDeltaChunk "gated_delta_chunk",
     GatedDeltaPrepare "gated_delta_prepare",
     Gather "gather",
+    Gemv "gemv",
     MatmulBias "matmul_bias",
     MatmulFew "matmul_few",
     MatmulFewBulk "matmul_few_bulk",
@@ -176,9 +178,6 @@ impl Spec {
     /// The whole translation unit. Lines of the log count from the top of the kernel's own file.
     pub fn text(&self) -> String {
         let mut s = format!("#line 1 \"common.cuh\"\n{}\n", text_of("common.cuh", COMMON));
-        if self.file.stem().ends_with("_wgmma") {
-            writeln!(s, "#line 1 \"wgmma.cuh\"\n{}", text_of("wgmma.cuh", WGMMA)).expect("writing to a string");
-        }
         writeln!(s, "#define ENTRY {}", self.entry()).expect("writing to a string");
         for (name, v) in &self.values {
             match v {
@@ -188,7 +187,22 @@ impl Spec {
             .expect("writing to a string");
         }
         let source = if *NAMES_FAULTS { self.file.marked().into() } else { self.file.source() };
-        write!(s, "#line 1 \"{}.cu\"\n{source}", self.file.stem()).expect("writing to a string");
+        writeln!(s, "#line 1 \"{}.cu\"", self.file.stem()).expect("writing to a string");
+        for (i, line) in source.lines().enumerate() {
+            match HEADERS.iter().find(|(name, _)| line == format!("#include \"{name}\"")) {
+                Some(&(name, text)) => {
+                    writeln!(
+                        s,
+                        "#line 1 \"{name}\"\n{}\n#line {} \"{}.cu\"",
+                        text_of(name, text),
+                        i + 2,
+                        self.file.stem()
+                    )
+                }
+                None => writeln!(s, "{line}"),
+            }
+            .expect("writing to a string");
+        }
         s
     }
 }

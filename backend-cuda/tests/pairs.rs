@@ -20,6 +20,7 @@ fn main() {
         ("norm, 768", Lead::Norm { groups: 1, gate: None }, 768, 3384),
         ("norm, 4096", Lead::Norm { groups: 1, gate: None }, 4096, 18560),
         ("norm, an inner dim of no slice", Lead::Norm { groups: 1, gate: None }, 1000, 40),
+        ("norm, long, an inner dim of no whole step", Lead::Norm { groups: 1, gate: None }, 1000, 28008),
         ("norm after a gate, groups of 1024", Lead::Norm { groups: 8, gate: Some(true) }, 8192, 4096),
         ("norm after a gate, one group", Lead::Norm { groups: 1, gate: Some(true) }, 1536, 768),
         ("norm before a gate, heads of 128", Lead::Norm { groups: 32, gate: Some(false) }, 4096, 2048),

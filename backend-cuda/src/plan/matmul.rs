@@ -105,6 +105,49 @@ fn bulk_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<FewShape>
     (stages >= 2.min(slices)).then_some(FewShape { warps, stages, depth, resident, shared, blocks })
 }
 
+/// How a warp of the kernel for one or two rows streams W.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct GemvShape {
+    stages: usize,
+    /// Elements of a stage.
+    depth: usize,
+    /// Rows of W that are multiplied side by side.
+    rows: usize,
+    /// Dynamic shared memory.
+    shared: usize,
+}
+
+/// Warps of a block of that kernel.
+const GEMV_WARPS: usize = 8;
+/// Elements of a row that its tensor-core operands hold.
+const GEMV_STEP: usize = 256;
+
+/// Cuts `n` rows of W for `m` rows of x, if x fits.
+fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape> {
+    let whole = k.next_multiple_of(GEMV_STEP);
+    let x_bytes = 2 * m * whole;
+    // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
+    let room = target.shared.checked_sub((20 << 10) + 4096 + x_bytes)? / GEMV_WARPS;
+    let per_warp = n.div_ceil(target.sms * GEMV_WARPS);
+    [4096, 2048, 1024].into_iter().find_map(|depth| {
+        let depth = whole.min(depth);
+        let needed = per_warp * whole.div_ceil(depth);
+        let fit = (room / (2 * depth)).min(16);
+        // Where all of W is there before x, what counts is how long a warp takes from row to row.
+        let rows =
+            if whole == depth { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
+        let stages = fit.min(needed.next_multiple_of(rows)) / rows * rows;
+        let shared = x_bytes + GEMV_WARPS * stages * 2 * depth;
+        (stages >= needed.min(3)).then_some(GemvShape { stages, depth, rows, shared })
+    })
+}
+
+/// Whether W is better marked for leaving the L2 first. Measured on an H200 with an L2 full of written lines: 145 MiB take 3.5 us
+/// of 47 less, 1 GiB 11 of 260 more.
+fn once(n: usize, k: usize) -> bool {
+    2 * n * k <= 256 << 20
+}
+
 /// The op ahead of a product, computed by the product's own kernel.
 pub(super) struct Prologue<'a, B> {
     /// RMS norm instead of an activation.
@@ -130,32 +173,87 @@ pub(super) fn around<B: Address>(
     target: &Target,
 ) -> Option<Work> {
     let [block] = a.w.blocks.as_slice() else { return None };
-    let (k, n) = (a.w.k, block.w.rows());
-    let out = a.out.cols(block.col, n);
-    let shape = bulk_shape(1, k, n, target).filter(|f| target.bulk && f.resident)?;
+    let out = a.out.cols(block.col, block.w.rows());
     let few = a.x.rows() == 1 && path(a, block, &out, target) == Path::Few;
-    few.then(|| bulk(a, block, &out, shape, ahead, conv, target))
+    few.then(|| streamed(a, block, &out, ahead, conv, target)).flatten()
 }
 
-/// The kernel with bulk copies.
+/// One of the kernels with bulk copies.
+fn streamed<B: Address>(
+    a: &Matmul<B>,
+    block: &RowBlock<B>,
+    out: &Tensor<B>,
+    ahead: Option<&Prologue<B>>,
+    conv: Option<&Conv1d<B>>,
+    target: &Target,
+) -> Option<Work> {
+    // With short products the kernels around them count, and several small blocks a multiprocessor let those in sooner.
+    let long = 2 * block.w.rows() * a.w.k > (target.sms * 400) << 10;
+    let one = if long { gemv(a, block, out, ahead, conv, target) } else { None };
+    one.or_else(|| bulk(a, block, out, ahead, conv, target))
+}
+
+/// The kernel for one or two rows.
+fn gemv<B: Address>(
+    a: &Matmul<B>,
+    block: &RowBlock<B>,
+    out: &Tensor<B>,
+    ahead: Option<&Prologue<B>>,
+    conv: Option<&Conv1d<B>>,
+    target: &Target,
+) -> Option<Work> {
+    let (m, k, n) = (a.x.rows(), a.w.k, block.w.rows());
+    let shape = gemv_shape(m, k, n, target).filter(|_| target.bulk && m <= 2)?;
+    let spec = Spec::new(File::Gemv)
+        .int("K", k)
+        .int("M", m)
+        .int("WARPS", GEMV_WARPS)
+        .int("STAGES", shape.stages)
+        .int("DEPTH", shape.depth)
+        .int("ROWS", shape.rows)
+        .flag("ONCE", once(n, k));
+    let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
+    let grid = [n.div_ceil(GEMV_WARPS).min(target.sms), 1, 1];
+    Some(Work::Kernel(Launch::new(spec, grid, 32 * GEMV_WARPS, args).with_shared(shape.shared)))
+}
+
+/// The kernel for few rows with bulk copies.
 fn bulk<B: Address>(
     a: &Matmul<B>,
     block: &RowBlock<B>,
     out: &Tensor<B>,
-    f: FewShape,
     ahead: Option<&Prologue<B>>,
     conv: Option<&Conv1d<B>>,
     target: &Target,
-) -> Work {
-    let n = block.w.rows();
-    let [vec, group, threads] = ahead.map_or([1, 1, 32], |p| p.shape);
+) -> Option<Work> {
+    let (m, k, n) = (a.x.rows(), a.w.k, block.w.rows());
+    let around = ahead.is_some() || conv.is_some();
+    let f = bulk_shape(m, k, n, target).filter(|f| target.bulk && (f.resident || !around))?;
     let spec = Spec::new(File::MatmulFewBulk)
-        .int("K", a.w.k)
-        .int("M", a.x.rows())
+        .int("K", k)
+        .int("M", m)
         .int("WARPS", f.warps)
         .int("STAGES", f.stages)
         .int("DEPTH", f.depth)
         .flag("X_RESIDENT", f.resident)
+        .flag("ONCE", once(n, k));
+    let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
+    let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
+    Some(Work::Kernel(Launch::new(spec, grid, 32 * (f.warps + 1), args).with_shared(f.shared)))
+}
+
+/// What both of them take: the product itself and the ops around it.
+fn with_around<B: Address>(
+    spec: Spec,
+    a: &Matmul<B>,
+    block: &RowBlock<B>,
+    out: &Tensor<B>,
+    ahead: Option<&Prologue<B>>,
+    conv: Option<&Conv1d<B>>,
+    target: &Target,
+) -> (Spec, Args) {
+    let [vec, group, threads] = ahead.map_or([1, 1, 32], |p| p.shape);
+    let spec = spec
         .flag("ACCUMULATE", a.accumulate)
         .flag("HAS_BIAS", a.bias.is_some())
         .int("PRE", ahead.map_or(0, |p| if p.norm { 1 } else { 2 }))
@@ -174,13 +272,12 @@ fn bulk<B: Address>(
         .ty("out_t", out.dtype)
         .ty("pool_t", conv.map_or(DType::F32, |c| c.pool.dtype))
         .ty("conv_t", conv.map_or(DType::F32, |c| c.out.dtype));
-    let bias = a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64);
     let weight = ahead.and_then(|p| p.weight);
     let args = Args::new()
         .rows(&a.x)
         .rows(&block.w)
-        .int(n as u64)
-        .int(bias)
+        .int(block.w.rows() as u64)
+        .int(bias(a, block))
         .rows(out)
         .float(a.scale)
         .maybe_at(ahead.map(|p| p.first))
@@ -192,8 +289,31 @@ fn bulk<B: Address>(
         .maybe_rows(conv.map(|c| &c.pool))
         .maybe_at(conv.map(|c| &c.out))
         .int(u64::from(target.untouched));
+    (spec, args)
+}
+
+/// Address of the bias of a block's rows, or 0.
+fn bias<B: Address>(a: &Matmul<B>, block: &RowBlock<B>) -> u64 {
+    a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64)
+}
+
+/// The kernel for few rows of every device.
+fn few<B: Address>(a: &Matmul<B>, block: &RowBlock<B>, out: &Tensor<B>, target: &Target) -> Work {
+    let (m, k, n) = (a.x.rows(), a.w.k, block.w.rows());
+    let f = few_shape(m, k, target.shared);
+    let spec = Spec::new(File::MatmulFew)
+        .int("K", k)
+        .int("M", m)
+        .int("WARPS", f.warps)
+        .int("STAGES", f.stages)
+        .int("DEPTH", f.depth)
+        .flag("X_RESIDENT", f.resident)
+        .flag("ACCUMULATE", a.accumulate)
+        .flag("HAS_BIAS", a.bias.is_some())
+        .ty("out_t", out.dtype);
+    let args = Args::new().rows(&a.x).rows(&block.w).int(n as u64).int(bias(a, block)).rows(out).float(a.scale);
     let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
-    Work::Kernel(Launch::new(spec, grid, 32 * (f.warps + 1), args).with_shared(f.shared))
+    Work::Kernel(Launch::new(spec, grid, 32 * f.warps, args).with_shared(f.shared))
 }
 
 pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<Work>> {
@@ -202,28 +322,11 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
     for block in &a.w.blocks {
         let n = block.w.rows();
         let out = a.out.cols(block.col, n);
-        let bias = a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64);
+        let bias = bias(a, block);
         match path(a, block, &out, target) {
             Path::Few => {
-                if let Some(shape) = bulk_shape(m, k, n, target).filter(|_| target.bulk) {
-                    work.push(bulk(a, block, &out, shape, None, None, target));
-                    continue;
-                }
-                let f = few_shape(m, k, target.shared);
-                let spec = Spec::new(File::MatmulFew)
-                    .int("K", k)
-                    .int("M", m)
-                    .int("WARPS", f.warps)
-                    .int("STAGES", f.stages)
-                    .int("DEPTH", f.depth)
-                    .flag("X_RESIDENT", f.resident)
-                    .flag("ACCUMULATE", a.accumulate)
-                    .flag("HAS_BIAS", a.bias.is_some())
-                    .ty("out_t", out.dtype);
-                let args = Args::new().rows(&a.x).rows(&block.w).int(n as u64).int(bias).rows(&out).float(a.scale);
-                let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
-                let launch = Launch::new(spec, grid, 32 * f.warps, args).with_shared(f.shared);
-                work.push(Work::Kernel(launch));
+                let streamed = streamed(a, block, &out, None, None, target);
+                work.push(streamed.unwrap_or_else(|| few(a, block, &out, target)));
             }
             Path::Library => {
                 work.push(Work::Gemm(Gemm {
@@ -284,6 +387,20 @@ mod tests {
                 assert!(f.blocks * (f.shared + 2 * f.warps * m * 64 + 2048) <= target.shared, "{m} x {n} x {k}: {f:?}");
             }
         }
+        for (n, k, stages, depth, rows) in [
+            (18560, 4096, 3, 4096, 1),
+            (4096, 21504, 5, 2048, 1),
+            (6448, 1536, 8, 1536, 4),
+            (3376, 768, 4, 768, 4),
+            (2048, 2048, 2, 2048, 2),
+            (768, 2048, 1, 2048, 1),
+            (100, 1000, 1, 1024, 1),
+        ] {
+            let f = gemv_shape(1, k, n, &target).expect("a common shape");
+            assert_eq!((f.stages, f.depth, f.rows), (stages, depth, rows), "{n} x {k}");
+            assert!(f.shared + 4096 <= target.shared);
+        }
+        assert_eq!(gemv_shape(1, 1 << 17, 64, &target), None);
         assert!(few_shape(8, 4096, 227 << 10).resident);
         assert!(!few_shape(8, 21504, 227 << 10).resident);
     }

@@ -1,0 +1,119 @@
+// The ops around a product of one row, for its kernel to compute: by CONSUMERS threads in WARPS warps, which meet in
+// `sync_consumers`.
+
+constexpr int NORM_WARPS = THREADS / 32;         // of a group in rms_norm.cu; the warps here stand in for them in turn
+constexpr int NORM_UNITS = PRE == 1 ? K / GROUP * NORM_WARPS : 1;
+constexpr int NORM_TURNS = div_up(NORM_UNITS, WARPS);
+constexpr int NORM_PASSES = div_up(GROUP, VEC * THREADS);
+
+// A channel's part of a convolution over one token, in a thread.
+struct Channel {
+    float w[TAPS + 1], window[TAPS - 1];
+    bool in = false;
+
+    DEV void fetch(const u32 *ints, int c, const float *weight, i64 weight_stride, const pool_t *pool, i64 slot_stride) {
+        in = c >= 0 && c < CHANNELS;
+        if (!in) return;
+        u32 src = Chunk(ints + 3).src;
+#pragma unroll
+        for (int j = 0; j <= TAPS; j++) w[j] = weight[c * weight_stride + j];
+#pragma unroll
+        for (int j = 0; j < TAPS - 1; j++)
+            window[j] = src == 0 ? 0.f : to_f32(pool[src * slot_stride + (i64)c * (TAPS - 1) + j]);
+    }
+    // As conv1d.cu does it.
+    DEV void put(const u32 *ints, int c, float x, pool_t *pool, i64 slot_stride, conv_t *out) {
+        if (!in) return;
+        Chunk ch(ints + 3);
+        if (ints[2] == NONE || ch.len == 0) {
+            out[c] = from_f32<conv_t>(0.f);
+            return;
+        }
+        float s = w[TAPS];
+#pragma unroll
+        for (int j = 0; j < TAPS - 1; j++) s = __fmaf_rn(w[j], window[j], s);
+        out[c] = from_f32<conv_t>(activate<CONV_ACT>(__fmaf_rn(w[TAPS - 1], x, s)));
+        if (ch.dst == 0) return;
+        pool_t *to = pool + ch.dst * slot_stride + (i64)c * (TAPS - 1);
+#pragma unroll
+        for (int j = 0; j < TAPS - 1; j++) to[j] = from_f32<pool_t>(j + 1 < TAPS - 1 ? window[j + 1] : x);
+    }
+};
+
+// The norm of the only row, by all consumers.
+DEV void norm(const bf16 *a, const bf16 *gate, const float *weight, float eps, bf16 *x, float *sums) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float v[NORM_TURNS][NORM_PASSES][VEC], w[NORM_TURNS][NORM_PASSES][VEC], z[NORM_TURNS][NORM_PASSES][VEC];
+    auto each = [&](auto &&f) {
+#pragma unroll
+        for (int i = 0; i < NORM_TURNS; i++) {
+            int unit = warp + i * WARPS, group = unit / NORM_WARPS;
+#pragma unroll
+            for (int p = 0; p < NORM_PASSES; p++) {
+                int c = (unit % NORM_WARPS * 32 + lane + p * THREADS) * VEC;
+                if (unit < NORM_UNITS && c < GROUP) f(i, p, group, c);
+            }
+        }
+    };
+    each([&](int i, int p, int group, int c) { load<VEC>(weight + (SHARED_WEIGHT ? 0 : group * GROUP) + c, w[i][p]); });
+    wait_for_inputs();
+    each([&](int i, int p, int group, int c) {
+        load<VEC>(a + group * GROUP + c, v[i][p]);
+        if constexpr (HAS_SECOND) load<VEC>(gate + group * GROUP + c, z[i][p]);
+    });
+    float sum[NORM_TURNS] = {};
+    each([&](int i, int p, int, int) {
+#pragma unroll
+        for (int e = 0; e < VEC; e++) {
+            if constexpr (HAS_SECOND) z[i][p][e] = activate<ACT>(z[i][p][e]);
+            if constexpr (GATE == 1) v[i][p][e] *= z[i][p][e];
+            sum[i] += v[i][p][e] * v[i][p][e];
+        }
+    });
+#pragma unroll
+    for (int i = 0; i < NORM_TURNS; i++) {
+        sum[i] = warp_sum(sum[i]);
+        if (lane == 0 && warp + i * WARPS < NORM_UNITS) sums[warp + i * WARPS] = sum[i];
+    }
+    sync_consumers();
+    if constexpr (NORM_WARPS > 1) {
+#pragma unroll
+        for (int i = 0; i < NORM_TURNS; i++) {
+            int first = min(warp + i * WARPS, NORM_UNITS - 1) / NORM_WARPS * NORM_WARPS;
+            sum[i] = warp_sum(lane < NORM_WARPS ? sums[first + lane] : 0.f);
+        }
+    }
+    each([&](int i, int p, int group, int c) {
+        float r = rsqrtf(sum[i] / GROUP + eps);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) {
+            v[i][p][e] *= w[i][p][e] * r;
+            if constexpr (GATE == 2) v[i][p][e] *= z[i][p][e];
+        }
+        store<VEC>(x + group * GROUP + c, v[i][p]);
+    });
+}
+
+// act(a) or act(a) * b of the only row, by all consumers.
+DEV void activation(const bf16 *a, const bf16 *b, bf16 *x) {
+    constexpr int STEP = CONSUMERS * 8, AHEAD = 4;
+    for (int base = threadIdx.x * 8; base < K; base += AHEAD * STEP) {
+        float g[AHEAD][8], u[AHEAD][8];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            int c = base + i * STEP;
+            if (c < K) load<8>(a + c, g[i]);
+            if (HAS_SECOND && c < K) load<8>(b + c, u[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            int c = base + i * STEP;
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                g[i][e] = activate<ACT>(g[i][e]);
+                if constexpr (HAS_SECOND) g[i][e] *= u[i][e];
+            }
+            if (c < K) store<8>(x + c, g[i]);
+        }
+    }
+}

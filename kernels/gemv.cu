@@ -1,0 +1,187 @@
+// Products of one or two rows of x at memory speed, from compute capability 9.0 on. Every warp streams rows of W through a ring
+// of its own, copied in bulk, and starts to before the kernels ahead are done. 256 neighbouring elements of a row are 16 x 16
+// operands for the tensor cores, piece i of 8 elements in row i % 16, and those of x the columns that go with them, so that
+// products of a row of W lie on the diagonal: W and x are read as they lie in memory, and no warp waits for another.
+// With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
+// 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
+// is computed too, again to the same bits. M is 1 there.
+// Grid (blocks that fit on the device at once).
+// K, M, WARPS, STAGES (of a warp's ring), DEPTH (elements of a stage), ROWS (of W that a warp multiplies side by side; they divide
+// STAGES, and more than one only if a stage holds a row), ONCE (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT,
+// HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS (that rms_norm.cu gives a group), GATE,
+// SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT; out_t, pool_t, conv_t.
+
+constexpr int STEP = 256;
+constexpr int SLICES = div_up(K, DEPTH);         // stages of a row
+constexpr int X_PITCH = div_up(K, STEP) * STEP;
+constexpr bool RAGGED = K % STEP != 0;
+constexpr int SUMS = ROWS == 1 ? 2 : ROWS;
+constexpr int CONSUMERS = 32 * WARPS;
+DEV void sync_consumers() { __syncthreads(); }
+
+#include "around.cuh"
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
+    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *bias, out_t *out, i64 out_stride,
+          float scale, const bf16 *first, const bf16 *second, const float *norm_weight, float eps, const u32 *ints,
+          const float *conv_weight, i64 conv_weight_stride, pool_t *pool, i64 slot_stride, conv_t *conv_out,
+          u32 untouched) {
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ float sums[NORM_UNITS];
+    __shared__ __align__(8) u64 full[WARPS][STAGES], x_full;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bf16 *resident = reinterpret_cast<bf16 *>(shared), *ring = resident + M * X_PITCH + warp * STAGES * DEPTH;
+    // Rows of W: whole turns of the grid block by block, what is left over spread over the blocks.
+    int grid = gridDim.x * WARPS, turns = n / grid, last = turns * grid + warp * gridDim.x + blockIdx.x;
+    int rows = turns + (last < n), total = rows * SLICES;
+    auto row_of = [&](int i) { return i < turns ? (i * (int)gridDim.x + (int)blockIdx.x) * WARPS + warp : last; };
+    u64 once = evict_first();
+    auto copy = [&](int j) {
+        u64 *bar = full[warp] + j % STAGES;
+        int row = row_of(j / SLICES), k0 = j % SLICES * DEPTH;
+        u32 bytes = 2 * min(DEPTH, K - k0);
+        bulk_expect(bar, bytes);
+        bulk_load<ONCE>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
+    };
+    if constexpr (RAGGED) {
+        // What stands behind the inner dimension must be finite; x is zero there.
+        for (int i = threadIdx.x; i < (WARPS * STAGES * DEPTH + M * X_PITCH) / 8; i += CONSUMERS)
+            reinterpret_cast<uint4 *>(shared)[i] = make_uint4(0, 0, 0, 0);
+        bulk_fence();
+        __syncthreads();
+    }
+    // The weight does not wait for the kernels ahead.
+    if (lane == 0) {
+        for (int s = 0; s < STAGES; s++) barrier_init(full[warp] + s, 1);
+        if (warp == 0) barrier_init(&x_full, 1);
+        barrier_init_done();
+        for (int j = 0; j < min(STAGES, total); j++) copy(j);
+    }
+    __syncthreads();
+    // The sums of up to 32 rows wait for each other, each in a lane, which asks ahead for what goes with its row.
+    auto row_at = [&](int i) { return i < rows ? row_of(i) : -1; };
+    Channel channel;
+    auto fetch_channel = [&](int i) {
+        if constexpr (CONV) channel.fetch(ints, row_at(i) - CONV_FIRST, conv_weight, conv_weight_stride, pool, slot_stride);
+    };
+    if (untouched) fetch_channel(lane);
+    if constexpr (PRE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    wait_for_inputs();
+    // Not sooner: blocks that wait two kernels ahead slow down those that are to run first.
+    let_next_start();
+    if constexpr (PRE == 2) activation(first, second, resident);
+    if constexpr (PRE != 0) {
+        __syncthreads();
+        for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
+            reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
+    } else {
+        if (threadIdx.x == 0) {
+            bulk_fence();
+            bulk_expect(&x_full, 2 * M * K);
+            for (int m = 0; m < M; m++) bulk_load(resident + m * X_PITCH, x + m * x_stride, 2 * K, &x_full);
+        }
+        barrier_wait(&x_full, 0);
+    }
+    if (!untouched) fetch_channel(lane);
+    // As it is in memory: to convert it here would be to wait for it.
+    out_t before[M];
+    float add = 0.f, sum[M];
+    auto fetch_row = [&](int i) {
+        int row = row_at(i);
+        if (row < 0) return;
+        if constexpr (HAS_BIAS) add = bias[row];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+            if (ACCUMULATE) before[m] = out[m * out_stride + row];
+    };
+    auto write_row = [&](int i) {
+        int row = row_at(i);
+        if (row < 0) return;
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            float v = sum[m] * scale;
+            if constexpr (HAS_BIAS) v += add;
+            if constexpr (ACCUMULATE) v += to_f32(before[m]);
+            out[m * out_stride + row] = from_f32<out_t>(v);
+            if constexpr (CONV)
+                channel.put(ints, row - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, slot_stride, conv_out);
+        }
+    };
+    fetch_row(lane);
+
+    // Sums of rows, or of every other step of the only row: an mma waits for the one before that it adds to.
+    float acc[SUMS][M][2][4];
+    const uint4 *ws = reinterpret_cast<const uint4 *>(ring) + lane, *xs = reinterpret_cast<const uint4 *>(resident) + lane;
+    auto step = [&](float (*to)[2][4], uint4 w4, const uint4 *b) {
+        u32 a[4] = {w4.x, w4.y, w4.z, w4.w};
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma_bf16(to[m][0], a, b[m].x, b[m].z);
+            mma_bf16(to[m][1], a, b[m].y, b[m].w);
+        }
+    };
+    // Steps of 256 elements of rows in stages from `stage` on, and of x from `at` on.
+    auto multiply = [&](int stage, int at, int steps) {
+        const uint4 *from = ws + stage * (DEPTH / 8), *with = xs + at / 8;
+#pragma unroll 2
+        for (int k = 0; k < steps; k += SUMS / ROWS) {
+#pragma unroll
+            for (int i = 0; i < SUMS / ROWS; i++) {
+                if (i > 0 && k + i >= steps) continue;
+                uint4 b[M];
+#pragma unroll
+                for (int m = 0; m < M; m++) b[m] = with[m * (X_PITCH / 8) + (k + i) * 32];
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) step(acc[r + i], from[r * (DEPTH / 8) + (k + i) * 32], b);
+            }
+        }
+    };
+    // The sums of the diagonals go to the lanes of rows `i` to `i + ROWS - 1`.
+    auto keep = [&](int i) {
+        int g = lane / 4, q = lane % 4;
+        float v[ROWS][M];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                float *lo = acc[r][m][0], *hi = acc[r][m][1];
+                v[r][m] = g == 2 * q ? lo[0] + hi[2] : g == 2 * q + 1 ? lo[1] + hi[3] : 0.f;
+                if constexpr (SUMS > ROWS) {
+                    lo = acc[1][m][0], hi = acc[1][m][1];
+                    v[r][m] += g == 2 * q ? lo[0] + hi[2] : g == 2 * q + 1 ? lo[1] + hi[3] : 0.f;
+                }
+            }
+#pragma unroll
+        for (int d = 16; d; d /= 2)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                for (int m = 0; m < M; m++) v[r][m] += __shfl_xor_sync(0xffffffffu, v[r][m], d);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                if (lane == i % 32 + r) sum[m] = v[r][m];
+        int next = i + ROWS;
+        if (next % 32 != 0 || next >= rows) return;
+        write_row(next - 32 + lane);
+        fetch_channel(next + lane);
+        fetch_row(next + lane);
+    };
+    for (int j = 0; j < total; j += ROWS) {
+        int stage = j % STAGES, slice = j % SLICES;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            if (j + r < total) barrier_wait(full[warp] + stage + r, j / STAGES & 1);
+        if (slice == 0) {
+#pragma unroll
+            for (int i = 0; i < SUMS * M * 8; i++) acc[i / 8 / M][i / 8 % M][i / 4 % 2][i % 4] = 0.f;
+        }
+        multiply(stage, slice * DEPTH, slice + 1 < SLICES ? DEPTH / STEP : div_up(K - (SLICES - 1) * DEPTH, STEP));
+        __syncwarp();
+        if (lane == 0)
+            for (int next = j + STAGES; next < min(j + STAGES + ROWS, total); next++) copy(next);
+        if (slice + 1 == SLICES) keep(j / SLICES);
+    }
+    if (rows > 0) write_row((rows - 1) / 32 * 32 + lane);
+}
