@@ -15,7 +15,7 @@ use crate::buffer::{Buf, Read};
 use crate::cache_file::CacheFile;
 use crate::device::Gpu;
 use crate::kernel::Kernel;
-use crate::lower::{Facts, lower, lower_step};
+use crate::lower::{self, Facts, lower_step};
 use crate::pipelines::{Dispatch, Pipelines};
 
 /// Features that are used where the adapter has them.
@@ -309,10 +309,8 @@ impl Backend for WgpuBackend {
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
-        // What cannot be lowered fails when it is recorded.
-        let kernels = lower(op, &self.facts).unwrap_or_default();
         self.measured.borrow_mut().push(op.clone());
-        kernels.iter().map(Kernel::scratch).max().unwrap_or(0)
+        lower::scratch(op, &self.facts)
     }
 
     fn reserve(&self, bytes: u64) -> Result<()> {

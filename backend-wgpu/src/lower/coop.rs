@@ -61,13 +61,25 @@ impl Tile {
     }
 }
 
+/// Workgroups that an H200 runs at a time, about.
+const PLACES: usize = 256;
+
 /// Into how many parts K is cut: a few tiles alone would leave most of a large device idle.
 fn parts(tiles: usize, k: usize) -> usize {
-    /// Workgroups that an H200 runs at a time, about.
-    const PLACES: usize = 256;
-    /// Shorter parts do not pay for the sum over parts.
-    const LEAST: usize = 2048;
-    (PLACES / tiles).min(k / LEAST).clamp(1, 8)
+    (PLACES / tiles).min(most_parts(k)).max(1)
+}
+
+/// Parts shorter than 2048 do not pay for the sum over them.
+fn most_parts(k: usize) -> usize {
+    (k / 2048).clamp(1, 8)
+}
+
+/// Words that the sums of the parts of a product of `m` rows, or fewer, take at most: fewer rows can be cut into more parts.
+fn most_sums(m: usize, n: usize, k: usize) -> usize {
+    match most_parts(k) {
+        1 => 0,
+        parts => (parts * m * n).min(PLACES * ROWS * ROWS),
+    }
 }
 
 /// Rows in whole tiles, and what the scratch arena holds of them: f16 rows in words, then each row's unit.
@@ -107,6 +119,12 @@ pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>>
     let mut kernels = vec![packed.kernel(&op.x, facts)];
     op.w.blocks.iter().for_each(|block| product(op, block, &packed, facts, &mut kernels));
     kernels
+}
+
+/// Bytes of the scratch arena that the product takes at most, with as many rows or fewer.
+pub(super) fn scratch<B: Handle>(op: &Matmul<B>) -> u64 {
+    let sums = op.w.blocks.iter().map(|block| most_sums(op.x.rows(), block.w.rows(), op.w.k)).max();
+    4 * (Packed::of(&op.x).end() + sums.unwrap_or(0)) as u64
 }
 
 /// The product with a block, of one kernel or, if K is cut into parts, two.
@@ -168,6 +186,21 @@ mod tests {
     fn k_is_cut_where_tiles_are_few() {
         for (tiles, k, want) in [(580, 4096, 1), (128, 21504, 2), (128, 4096, 2), (64, 21504, 4), (1, 64, 1)] {
             assert_eq!(parts(tiles, k), want, "{tiles} tiles, {k}");
+        }
+    }
+
+    #[test]
+    fn sums_fit_what_more_rows_reserve() {
+        for (n, k) in [(36, 4128), (1536, 4096), (4096, 21504), (18560, 4096), (4096, 64)] {
+            let mut reserved = 0;
+            for m in 9..1500 {
+                let tile = Tile::pick(m, n);
+                let parts = parts(m.div_ceil(tile.m()) * n.div_ceil(tile.n()), k);
+                let most = most_sums(m, n, k);
+                assert!(parts == 1 || parts * m * n <= most, "{m} x {n} x {k}");
+                assert!(reserved <= most, "{m} x {n} x {k}");
+                reserved = most;
+            }
         }
     }
 

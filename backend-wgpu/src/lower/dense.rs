@@ -88,10 +88,17 @@ pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result
     Ok(vec![b.build("activation", (op.out.len() / 4).div_ceil(256), facts.max_binding)])
 }
 
+fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
+    facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
+}
+
+/// Bytes of the scratch arena that the product takes at most, with as many rows or fewer.
+pub(super) fn matmul_scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
+    if cooperative(op, facts) { coop::scratch(op) } else { 0 }
+}
+
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
-    let cooperative =
-        facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k));
-    if cooperative {
+    if cooperative(op, facts) {
         return Ok(coop::matmul(op, facts));
     }
     op.w.blocks.iter().map(|block| product(op, block, facts)).collect()
