@@ -1,13 +1,14 @@
 // As matmul_few.cu, from compute capability 9.0 on: a warp of its own copies slices of 16 rows of W in bulk into one ring,
 // which runs on across tiles and starts before the kernels ahead are done; WARPS others share the inner dimension of every
-// slice and add up in a fixed order, so a result does not depend on the number of rows of x.
+// slice and add up in a fixed order, so a result does not depend on the number of rows of x that this kernel gets.
 // With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
 // 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
 // is computed too, again to the same bits. M is 1 there.
 // Grid (blocks that fit on the device at once, at most the tiles).
-// K, M, WARPS, STAGES, DEPTH (of a slice, a warp), X_RESIDENT (x is copied once, not with every slice), ONCE (nothing else keeps W in
-// the L2), ACCUMULATE, HAS_BIAS, PRE, ACT, HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS (that rms_norm.cu gives a group), GATE,
-// SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT; out_t, pool_t, conv_t.
+// K, M, WARPS, STAGES, DEPTH (of a slice, a warp), X_RESIDENT (x is copied once, not with every slice), ONCE (nothing else
+// keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT, HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS
+// (that rms_norm.cu gives a group), GATE, SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT;
+// out_t, pool_t, conv_t.
 
 constexpr int ROWS = 16;
 constexpr int SPAN = DEPTH * WARPS;

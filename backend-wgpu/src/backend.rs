@@ -40,6 +40,8 @@ pub struct WgpuBackend {
     played: Cell<(usize, usize, std::time::Duration)>,
     /// Where ops keep what only their own dispatches need.
     arena: RefCell<Option<Buf>>,
+    /// Written between measurements.
+    pub(crate) flush: RefCell<Option<Buf>>,
     next_id: Cell<usize>,
     gone: Rc<RefCell<Vec<usize>>>,
     software: bool,
@@ -141,6 +143,7 @@ impl WgpuBackend {
             #[cfg(not(target_arch = "wasm32"))]
             played: Cell::default(),
             arena: RefCell::default(),
+            flush: RefCell::default(),
             next_id: Cell::new(1),
             gone,
             software,
