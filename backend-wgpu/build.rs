@@ -8,12 +8,15 @@ fn main() -> Result<(), Box<dyn error::Error>> {
     let to = PathBuf::from(env::var("OUT_DIR")?);
     println!("cargo::rerun-if-changed={}", from.display());
     for file in fs::read_dir(from)? {
-        let file = file?;
-        let text = fs::read_to_string(file.path())?;
+        let path = file?.path();
+        if path.extension().is_none_or(|e| e != "wgsl") {
+            continue;
+        }
+        let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
         // WGSL has no strings that could hold slashes.
         let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default().trim());
         let lines: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
-        fs::write(to.join(file.file_name()), lines.join("\n") + "\n")?;
+        fs::write(to.join(path.file_name().ok_or("a file without a name")?), lines.join("\n") + "\n")?;
     }
     Ok(())
 }

@@ -37,7 +37,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // Tokens past the chunk's end repeat the last one; nothing is kept of them.
     let at = start + min(t, len - 1u);
     if thread < 64u {
-        gates[t] = par_at(h) * LOG2E * softplus(a_at(at * P.a_row + h) + par_at(P.par_row + h));
+        // 2^-150 is 0 already; sums of larger ones would cost the tokens behind their precision.
+        gates[t] = max(par_at(h) * LOG2E * softplus(a_at(at * P.a_row + h) + par_at(P.par_row + h)), -150.0);
         betas[t] = P.beta_scale * sigmoid(b_at(at * P.b_row + h));
         k_norms[t] = inverseSqrt(bitcast<f32>(kk_at(at * P.kk_row + pair + at - start)) + 1e-6);
     } else {

@@ -99,7 +99,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             if thread < len {
                 dt = clamp(softplus(next_dt + dt_bias), P.dt_low, P.dt_high);
             }
-            logs[thread] = dt * a;
+            // 2^-150 is 0 already; sums of larger ones would cost the tokens behind their precision.
+            logs[thread] = max(dt * a, -150.0);
         }
 #for i 4
         var ya$i = vec4<f32>();

@@ -41,6 +41,7 @@ pub struct WgpuBackend {
     /// Where ops keep what only their own dispatches need.
     arena: RefCell<Option<Buf>>,
     /// Written between measurements.
+    #[cfg(not(target_arch = "wasm32"))]
     pub(crate) flush: RefCell<Option<Buf>>,
     next_id: Cell<usize>,
     gone: Rc<RefCell<Vec<usize>>>,
@@ -143,6 +144,7 @@ impl WgpuBackend {
             #[cfg(not(target_arch = "wasm32"))]
             played: Cell::default(),
             arena: RefCell::default(),
+            #[cfg(not(target_arch = "wasm32"))]
             flush: RefCell::default(),
             next_id: Cell::new(1),
             gone,

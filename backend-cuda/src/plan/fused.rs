@@ -64,8 +64,9 @@ fn norm<B: Address>(a: &RmsNorm<B>) -> Option<Prologue<'_, B>> {
     let z = a.gate.as_ref().map(|g| &g.z);
     let (vec, threads) = norm_access(a);
     let bf16 = a.x.dtype == DType::Bf16 && z.is_none_or(|z| z.dtype == DType::Bf16);
-    // All of a row stays in the registers of at most 256 threads.
-    (bf16 && a.add.is_none() && a.x.row_len() <= 8192).then_some(Prologue {
+    // All of a row stays in the registers of at most 256 threads, and the sums of its groups in shared memory.
+    let fits = a.x.row_len() <= 8192 && a.groups * (threads / 32) <= 128;
+    (bf16 && a.add.is_none() && fits).then_some(Prologue {
         norm: true,
         first: &a.x,
         second: z,

@@ -266,11 +266,11 @@ fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> Option<Chunk
     delta_block(dk, dv, blocks, target).filter(|_| long)
 }
 
+/// At most, in steps of as many tokens or fewer: one of more rows may have no long one and take none.
 pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, target: &Target) -> u64 {
-    match delta_chunked(a, target) {
-        Some(_) => (a.step.bucket.chunks * a.pool.dims()[1] * DELTA_UNIT) as u64,
-        None => 0,
-    }
+    let &[_, heads, dk, _] = a.pool.dims() else { unreachable!("checked") };
+    let b = &a.step.bucket;
+    if target.tuned && dk == DELTA_KEYS && b.tokens > PAGE { (b.chunks * heads * DELTA_UNIT) as u64 } else { 0 }
 }
 
 pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Result<Vec<Work>> {

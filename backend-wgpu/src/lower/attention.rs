@@ -78,8 +78,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
         return Ok(vec![tile.build("attention", b.tokens.div_ceil(tokens) * kv_heads, facts.max_binding)]);
     }
     demand(hd <= 512, "attention", || format!("a head dim of {hd}; at most 512 is supported"))?;
-    // Query heads that share the keys they read.
-    let together = (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1);
+    let together = together(per_kv);
     let items = b.tokens * heads / together;
     // Parts of a token's pages, and words of what one makes of a head.
     let splits = (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages);
@@ -107,4 +106,17 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
         part.scratch("partial", Write, 0, partial).build("attention", items * splits, facts.max_binding),
         merge.build("attention", b.tokens * heads, facts.max_binding),
     ])
+}
+
+/// Bytes of the scratch arena that steps of any number of rows take at most: parts of heads are never more than [`GROUPS`] times
+/// the heads of a workgroup.
+pub(super) fn scratch<B: Handle>(op: &Attention<B>, facts: &Facts) -> u64 {
+    let per_kv = op.q.row_len() / op.head_dim / op.pool.k.dims()[1];
+    let parts = if facts.few_barriers { 0 } else { GROUPS * together(per_kv) };
+    4 * (parts * (op.head_dim + 4)) as u64
+}
+
+/// Query heads that share the keys they read.
+fn together(per_kv: usize) -> usize {
+    (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1)
 }

@@ -57,6 +57,12 @@ fn product<B: Handle>(
     Ok(b.build("expert_matmul", op.out.rows() * n_tiles, facts.max_binding))
 }
 
+/// Bytes of the scratch arena that steps of as many tokens or fewer take at most: where a binding is too small for one of more,
+/// it can hold one of fewer.
+pub(super) fn scratch<B: Handle>(op: &ExpertMatmul<B>, facts: &Facts) -> u64 {
+    Grouped::plan(op).map_or(0, |plan| plan.bytes(op).min(facts.max_binding / 16 * 16))
+}
+
 /// Choices sorted by expert and multiplied in tiles: every weight is read once per tile of its rows.
 struct Grouped {
     tile: Tile,
@@ -71,17 +77,31 @@ struct Grouped {
 
 impl Grouped {
     fn pick<B: Handle>(op: &ExpertMatmul<B>, facts: &Facts) -> Option<Self> {
+        Self::plan(op).filter(|plan| plan.bytes(op) <= facts.max_binding)
+    }
+
+    /// For any size of a binding.
+    fn plan<B: Handle>(op: &ExpertMatmul<B>) -> Option<Self> {
         let entries = op.ids.len();
         let experts: usize = op.experts.iter().map(|r| r.experts).sum();
         let m = if entries >= 24 * experts { 32 } else { 16 };
         let tiles = entries / m + experts.min(entries);
         let expert_at = m * tiles;
         let products_at = expert_at + tiles.next_multiple_of(64);
-        let products = if op.combine.is_some() { entries * op.out.row_len() } else { 0 };
-        let fits = 4 * (products_at + products) as u64 <= facts.max_binding;
-        (op.ids.rows() > FEW_TOKENS && experts <= MOST_EXPERTS && fits && op.out.row_len().is_multiple_of(4)).then_some(
-            Self { tile: Tile { m, blocks: [1, 1], k: 16 }, entries, experts, tiles, expert_at, products_at },
-        )
+        (op.ids.rows() > FEW_TOKENS && experts <= MOST_EXPERTS && op.out.row_len().is_multiple_of(4)).then_some(Self {
+            tile: Tile { m, blocks: [1, 1], k: 16 },
+            entries,
+            experts,
+            tiles,
+            expert_at,
+            products_at,
+        })
+    }
+
+    /// Bytes of the scratch arena.
+    fn bytes<B: Handle>(&self, op: &ExpertMatmul<B>) -> u64 {
+        let products = if op.combine.is_some() { self.entries * op.out.row_len() } else { 0 };
+        4 * (self.products_at + products) as u64
     }
 
     fn kernels<B: Handle>(&self, op: &ExpertMatmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {

@@ -64,13 +64,17 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     Ok(kernels.into_iter().filter(|k| k.grid.iter().all(|n| *n > 0)).collect())
 }
 
-/// Bytes of the scratch arena that `op` takes; a product at most, with as many rows or fewer, since fewer rows can take more.
+/// Bytes of the scratch arena that `op` takes, or that it takes at most in a smaller step, since fewer rows can take more.
 pub fn scratch<B: Handle>(op: &Op<B>, facts: &Facts) -> u64 {
     // What cannot be lowered fails when it is recorded.
     let kernels = lower(op, facts).unwrap_or_default();
     let own = kernels.iter().map(Kernel::scratch).max().unwrap_or(0);
     match op {
         Op::Matmul(op) => own.max(dense::matmul_scratch(op, facts)),
+        Op::Attention(op) => own.max(attention::scratch(op, facts)),
+        Op::ExpertMatmul(op) => own.max(experts::scratch(op, facts)),
+        Op::SelectiveScan(op) => own.max(scan::scan_scratch(op, facts)),
+        Op::GatedDelta(op) => own.max(scan::delta_scratch(op, facts)),
         _ => own,
     }
 }

@@ -76,8 +76,7 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     // Rows that the chunked form leaves to others.
     let mut longest = usize::MAX;
     if many
-        && p.is_multiple_of(CHUNK_COLUMNS)
-        && [64, 128].contains(&n)
+        && scan_words(op).is_some()
         && let Some(chunks) =
             Pairs::pick(bucket, n, (op.first_head, heads, op.heads_per_group)).filter(|c| c.fits(0, facts))
     {
@@ -154,14 +153,19 @@ struct Pairs {
 impl Pairs {
     /// For a step that can have long rows; the heads are the first, their number and how many share a group.
     fn pick(bucket: &Bucket, inner: usize, (first, heads, per_group): (usize, usize, usize)) -> Option<Self> {
-        let first_group = first / per_group;
+        let (first_group, groups) = Self::groups(first, heads, per_group);
         (bucket.tokens > LONG).then_some(Self {
             inner,
             tokens: bucket.tokens,
             first_group,
-            groups: (first + heads - 1) / per_group + 1 - first_group,
+            groups,
             short: if bucket.rows == 1 { 0 } else { LONG },
         })
+    }
+
+    /// The first group of these heads and how many there are.
+    fn groups(first: usize, heads: usize, per_group: usize) -> (usize, usize) {
+        (first / per_group, (first + heads - 1) / per_group + 1 - first / per_group)
     }
 
     fn dims(&self) -> [usize; 2] {
@@ -233,8 +237,7 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     let mut kernels = vec![];
     let mut longest = usize::MAX;
     if many
-        && dk == 128
-        && dv.is_multiple_of(CHUNK_COLUMNS)
+        && delta_words(op).is_some()
         && let Some(keys) = Pairs::pick(bucket, dk, (op.first_head, heads, op.heads_per_key))
             .filter(|k| k.fits(k.words() + bucket.tokens * heads * PREPARED, facts))
     {
@@ -312,6 +315,36 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
 /// Words per token and head that `gated_delta_prepare.wgsl` leaves in scratch.
 const PREPARED: usize = 152;
 
+/// Words per token of the chunked forms, for pools that they take.
+fn scan_words<B: Handle>(op: &SelectiveScan<B>) -> Option<usize> {
+    let &[_, heads, p, n] = op.pool.dims() else { unreachable!("checked: four dims") };
+    let takes = op.form == ScanForm::PerHead && p.is_multiple_of(CHUNK_COLUMNS) && [64, 128].contains(&n);
+    takes.then(|| Pairs::groups(op.first_head, heads, op.heads_per_group).1 * PAGE)
+}
+
+fn delta_words<B: Handle>(op: &GatedDelta<B>) -> Option<usize> {
+    let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
+    let takes = dk == 128 && dv.is_multiple_of(CHUNK_COLUMNS);
+    takes.then(|| 2 * Pairs::groups(op.first_head, heads, op.heads_per_key).1 * PAGE + heads * PREPARED)
+}
+
+/// Bytes of the scratch arena that a chunked form takes at most in steps of `tokens` tokens or fewer, in whatever rows: a step
+/// of more of them may go token by token and take none.
+fn most(tokens: usize, words: Option<usize>, facts: &Facts) -> u64 {
+    let words = words.filter(|_| !facts.few_barriers).unwrap_or(0);
+    (4 * words as u64 * tokens as u64).min(facts.max_binding / 16 * 16)
+}
+
+/// As [`most`].
+pub(super) fn scan_scratch<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) -> u64 {
+    most(op.step.bucket.tokens, scan_words(op), facts)
+}
+
+/// As [`most`].
+pub(super) fn delta_scratch<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> u64 {
+    most(op.step.bucket.tokens, delta_words(op), facts)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -326,6 +359,19 @@ mod tests {
         assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
         let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, few_barriers: false };
         assert!(one.fits(0, &facts) && !one.fits(1 << 18, &facts));
+    }
+
+    #[test]
+    fn no_step_takes_more_scratch_than_one_of_the_most_tokens_says() {
+        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, few_barriers: false };
+        let (most_tokens, words) = (700, 512);
+        let said = most(most_tokens, Some(words), &facts);
+        for tokens in 1..=most_tokens {
+            let need = 4 * (tokens * words) as u64;
+            assert!(need > facts.max_binding || need <= said, "{tokens}");
+        }
+        assert_eq!(most(64, Some(words), &facts), 4 * 64 * 512);
+        assert_eq!(most(64, Some(words), &Facts { few_barriers: true, ..facts }), 0);
     }
 
     #[test]

@@ -39,7 +39,7 @@ impl Spec for Delta {
         h.float("q", d.act, &[t, keys], rng.tokens(&self.batch, keys, 1.0));
         h.float("k", d.act, &[t, keys], rng.tokens(&self.batch, keys, 1.0));
         h.float("v", d.act, &[t, values], rng.tokens(&self.batch, values, 1.0));
-        h.float("a", d.act, &[t, self.heads], rng.tokens(&self.batch, self.heads, 1.0));
+        h.float("a", d.act, &[t, self.heads], self.decay.steps(rng.tokens(&self.batch, self.heads, 1.0), self.heads));
         h.float("b", d.act, &[t, self.heads], rng.tokens(&self.batch, self.heads, 1.5));
         let (a, bias) = self.decay.ranges();
         let mut par = rng.ranged(self.heads, a.0, a.1);

@@ -200,14 +200,17 @@ enum Decay {
     Underflow,
     /// Some heads of each.
     Any,
+    /// Weak, but for a token now and then that leaves nothing of the state.
+    Resets,
 }
 
 impl Decay {
-    const ALL: [(&'static str, Self); 4] = [
+    const ALL: [(&'static str, Self); 5] = [
         ("strong decay", Self::Strong),
         ("weak decay", Self::Weak),
         ("decay to zero at once", Self::Underflow),
         ("every decay", Self::Any),
+        ("resets", Self::Resets),
     ];
 
     /// Ranges of A and of dt's bias.
@@ -218,7 +221,16 @@ impl Decay {
             Self::Weak => ((-0.02, -0.001), (-6.0, -4.0)),
             Self::Underflow => ((-80.0, -40.0), (4.0, 25.0)),
             Self::Any => ((-20.0, -0.001), (-6.0, 6.0)),
+            Self::Resets => ((-80.0, -40.0), (-8.0, -6.0)),
         }
+    }
+
+    /// Raw time steps `[T, H]` with those of resets.
+    fn steps(self, mut raw: Vec<f32>, heads: usize) -> Vec<f32> {
+        if self == Self::Resets {
+            raw.chunks_mut(heads).skip(5).step_by(13).flatten().for_each(|dt| *dt += 30.0);
+        }
+        raw
     }
 }
 

@@ -42,7 +42,7 @@ impl Spec for Scan {
         h.float("x", d.act, &[t, hp], rng.tokens(&self.batch, hp, 1.0));
         h.float("b", d.act, &[t, gn], rng.tokens(&self.batch, gn, 0.5));
         h.float("c", d.act, &[t, gn], rng.tokens(&self.batch, gn, 0.5));
-        h.float("dt", d.act, &[t, self.heads], rng.tokens(&self.batch, self.heads, 1.0));
+        h.float("dt", d.act, &[t, self.heads], self.decay.steps(rng.tokens(&self.batch, self.heads, 1.0), self.heads));
         let rows = self.par_rows();
         let (a, bias) = self.decay.ranges();
         let mut par = vec![];
