@@ -101,7 +101,8 @@ pub trait Backend: Sized + 'static {
     }
     /// Copies `bytes` to `dst` from byte `at` on, ordered before everything played later.
     fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()>;
-    /// Scratch bytes that `op` needs on this device; `op` is one of a bucket's largest.
+    /// Scratch bytes that `op` needs on this device, or needs at most in a step of fewer tokens, rows or chunks: it is asked at
+    /// load for the largest step.
     fn scratch(&self, op: &Op<Self::Buf>) -> u64;
     /// Makes the scratch arena at least `bytes` large. Called at load, never within a step.
     fn reserve(&self, bytes: u64) -> Result<()>;

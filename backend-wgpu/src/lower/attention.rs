@@ -80,8 +80,8 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     demand(hd <= 512, "attention", || format!("a head dim of {hd}; at most 512 is supported"))?;
     let together = together(per_kv);
     let items = b.tokens * heads / together;
-    // Parts of a token's pages, and words of what one makes of a head.
-    let splits = (GROUPS / items).clamp(1, MOST_SPLITS).min(b.pages);
+    // Words of what a part makes of a head.
+    let splits = splits(items, b.pages);
     let partial = [b.tokens * heads * splits, hd + 4];
     let part = base(shader!("attention"))
         .constant("HEADS", together)
@@ -116,7 +116,27 @@ pub(super) fn scratch<B: Handle>(op: &Attention<B>, facts: &Facts) -> u64 {
     4 * (parts * (op.head_dim + 4)) as u64
 }
 
+/// Parts of a token's pages, for so many tokens and groups of heads that share keys.
+fn splits(items: usize, pages: usize) -> usize {
+    (GROUPS / items).clamp(1, MOST_SPLITS).min(pages)
+}
+
 /// Query heads that share the keys they read.
 fn together(per_kv: usize) -> usize {
     (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_at_most_what_is_reserved() {
+        for items in 1..3000 {
+            for pages in [1, 2, 33, 64, 2048] {
+                let splits = splits(items, pages);
+                assert!(splits == 1 || items * splits <= GROUPS, "{items} of {pages} pages");
+            }
+        }
+    }
 }

@@ -79,7 +79,7 @@ impl<B: Backend> Runner<B> {
         Ok(runner)
     }
 
-    /// Sizes the scratch arena: no bucket needs more than the largest decode or prefill bucket.
+    /// Sizes the scratch arena: what ops of the largest decode and prefill buckets ask for holds for smaller ones.
     fn reserve(&self, limits: RunnerLimits) -> Result<()> {
         let mut measure = Measure::new(&self.backend);
         for bucket in [limits.decode(1), limits.decode(limits.lanes.min(limits.tokens)), limits.largest()] {
