@@ -80,8 +80,8 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     demand(hd <= 512, "attention", || format!("a head dim of {hd}; at most 512 is supported"))?;
     let together = together(per_kv);
     let items = b.tokens * heads / together;
-    // Words of what a part makes of a head.
     let splits = splits(items, b.pages);
+    // Words of what a part makes of a head.
     let partial = [b.tokens * heads * splits, hd + 4];
     let part = base(shader!("attention"))
         .constant("HEADS", together)
