@@ -255,22 +255,25 @@ fn delta_block(dk: usize, dv: usize, blocks: usize, target: &Target) -> Option<C
         .find(|s| s.shared.max(DELTA_PREPARE) + CHUNKED_STATIC <= target.shared)
 }
 
+/// Whether the inputs are such as the chunked delta rule reads.
+fn delta_inputs<B: Address>(a: &GatedDelta<B>, target: &Target) -> bool {
+    target.tuned && a.a.dtype == DType::Bf16 && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
+}
+
 fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> Option<ChunkedShape> {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
-    let long = target.tuned
-        && may_be_long(&a.step.bucket)
-        && a.a.dtype == DType::Bf16
-        && a.b.dtype == DType::Bf16
-        && wide(&[&a.q, &a.k, &a.v, &a.out]);
+    let long = may_be_long(&a.step.bucket) && delta_inputs(a, target);
     let blocks = long_rows(&a.step.bucket) * (heads * dv).div_ceil(64);
     delta_block(dk, dv, blocks, target).filter(|_| long)
 }
 
 /// At most, in steps of as many tokens or fewer: one of more rows may have no long one and take none.
 pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, target: &Target) -> u64 {
-    let &[_, heads, dk, _] = a.pool.dims() else { unreachable!("checked") };
+    let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let b = &a.step.bucket;
-    if target.tuned && dk == DELTA_KEYS && b.tokens > PAGE { (b.chunks * heads * DELTA_UNIT) as u64 } else { 0 }
+    // What fits with any number of blocks fits with the fewest, whose columns are half as wide.
+    let takes = b.tokens > PAGE && delta_inputs(a, target) && delta_block(dk, dv, 0, target).is_some();
+    if takes { (b.chunks * heads * DELTA_UNIT) as u64 } else { 0 }
 }
 
 pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Result<Vec<Work>> {

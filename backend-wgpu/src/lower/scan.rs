@@ -234,6 +234,23 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     demand(dk <= 256, "gated_delta", || format!("a key dim of {dk}; at most 256 is supported"))?;
     let bucket = &op.step.bucket;
     let many = bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
+    let base = |shader: Shader| {
+        Builder::new(shader)
+            .param("heads", heads)
+            .param("first_head", op.first_head)
+            .param("heads_per_key", op.heads_per_key)
+            .step(&op.step)
+    };
+    // With what is computed of a token before its state is touched.
+    let gated = |shader: Shader| {
+        base(shader)
+            .constant("KEY", dk)
+            .float("query_scale", 1.0 / (dk as f32).sqrt())
+            .float("beta_scale", op.beta_scale)
+            .view("a", Read, &op.a)
+            .view("b", Read, &op.b)
+            .view("par", Read, &op.par)
+    };
     let mut kernels = vec![];
     let mut longest = usize::MAX;
     if many
@@ -245,34 +262,20 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
         kernels.push(keys.kernel("gated_delta", &op.step, &op.k, &op.k, 0, facts));
         kernels.push(keys.kernel("gated_delta", &op.step, &op.q, &op.k, qk, facts));
         kernels.push(
-            Builder::new(shader!("gated_delta_prepare"))
-                .constant("KEY", dk)
-                .param("heads", heads)
+            gated(shader!("gated_delta_prepare"))
                 .param("short", keys.short)
-                .param("first_head", op.first_head)
-                .param("heads_per_key", op.heads_per_key)
                 .param("first_key", keys.first_group)
-                .float("query_scale", 1.0 / (dk as f32).sqrt())
-                .float("beta_scale", op.beta_scale)
-                .step(&op.step)
                 .vectors("q", Read, &op.q)
-                .view("a", Read, &op.a)
-                .view("b", Read, &op.b)
-                .view("par", Read, &op.par)
                 .scratch("kk", Read, 0, keys.dims())
                 .scratch("qk", Read, qk, keys.dims())
                 .scratch("prep", Write, prep, prepared)
                 .build("gated_delta", bucket.chunks * heads, facts.max_binding),
         );
         kernels.push(
-            Builder::new(shader!("gated_delta_chunk"))
+            base(shader!("gated_delta_chunk"))
                 .constant("VALUE", dv)
                 .constant("BLOCKS", dv / CHUNK_COLUMNS)
-                .param("heads", heads)
                 .param("short", keys.short)
-                .param("first_head", op.first_head)
-                .param("heads_per_key", op.heads_per_key)
-                .step(&op.step)
                 .vectors("q", Read, &op.q)
                 .vectors("k", Read, &op.k)
                 .vectors("v", Read, &op.v)
@@ -288,23 +291,13 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     }
     let parts = dv.div_ceil(32);
     kernels.push(
-        Builder::new(shader!("gated_delta"))
-            .constant("KEY", dk)
+        gated(shader!("gated_delta"))
             .constant("VALUE", dv)
-            .param("heads", heads)
             .param("parts", parts)
             .param("longest", longest)
-            .param("first_head", op.first_head)
-            .param("heads_per_key", op.heads_per_key)
-            .float("query_scale", 1.0 / (dk as f32).sqrt())
-            .float("beta_scale", op.beta_scale)
-            .step(&op.step)
             .view("q", Read, &op.q)
             .view("k", Read, &op.k)
             .view("v", Read, &op.v)
-            .view("a", Read, &op.a)
-            .view("b", Read, &op.b)
-            .view("par", Read, &op.par)
             .view("pool", InPlace, &op.pool)
             .view("out", Write, &op.out)
             .build("gated_delta", bucket.rows * heads * parts, facts.max_binding),
