@@ -105,6 +105,7 @@ impl Logits<'_> {
         let mut loader = Loader::new(backend, &self.files.checkpoint, &mut report);
         let model = models::build(&architecture, &mut loader, limits).await?;
         drop(bar);
+        model::warn_of_ignored(&self.files.checkpoint);
         // Two slots: a step of several chunks reads one and writes the other.
         let mut direct = Direct::new(backend, &*model, limits, 2, total.div_ceil(PAGE))?;
         let mut sequence = Sequence::default();

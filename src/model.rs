@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
     Error,
     backend::Backend,
+    checkpoint::Checkpoint,
     engine::EngineOptions,
     model_dir::ModelFiles,
     models,
@@ -74,6 +75,7 @@ pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOpti
     let mut bar = LoadingBar::start();
     let session = pollster::block_on(Session::load(backend, files.clone(), options, &mut |p| bar.update(&p)))?;
     drop(bar);
+    warn_of_ignored(&files.checkpoint);
     let caps = session.engine().caps();
     tracing::info!(
         "{} loaded on {} ({}) in {:.3} s",
@@ -83,6 +85,15 @@ pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOpti
         started.elapsed().as_secs_f64()
     );
     Ok(session)
+}
+
+/// Tells, once a model was loaded, which of its stored tensors took no part.
+pub fn warn_of_ignored(checkpoint: &Checkpoint) {
+    let names = checkpoint.passed_over();
+    if let Some(first) = names.first() {
+        let more = if names.len() > 1 { format!(" and {} more", names.len() - 1) } else { String::new() };
+        tracing::warn!("stored but not part of what config.json describes, and ignored: `{first}`{more}");
+    }
 }
 
 /// A progress bar that shows up only if loading takes long, and goes when it is dropped.

@@ -3,7 +3,12 @@
 //! A header is checked completely before anything is believed: every tensor lies inside its file, overlaps no other and has
 //! exactly the bytes of its shape. Lengths from a file never decide an allocation before they were compared with its size.
 
-use std::{collections::BTreeMap, ops::Range, rc::Rc};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+    ops::{Bound, Range},
+    rc::Rc,
+};
 
 use serde_json::Value;
 
@@ -98,7 +103,7 @@ pub struct Checkpoint {
 
 #[derive(Clone)]
 enum Kind {
-    Files { source: Rc<dyn Source>, tensors: Rc<BTreeMap<String, TensorInfo>> },
+    Files { source: Rc<dyn Source>, tensors: Rc<BTreeMap<String, TensorInfo>>, asked: Rc<RefCell<BTreeSet<String>>> },
     Random { seed: u64 },
 }
 
@@ -121,7 +126,7 @@ impl Checkpoint {
             }
             return Err(Error::model(source.label(), why));
         };
-        Ok(Self { kind: Kind::Files { source, tensors: Rc::new(tensors) } })
+        Ok(Self { kind: Kind::Files { source, tensors: Rc::new(tensors), asked: Rc::default() } })
     }
 
     /// A checkpoint without files: whatever tensor is asked for is there, made from `seed` and its name.
@@ -172,6 +177,22 @@ impl Checkpoint {
         names.iter().find(|name| self.contains(name)).copied()
     }
 
+    /// Stored tensors that nobody asked for although others of the same module were: a bias beside its weight, say, that
+    /// config.json does not mention. Whole modules that the model does not have (heads for drafts, vision) are not among them.
+    pub fn passed_over(&self) -> Vec<&str> {
+        let Kind::Files { tensors, asked, .. } = &self.kind else { return Vec::new() };
+        let module = |name: &str| name.rfind('.').map_or(0, |dot| dot + 1);
+        let asked = asked.borrow();
+        let beside = |name: &str| {
+            let prefix = &name[..module(name)];
+            asked
+                .range::<str, _>((Bound::Included(prefix), Bound::Unbounded))
+                .take_while(|a| a.starts_with(prefix))
+                .any(|a| module(a) == prefix.len())
+        };
+        tensors.keys().map(String::as_str).filter(|name| !asked.contains(*name) && beside(name)).collect()
+    }
+
     /// Bytes of all stored tensors.
     pub fn bytes(&self) -> u64 {
         self.names().filter_map(|name| self.info(name)).map(|info| info.range.end - info.range.start).sum()
@@ -204,7 +225,7 @@ impl Checkpoint {
     }
 
     fn find_tensor(&self, names: &[&str], shape: &[usize]) -> Result<StoredTensor> {
-        let Kind::Files { source, tensors } = &self.kind else {
+        let Kind::Files { source, tensors, asked } = &self.kind else {
             let Kind::Random { seed } = self.kind else { unreachable!("a checkpoint is files or random") };
             let RawTensor { dtype, shape, bytes } = random::tensor(seed, names[0], shape)?;
             return Ok(StoredTensor { dtype, shape, place: Place::Memory(bytes) });
@@ -228,6 +249,7 @@ impl Checkpoint {
             );
             return Err(Error::model(file, why));
         }
+        asked.borrow_mut().insert(name.clone());
         let place = Place::File { source: source.clone(), info: info.clone() };
         Ok(StoredTensor { dtype, shape: shape.to_vec(), place })
     }

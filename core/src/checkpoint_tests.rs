@@ -67,6 +67,22 @@ fn offsets_need_no_alignment_and_sizes_of_one_do_not_count() {
 }
 
 #[test]
+fn a_tensor_beside_others_that_were_asked_for_is_noticed() {
+    let names = ["a.bias", "a.b.weight", "a.weight", "draft.weight", "head"];
+    let entries: Vec<_> = names
+        .iter()
+        .enumerate()
+        .map(|(i, name)| format!(r#""{name}":{{"dtype":"F32","shape":[1],"data_offsets":[{},{}]}}"#, 4 * i, 4 * i + 4))
+        .collect();
+    let checkpoint = open(vec![(SINGLE, file(&format!("{{{}}}", entries.join(",")), 20))]).unwrap();
+    assert!(checkpoint.passed_over().is_empty());
+    block_on(checkpoint.get("a.weight", &[1])).unwrap();
+    assert_eq!(checkpoint.passed_over(), ["a.bias"]);
+    block_on(checkpoint.get("a.bias", &[1])).unwrap();
+    assert!(checkpoint.passed_over().is_empty());
+}
+
+#[test]
 fn a_wrong_request_names_file_tensor_and_both_shapes() {
     let header = r#"{"a":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]},"q":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[12,16]},
         "new":{"dtype":"F3","shape":[4],"data_offsets":[16,17]}}"#;
