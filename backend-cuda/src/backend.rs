@@ -140,7 +140,7 @@ impl Cuda {
         let stream = Stream::new(&context)?;
         let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let arch = nvrtc::arch(major, minor);
-        let (free, total) = driver::memory()?;
+        let (_, total) = driver::memory()?;
         let blas = match blas::missing() {
             None if !options.f32 && !options.generic => Some(Blas::open(&context, &stream, &device.name)?),
             _ => None,
@@ -158,7 +158,6 @@ impl Cuda {
                 backend: "cuda",
                 device: device.name.clone(),
                 memory: Some(total),
-                free: Some(free),
                 act: activations,
                 products: activations,
                 kv: activations,
@@ -249,6 +248,10 @@ impl Backend for Cuda {
 
     fn caps(&self) -> &Caps {
         &self.caps
+    }
+
+    fn free_memory(&self) -> Option<u64> {
+        driver::memory().ok().map(|(free, _)| free)
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {

@@ -27,6 +27,7 @@ fn main() {
     let no_compiler = nvrtc::missing().is_some() && !required("nvrtc");
     let trials = vec![
         Trial::test("a kernel that does not compile", compile).with_ignored_flag(no_compiler),
+        Trial::test("free memory", what_is_left).with_ignored_flag(no_device),
         Trial::test("an allocation that does not fit", memory).with_ignored_flag(no_device),
         Trial::test("a bad address in a recorded step", address).with_ignored_flag(no_device),
     ];
@@ -44,6 +45,17 @@ fn compile() -> Result<(), Failed> {
             Ok(())
         }
         other => Err(format!("{other:?}").into()),
+    }
+}
+
+/// What is left for states and pages once the weights are loaded.
+fn what_is_left() -> Result<(), Failed> {
+    let cuda = Cuda::open(Options::default()).map_err(|e| e.to_string())?;
+    let before = cuda.free_memory();
+    let _weights = cuda.alloc("weights", 1 << 30).map_err(|e| e.to_string())?;
+    match (before, cuda.free_memory()) {
+        (Some(before), Some(after)) if after + (1 << 30) <= before => Ok(()),
+        other => Err(format!("free before and after 1 GiB was taken: {other:?}").into()),
     }
 }
 

@@ -116,7 +116,6 @@ impl WgpuBackend {
             backend: "wgpu",
             device: adapter::describe(&info),
             memory: None,
-            free: None,
             act: DType::F32,
             products: if cooperative { DType::F16 } else { DType::F32 },
             kv: DType::F32,

@@ -28,8 +28,6 @@ pub struct Caps {
     pub device: String,
     /// Bytes of device memory, where that can be asked.
     pub memory: Option<u64>,
-    /// Bytes free now, where that can be asked.
-    pub free: Option<u64>,
     /// Dtype of activations.
     pub act: DType,
     /// Precision of the factors in products of many rows: that of the weights, or less than `act`.
@@ -82,7 +80,7 @@ pub trait Backend: Sized + 'static {
     fn caps(&self) -> &Caps;
     /// Bytes of device memory free now, where that can be asked.
     fn free_memory(&self) -> Option<u64> {
-        self.caps().free
+        None
     }
     /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
     fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;

@@ -89,6 +89,9 @@ impl Job for Speed<'_> {
             step_tokens,
             context: Some(prompt + longest),
             prefix_cache: false,
+            // All sequences run at once, also where the device cannot tell how much memory it has.
+            slots: Some(2 * batch),
+            kv_pages: Some(batch.saturating_mul((prompt + longest).div_ceil(PAGE))),
             ..EngineOptions::default()
         };
         let start = Instant::now();

@@ -18,6 +18,7 @@ use crate::tensor::{DType, Tensor};
 /// into rows, chunks and steps.
 pub struct CpuBackend {
     caps: Caps,
+    free_at_start: Option<u64>,
     /// Bytes of the allocations that are alive; they may not be committed yet.
     allocated: Rc<Cell<u64>>,
 }
@@ -44,7 +45,6 @@ impl CpuBackend {
                 if threads == 1 { "" } else { "s" }
             ),
             memory: memory.map(|m| m.total),
-            free: memory.map(|m| m.available),
             act: DType::F32,
             products: DType::F32,
             kv: DType::F32,
@@ -53,14 +53,7 @@ impl CpuBackend {
             max_binding: isize::MAX as u64,
             asynchronous: false,
         };
-        Self { caps, allocated: Rc::default() }
-    }
-
-    /// Bytes that an allocation may take: what the system has now, and what it had at the start less what was given out
-    /// since, touched or not.
-    fn free(&self) -> Option<u64> {
-        let at_start = self.caps.free?.saturating_sub(self.allocated.get());
-        Some(system::memory()?.available.min(at_start))
+        Self { caps, free_at_start: memory.map(|m| m.available), allocated: Rc::default() }
     }
 }
 
@@ -92,14 +85,16 @@ impl Backend for CpuBackend {
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
-        let free = self.free();
+        let free = self.free_memory();
         let fits = free.is_none_or(|free| bytes <= free);
         let buf = usize::try_from(bytes).ok().filter(|_| fits).and_then(|len| Buf::zeroed(len, &self.allocated));
         buf.ok_or_else(|| Error::OutOfMemory { what: label.into(), asked: bytes, free: free.unwrap_or(0) })
     }
 
+    /// What the system has now, and what it had at the start less what was given out since, touched or not.
     fn free_memory(&self) -> Option<u64> {
-        self.free()
+        let at_start = self.free_at_start?.saturating_sub(self.allocated.get());
+        Some(system::memory()?.available.min(at_start))
     }
 
     fn adopts(&self) -> bool {
@@ -220,7 +215,7 @@ mod tests {
     #[test]
     fn untouched_allocations_count() {
         let b = CpuBackend::new();
-        let Some(free) = b.free() else { return };
+        let Some(free) = b.free_memory() else { return };
         let half = b.alloc("half", free / 2 + 1).unwrap();
         assert!(matches!(b.alloc("other half", free / 2 + 1), Err(Error::OutOfMemory { .. })));
         drop(half);

@@ -19,7 +19,6 @@ fn caps() -> Caps {
         backend: "none",
         device: String::new(),
         memory: None,
-        free: None,
         act: DType::Bf16,
         products: DType::Bf16,
         kv: DType::Bf16,
