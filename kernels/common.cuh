@@ -79,6 +79,10 @@ template <int N, class T> struct Packed {
         T item[N];
     };
     DEV Packed() {}
+    DEV void clear() {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) raw[i] = R();
+    }
 };
 
 template <int N, class T> DEV Packed<N, T> load_raw(const T *p) {
@@ -102,6 +106,23 @@ template <int N, class T> DEV void store(T *p, const float *v) {
     for (int i = 0; i < N; i++) r.item[i] = from_f32<T>(v[i]);
 #pragma unroll
     for (int i = 0; i < r.PIECES; i++) reinterpret_cast<typename Packed<N, T>::R *>(p)[i] = r.raw[i];
+}
+
+// The same to global memory, in pieces for certain: the compiler may take a store of 16 bytes apart into four.
+DEV void store_piece(uint4 *p, uint4 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEV void store_piece(uint2 *p, uint2 v) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+template <class R> DEV void store_piece(R *p, R v) { *p = v; }
+
+template <int N, class T> DEV void store_global(T *p, const float *v) {
+    Packed<N, T> r;
+#pragma unroll
+    for (int i = 0; i < N; i++) r.item[i] = from_f32<T>(v[i]);
+#pragma unroll
+    for (int i = 0; i < r.PIECES; i++) store_piece(reinterpret_cast<typename Packed<N, T>::R *>(p) + i, r.raw[i]);
 }
 
 // Two neighbouring values, such as a tensor-core fragment holds of a recurrent state in f32 or bf16.
@@ -133,7 +154,14 @@ constexpr float LOG2E = 1.44269504f;
 // Approximate quotients, to 2 ulp; a denominator beyond 2^126 gives 0, as it should here.
 DEV float sigmoid(float x) { return __fdividef(1.f, 1.f + ex2(-x * LOG2E)); }
 DEV float silu(float x) { return __fdividef(x, 1.f + ex2(-x * LOG2E)); }
-DEV float softplus(float x) { return x > 20.f ? x : log1pf(__expf(x)); }
+// log(1 + e^x) = max(x, 0) + 2 atanh(z), z = e / (2 + e) <= 1/3, e = e^-|x|; the polynomial is atanh's to 4e-9.
+DEV float softplus(float x) {
+    float e = ex2(-fabsf(x) * LOG2E), z = __fdividef(e, 2.f + e), q = z * z;
+    float r = __fmaf_rn(q, 0.140059933f, 0.140009031f);
+    r = __fmaf_rn(r, q, 0.200107634f);
+    r = __fmaf_rn(r, q, 0.333332092f);
+    return fmaxf(x, 0.f) + 2.f * __fmaf_rn(z * q, r, z);
+}
 
 constexpr int ACT_IDENTITY = 0, ACT_SILU = 1, ACT_SIGMOID = 2, ACT_RELU2 = 3, ACT_GELU = 4;
 template <int A> DEV float activate(float x) {
@@ -250,12 +278,16 @@ DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &
     return false;
 }
 
-// Tokens that a padding block looks through.
+// Tokens that a padding block looks through, and columns that it zeroes.
 constexpr int PADDING_SPAN = 1024;
+constexpr int PADDING_COLS = 1024;
 
-// Zeroes columns `col .. col + cols` of the padding tokens of span `span`. Called by all threads of a block.
-template <int THREADS, class T> DEV void zero_padding(const Step &st, T *out, i64 stride, int span, int col, int cols) {
-    int first = span * PADDING_SPAN, last = min(first + PADDING_SPAN, st.tokens);
+// Zeroes the padding tokens of block `block`, of COLS columns in all, after the kernels ahead. Called by all threads of a
+// block. Not inlined: its code would lie between the start of a kernel and what most blocks do.
+template <int THREADS, int COLS, class T> __device__ __noinline__ void zero_padding(Step st, T *out, i64 stride, int block) {
+    constexpr int TILES = div_up(COLS, PADDING_COLS);
+    int first = block / TILES * PADDING_SPAN, last = min(first + PADDING_SPAN, st.tokens);
+    int col = block % TILES * PADDING_COLS, cols = min(PADDING_COLS, COLS - col);
     bool padding = false;
 #pragma unroll
     for (int i = 0; i < PADDING_SPAN; i += THREADS) {
@@ -263,6 +295,7 @@ template <int THREADS, class T> DEV void zero_padding(const Step &st, T *out, i6
         padding |= t < last && st.token_row(t) == NONE;
     }
     if (!__syncthreads_or(padding)) return;
+    wait_for_inputs();
     for (int t = first + threadIdx.x / 32; t < last; t += THREADS / 32) {
         if (st.token_row(t) != NONE) continue;
         for (int i = threadIdx.x % 32; i < cols; i += 32) out[t * stride + col + i] = from_f32<T>(0.f);

@@ -1,8 +1,8 @@
 // Gated delta rule, token by token, with the state in registers: decode, verification, short rows, and every shape that
 // the chunked kernel does not take. Columns of S are independent, so a block owns COLS columns of one head of one
 // sequence and walks its chunks in order. One reduction a token: o = qᵀS' = e^g qᵀS + (q·k) δ.
-// Grid (heads * column tiles, chunks, or rows with MAX_TOKENS, + padding
-// blocks): neighbouring blocks stream neighbouring memory.
+// Grid: column tiles of the heads of each chunk, or row with MAX_TOKENS,
+// then padding blocks; neighbouring blocks stream neighbouring memory.
 // HEADS, DK, DV, COLS, THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are
 // someone else's); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
 
@@ -18,12 +18,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
           out_t *out, i64 out_stride, float beta_scale, u32 untouched) {
     // kᵀS and qᵀS of 4 columns, k·k, q·q, k·q; of two tokens in turn, so that a token has one barrier.
     __shared__ __align__(16) float parts[2][WARPS][LANES][12];
-    int h = blockIdx.x / TILES, tile = blockIdx.x % TILES * COLS, unit = blockIdx.y;
+    int unit = blockIdx.x / (HEADS * TILES), h = blockIdx.x / TILES % HEADS, tile = blockIdx.x % TILES * COLS;
     int blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
-        wait_for_inputs();
-        zero_padding<THREADS>(st, out, out_stride, unit - blocks, h * DV + tile, min(COLS, DV - tile));
+        zero_padding<THREADS, HEADS * DV>(st, out, out_stride, blockIdx.x - blocks * HEADS * TILES);
         return;
     }
     bool mine = true;
@@ -34,27 +33,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         unit = mine ? row[2] : 0;
     }
     Chunk ch(st.chunk(unit));
+    float a_neg = par[h], dt_bias = par[par_stride + h];
     mine = mine && ch.len != 0 && ch.src != CARRY;
     if (!untouched || !mine) wait_for_inputs();
     let_next_start();
     if (!mine) return;
     int tid = threadIdx.x, warp = tid / 32, lane = tid % LANES, group = tid / LANES;
     int col = tile + lane * 4;
-    bool active = col < DV;
-    float s[RPT][4];
-    i64 base = (i64)h * DK * DV + col;
+    bool active = DV % COLS == 0 || col < DV;
+    auto is_row = [&](int r) { return DK % GROUPS == 0 || group + r * GROUPS < DK; };
+    Packed<4, pool_t> raw[RPT];
+    int base = (h * DK + group) * DV + col;
 #pragma unroll
-    for (int r = 0; r < RPT; r++) {
-        int i = group + r * GROUPS;
-        if (active && i < DK && ch.src != 0) {
-            load<4>(pool + ch.src * slot_stride + base + (i64)i * DV, s[r]);
-        } else {
-            s[r][0] = s[r][1] = s[r][2] = s[r][3] = 0.f;
+    for (int r = 0; r < RPT; r++) raw[r].clear();
+    if (active && ch.src != 0) {
+#pragma unroll
+        for (int r = 0; r < RPT; r++) {
+            if (is_row(r)) raw[r] = load_raw<4>(pool + ch.src * slot_stride + base + r * GROUPS * DV);
         }
     }
     int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK, turn = 0;
-    float a_neg = par[h], dt_bias = par[par_stride + h];
     if (untouched) wait_for_inputs();
+    float s[RPT][4];
+#pragma unroll
+    for (int r = 0; r < RPT; r++) unpack<4>(raw[r], s[r]);
     for (int c = unit;;) {
         for (int i = 0; i < (int)ch.len; i++, turn ^= 1) {
             i64 t = ch.start + i;
@@ -62,9 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int r = 0; r < RPT; r++) {
                 int row = group + r * GROUPS;
-                bool in = DK % GROUPS == 0 || row < DK;
-                kr[r] = in ? to_f32(k[t * k_stride + key + row]) : 0.f;
-                qr[r] = in ? to_f32(q[t * q_stride + key + row]) : 0.f;
+                kr[r] = is_row(r) ? to_f32(k[t * k_stride + key + row]) : 0.f;
+                qr[r] = is_row(r) ? to_f32(q[t * q_stride + key + row]) : 0.f;
             }
             if (active) load<4>(v + t * v_stride + h * DV + col, vv);
             float g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
@@ -113,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (ch.dst != 0 && active) {
 #pragma unroll
             for (int r = 0; r < RPT; r++) {
-                int i = group + r * GROUPS;
-                if (i < DK) store<4>(pool + ch.dst * slot_stride + base + (i64)i * DV, s[r]);
+                if (is_row(r)) store_global<4>(pool + ch.dst * slot_stride + base + r * GROUPS * DV, s[r]);
             }
         }
         if (++c >= st.chunks) return;

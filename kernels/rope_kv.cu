@@ -74,10 +74,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         int c = (p * 32 + lane) * VEC;
         if (c >= HEAD_DIM) continue;
         if (is_q)
-            store<VEC>(q_out + t * q_out_stride + head * HEAD_DIM + c, x[p]);
+            store_global<VEC>(q_out + t * q_out_stride + head * HEAD_DIM + c, x[p]);
         else if (is_v)
-            store<VEC>(v_pages + page * v_page_stride + at + c, x[p]);
+            store_global<VEC>(v_pages + page * v_page_stride + at + c, x[p]);
         else
-            store<VEC>(k_pages + page * k_page_stride + at + c, x[p]);
+            store_global<VEC>(k_pages + page * k_page_stride + at + c, x[p]);
     }
 }

@@ -1,15 +1,23 @@
 // Selective scan, token by token, with the state in registers: decode, verification, short rows, and every shape that the
 // chunked kernel does not take. A block owns a tile of (head, p) rows of one sequence and walks its chunks in order.
-// Each thread reads its part of the state before it writes it. Grid (row tiles, chunks, or
-// rows with MAX_TOKENS, + padding blocks): neighbouring blocks stream neighbouring memory.
+// Each thread reads its part of the state before it writes it. Grid: row tiles of each chunk,
+// or row with MAX_TOKENS, then padding blocks; neighbouring blocks stream neighbouring memory. Alone and cold, a step of few
+// sequences waits for memory twice: for the chunk table, and for state and token at once. So what needs no table is asked for
+// beside it, and nothing waits between the loads of state and token.
 // HEADS, P, N, LANES (that share a row), VEC (neighbouring elements of a lane), RPT (rows per thread), SUB (of them in f32 at a
 // time), THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_GROUP, FIRST_HEAD, PER_CHANNEL, SHARED_BC, SHARED_HEAD (a
-// thread's rows have one group, one head), MAX_TOKENS (longer rows are someone else's); x_t, b_t, c_t, dt_t, pool_t, y_t.
+// thread's rows have one group, one head), WIDE_X (SUB rows of x can be read at once), MAX_TOKENS (longer rows are someone
+// else's); x_t, b_t, c_t, dt_t, pool_t, y_t.
 
 constexpr int ELEMS = N / LANES;
 constexpr int VECS = ELEMS / VEC;
 constexpr int ROWS = HEADS * P;
 constexpr int TILE = THREADS / LANES * RPT;
+constexpr int TILES = div_up(ROWS, TILE);
+
+DEV bool is_row(int row) { return ROWS % TILE == 0 || row < ROWS; }
+// `row`, or the last one.
+DEV int some_row(int row) { return is_row(row) ? row : ROWS - 1; }
 
 // What SUB rows of a thread read of a token, as it is in memory.
 struct Token {
@@ -17,18 +25,17 @@ struct Token {
     Packed<VEC, b_t> b[GROUPS_OF][VECS];
     Packed<VEC, c_t> c[GROUPS_OF][VECS];
     dt_t dt[HEADS_OF];
-    x_t x[SUB];
+    Packed<SUB, x_t> x;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     ENTRY(Step st, const x_t *x, i64 x_stride, const b_t *b, i64 b_stride, const c_t *cc, i64 c_stride, const dt_t *dt,
           i64 dt_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride, y_t *y, i64 y_stride,
           float dt_min, float dt_max, u32 untouched) {
-    int tile = blockIdx.x, unit = blockIdx.y, blocks = MAX_TOKENS ? st.rows : st.chunks;
+    int tile = blockIdx.x % TILES, unit = blockIdx.x / TILES, blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
-        wait_for_inputs();
-        zero_padding<THREADS>(st, y, y_stride, unit - blocks, tile * TILE, min(TILE, ROWS - tile * TILE));
+        zero_padding<THREADS, ROWS>(st, y, y_stride, blockIdx.x - blocks * TILES);
         return;
     }
     bool mine = true;
@@ -40,37 +47,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     Chunk begin(st.chunk(unit));
     mine = mine && begin.len != 0 && begin.src != CARRY;
-    if (!untouched || !mine) wait_for_inputs();
-    let_next_start();
-    if (!mine) return;
     int lane = threadIdx.x % LANES, first = tile * TILE + threadIdx.x / LANES * RPT;
     const float *d_par = par + (PER_CHANNEL ? N : 1) * par_stride, *bias_par = d_par + par_stride;
-    // What SUB rows from `part` on read of a token.
-    auto fetch = [&](Token &token, i64 t, int part) {
-#pragma unroll
-        for (int r = 0; r < SUB; r++) {
-            int row = min(first + part + r, ROWS - 1), h = row / P, g = (FIRST_HEAD + h) / HEADS_PER_GROUP;
-            if (r < token.HEADS_OF) token.dt[r] = dt[t * dt_stride + h];
-            if (r < token.GROUPS_OF) {
-#pragma unroll
-                for (int e = 0; e < VECS; e++) {
-                    token.b[r][e] = load_raw<VEC>(b + t * b_stride + g * N + (e * LANES + lane) * VEC);
-                    token.c[r][e] = load_raw<VEC>(cc + t * c_stride + g * N + (e * LANES + lane) * VEC);
-                }
-            }
-            token.x[r] = x[t * x_stride + row];
-        }
-    };
-    Packed<VEC, pool_t> raw[RPT][VECS];
     float a[RPT][PER_CHANNEL ? ELEMS : 1], d[RPT], bias[RPT];
 #pragma unroll
     for (int r = 0; r < RPT; r++) {
-        int row = min(first + r, ROWS - 1);
-        if (begin.src != 0) {
-            const pool_t *p = pool + begin.src * slot_stride + (i64)row * N;
-#pragma unroll
-            for (int e = 0; e < VECS; e++) raw[r][e] = load_raw<VEC>(p + (e * LANES + lane) * VEC);
-        }
+        int row = some_row(first + r);
         if constexpr (PER_CHANNEL) {
 #pragma unroll
             for (int e = 0; e < ELEMS; e++) a[r][e] = par[((e / VEC * LANES + lane) * VEC + e % VEC) * par_stride + row];
@@ -81,23 +63,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             bias[r] = bias_par[row / P];
         }
     }
+    if (!untouched || !mine) wait_for_inputs();
+    let_next_start();
+    if (!mine) return;
+    // What SUB rows from `part` on read of a token.
+    auto fetch = [&](Token &token, i64 t, int part) {
+#pragma unroll
+        for (int r = 0; r < SUB; r++) {
+            int row = some_row(first + part + r), h = row / P, g = (FIRST_HEAD + h) / HEADS_PER_GROUP;
+            if (r < token.HEADS_OF) token.dt[r] = dt[t * dt_stride + h];
+            if (r < token.GROUPS_OF) {
+#pragma unroll
+                for (int e = 0; e < VECS; e++) {
+                    token.b[r][e] = load_raw<VEC>(b + t * b_stride + g * N + (e * LANES + lane) * VEC);
+                    token.c[r][e] = load_raw<VEC>(cc + t * c_stride + g * N + (e * LANES + lane) * VEC);
+                }
+            }
+        }
+        const x_t *xs = x + t * x_stride;
+        if constexpr (WIDE_X) token.x = load_raw<SUB>(xs + first + part);
+#pragma unroll
+        for (int r = 0; r < SUB; r++) {
+            if constexpr (!WIDE_X) token.x.item[r] = xs[some_row(first + part + r)];
+        }
+    };
+    Packed<VEC, pool_t> raw[RPT][VECS];
+    if (begin.src != 0) {
+        const pool_t *p = pool + begin.src * slot_stride + (first * N + lane * VEC);
+#pragma unroll
+        for (int r = 0; r < RPT; r++) {
+#pragma unroll
+            for (int e = 0; e < VECS; e++) raw[r][e] = load_raw<VEC>(p + (some_row(first + r) - first) * N + e * LANES * VEC);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < RPT; r++) {
+#pragma unroll
+            for (int e = 0; e < VECS; e++) raw[r][e].clear();
+        }
+    }
+    Token token;
+    if (untouched) wait_for_inputs();
+    fetch(token, begin.start, 0);
     // Read before it is needed: whether the row goes on.
     Chunk after(st.chunk(min(unit + 1, st.chunks - 1)));
-    if (untouched) wait_for_inputs();
 #pragma unroll
     for (int part = 0; part < RPT; part += SUB) {
         float s[SUB][ELEMS];
 #pragma unroll
         for (int r = 0; r < SUB; r++) {
 #pragma unroll
-            for (int e = 0; e < ELEMS; e++) s[r][e] = begin.src != 0 ? to_f32(raw[part + r][e / VEC].item[e % VEC]) : 0.f;
+            for (int e = 0; e < ELEMS; e++) s[r][e] = to_f32(raw[part + r][e / VEC].item[e % VEC]);
         }
+        if (part > 0) fetch(token, begin.start, part);
         Chunk ch = begin;
         for (int c = unit;;) {
-            for (int i = 0; i < (int)ch.len; i++) {
+            for (int i = 0;;) {
                 i64 t = ch.start + i;
-                Token token;
-                fetch(token, t, part);
                 float bv[ELEMS], cv[ELEMS], yv[SUB];
                 float step = 0.f, decay = 0.f;
 #pragma unroll
@@ -113,19 +135,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     if (r < token.HEADS_OF) {
                         step = softplus(to_f32(token.dt[r]) + bias[of_head]);
                         step = fminf(fmaxf(step, dt_min), dt_max);
-                        if constexpr (!PER_CHANNEL) decay = __expf(step * a[of_head][0]);
+                        if constexpr (!PER_CHANNEL) decay = ex2(LOG2E * step * a[of_head][0]);
                     }
-                    float xr = to_f32(token.x[r]), xs = step * xr;
+                    float xr = to_f32(token.x.item[r]), xs = step * xr;
                     // The skip is one lane's.
                     float sum = lane == 0 ? d[of_head] * xr : 0.f;
 #pragma unroll
                     for (int e = 0; e < ELEMS; e++) {
                         float k = decay;
-                        if constexpr (PER_CHANNEL) k = __expf(step * a[part + r][e]);
+                        if constexpr (PER_CHANNEL) k = ex2(LOG2E * step * a[part + r][e]);
                         s[r][e] = __fmaf_rn(xs, bv[e], k * s[r][e]);
                         sum = __fmaf_rn(s[r][e], cv[e], sum);
                     }
                     yv[r] = sum;
+                }
+                // Ahead of the sums: the state is most of what is written.
+                if (i + 1 == (int)ch.len && ch.dst != 0) {
+#pragma unroll
+                    for (int r = 0; r < SUB; r++) {
+                        if (!is_row(first + part + r)) continue;
+                        pool_t *p = pool + ch.dst * slot_stride + (first * N + lane * VEC) + (part + r) * N;
+#pragma unroll
+                        for (int e = 0; e < VECS; e++) store_global<VEC>(p + e * LANES * VEC, s[r] + VEC * e);
+                    }
                 }
                 // Sums over the lanes of each row, halving the number of rows a lane holds at every exchange.
                 int n = SUB, mine = 0;
@@ -149,23 +181,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
                     for (int j = 0; j < (SUB > LANES ? SUB / LANES : 1); j++) {
                         int row = first + part + mine + j;
-                        if (row < ROWS) y[t * y_stride + row] = from_f32<y_t>(yv[j]);
+                        if (is_row(row)) y[t * y_stride + row] = from_f32<y_t>(yv[j]);
                     }
                 }
-            }
-            if (ch.dst != 0) {
-#pragma unroll
-                for (int r = 0; r < SUB; r++) {
-                    if (first + part + r >= ROWS) continue;
-                    pool_t *p = pool + ch.dst * slot_stride + (i64)(first + part + r) * N;
-#pragma unroll
-                    for (int e = 0; e < VECS; e++) store<VEC>(p + (e * LANES + lane) * VEC, s[r] + VEC * e);
-                }
+                if (++i >= (int)ch.len) break;
+                fetch(token, ch.start + i, part);
             }
             if (++c >= st.chunks) break;
             Chunk next = c == unit + 1 ? after : Chunk(st.chunk(c));
             if (next.len == 0 || next.src != CARRY || next.row != ch.row) break;
             ch = next;
+            fetch(token, ch.start, part);
         }
     }
 }

@@ -42,9 +42,10 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<W
     Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args).with_early(target.untouched))])
 }
 
-/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks: PADDING_SPAN tokens each.
-fn padding_blocks(tokens: usize) -> usize {
-    tokens.div_ceil(1024)
+/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks: PADDING_SPAN tokens and PADDING_COLS
+/// columns each.
+fn padding_blocks(tokens: usize, columns: usize) -> usize {
+    tokens.div_ceil(1024) * columns.div_ceil(1024)
 }
 
 /// How a scan block holds its part of the state.
@@ -71,7 +72,7 @@ fn scan_shape(n: usize, all_rows: usize, per_channel: bool, pairs: bool, units: 
     let (values, threads, sub, blocks) = match (per_channel, vec) {
         (true, _) => (0, 128, 1, 1),
         (_, 4) => (32, 32, 8, 1),
-        _ => (64, 64, 4, 10),
+        _ => (64, 64, 8, 8),
     };
     let mut rows = (values / (n / lanes)).clamp(1, 16);
     if !rows.is_power_of_two() {
@@ -169,6 +170,10 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
             (a.first_head * p).is_multiple_of(shape.rows) && (a.heads_per_group * p).is_multiple_of(shape.rows),
         )
         .flag("SHARED_HEAD", p % shape.rows == 0)
+        .flag(
+            "WIDE_X",
+            (heads * p).is_multiple_of(tile) && vector(heads * p, &[&a.x]) >= shape.sub.min(16 / a.x.dtype.bytes()),
+        )
         .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
         .ty("x_t", a.x.dtype)
         .ty("b_t", a.b.dtype)
@@ -189,7 +194,7 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         .float(a.dt_limit.1)
         .int(u64::from(target.untouched));
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
-    let grid = [(heads * p).div_ceil(tile), units + padding_blocks(bucket.tokens), 1];
+    let grid = [(heads * p).div_ceil(tile) * units + padding_blocks(bucket.tokens, heads * p), 1, 1];
     let launch = Launch::new(spec, grid, shape.threads, args.clone());
     let mut work = vec![Work::Kernel(launch)];
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
@@ -224,13 +229,7 @@ const DELTA_THREADS: usize = 128;
 fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> usize {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let rows_of_a_thread = dk.div_ceil(DELTA_THREADS / (columns / 4));
-    if rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 8 * sms {
-        1
-    } else if a.pool.dtype == DType::F32 {
-        6
-    } else {
-        7
-    }
+    if rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 4 * sms { 1 } else { 7 }
 }
 
 /// Dim of keys that the chunked delta rule takes.
@@ -316,7 +315,7 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .float(a.beta_scale)
         .int(u64::from(target.untouched));
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
-    let grid = [heads * dv.div_ceil(columns), units + padding_blocks(bucket.tokens), 1];
+    let grid = [heads * dv.div_ceil(columns) * units + padding_blocks(bucket.tokens, heads * dv), 1, 1];
     let mut work = vec![Work::Kernel(Launch::new(spec, grid, DELTA_THREADS, args))];
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let constants = |file| {
@@ -362,8 +361,8 @@ mod tests {
             (s.lanes, s.vec, s.rows, s.sub, s.threads)
         };
         assert_eq!(shape(128, 8192, false, 1), (32, 4, 8, 8, 32));
-        assert_eq!(shape(128, 8192, true, 1), (16, 8, 8, 4, 64));
-        assert_eq!(shape(256, 8192, true, 1), (32, 8, 8, 4, 64));
+        assert_eq!(shape(128, 8192, true, 1), (16, 8, 8, 8, 64));
+        assert_eq!(shape(256, 8192, true, 1), (32, 8, 8, 8, 64));
         assert_eq!(shape(100, 8192, true, 1), (1, 4, 1, 1, 32));
         assert_eq!(shape(128, 256, false, 1), (32, 4, 2, 2, 32));
         let channel = scan_shape(16, 4096, true, false, 1, 132);
