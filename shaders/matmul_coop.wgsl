@@ -1,8 +1,8 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup makes a
 // tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of 32 of K in workgroup memory; the next
-// slice is fetched into registers while this one is used. x was packed by matmul_pack: f16 rows, whole tiles, each row with
-// a power of two taken out. K may be cut into parts of P.k_part, whose
-// sums matmul_sum adds up.
+// AHEAD slices, of which K is a multiple, are on their way into registers while one is used. x was packed by matmul_pack: f16
+// rows, whole tiles, each row with a power of two taken out. With SPLIT K is cut into parts of P.k_part, whose sums, whole
+// tiles, matmul_sum adds up.
 
 const BM: u32 = 16u * XT * SM;
 const BN: u32 = 16u * WT * SN;
@@ -13,7 +13,10 @@ const ROW: u32 = 10u;
 
 // One slice, not two stages: two workgroups share a processor as long as each takes at most about 31 KiB.
 var<workgroup> tile: array<vec4<f16>, (BM + BN) * ROW>;
+#if SPLIT
+#else
 var<workgroup> part: array<vec4<f32>, 64u * SM * SN>;
+#endif
 
 fn weights(w: vec2<u32>) -> vec4<f16> {
 #if W_F16
@@ -23,13 +26,17 @@ fn weights(w: vec2<u32>) -> vec4<f16> {
 #endif
 }
 
+// Eight elements of a row of x.
+fn x_slice(m: u32, k: u32) -> vec4<u32> {
+    return bitcast<vec4<u32>>(packed_v4(m * P.packed_row + k / 2u));
+}
+
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
     // Matrices need uniform control flow, so that a group too many repeats the last one and stores nothing.
     let number = group_index(group, groups);
     let index = min(number, P.groups - 1u) % (P.m_tiles * P.n_tiles);
-    let rows = select(0u, P.m, number < P.groups);
 #if SPLIT
     let piece = min(number, P.groups - 1u) / (P.m_tiles * P.n_tiles);
     let k_first = piece * P.k_part;
@@ -37,6 +44,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #else
     let k_first = 0u;
     let k_end = P.k;
+    let rows = select(0u, P.m, number < P.groups);
 #endif
     // Neighbouring groups share rows and the columns of a weight: bands of BAND tiles in m, in which m counts up first.
     let first = index / (BAND * P.n_tiles) * BAND;
@@ -56,73 +64,74 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let row = thread / 4u;
     let offset = thread % 4u * 8u;
     let to = row * ROW + thread % 4u * 2u;
-#for i X_LOADS
-    var x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + (k_first + offset) / 2u);
-#end
 #for i W_LOADS
     let w_at_$i = min(n0 + row + $iu * (WG / 4u), P.n - 1u) * P.w_row + offset;
-    var w_$i = w_raw8(w_at_$i + k_first);
 #end
-    for (var k0 = k_first; k0 < k_end; k0 += 32u) {
-        workgroupBarrier();
+#for p AHEAD
 #for i X_LOADS
-        tile[to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$i.xy));
-        tile[to + $iu * (WG / 4u) * ROW + 1u] = vec4<f16>(f16x4(x_$i.zw));
+    var x_$p_$i = x_slice(m0 + row + $iu * (WG / 4u), k_first + $pu * 32u + offset);
 #end
 #for i W_LOADS
-        tile[(BM + $iu * (WG / 4u)) * ROW + to] = weights(w_$i.xy);
-        tile[(BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$i.zw);
+    var w_$p_$i = w_raw8(w_at_$i + k_first + $pu * 32u);
 #end
+#end
+    for (var k = k_first; k < k_end; k += 32u * AHEAD) {
+#for p AHEAD
         workgroupBarrier();
-        if k0 + 32u < k_end {
 #for i X_LOADS
-            x_$i = packed_v4((m0 + row + $iu * (WG / 4u)) * P.packed_row + (k0 + 32u + offset) / 2u);
+        tile[to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$p_$i.xy));
+        tile[to + $iu * (WG / 4u) * ROW + 1u] = vec4<f16>(f16x4(x_$p_$i.zw));
 #end
 #for i W_LOADS
-            w_$i = w_raw8(w_at_$i + k0 + 32u);
+        tile[(BM + $iu * (WG / 4u)) * ROW + to] = weights(w_$p_$i.xy);
+        tile[(BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$p_$i.zw);
+#end
+        workgroupBarrier();
+        let next_$p = k + (AHEAD + $pu) * 32u;
+        if next_$p < k_end {
+#for i X_LOADS
+            x_$p_$i = x_slice(m0 + row + $iu * (WG / 4u), next_$p + offset);
+#end
+#for i W_LOADS
+            w_$p_$i = w_raw8(w_at_$i + next_$p);
 #end
         }
 #for s 2
 #for a XT
-        let a_$s_$a = coopLoadT<coop_mat16x16<f16, A>>(&tile[(x_first + $au * 16u) * ROW + $su * 4u], ROW);
+        let a_$p_$s_$a = coopLoadT<coop_mat16x16<f16, A>>(&tile[(x_first + $au * 16u) * ROW + $su * 4u], ROW);
 #end
 #for c WT
-        let b_$s_$c = coopLoad<coop_mat16x16<f16, B>>(&tile[(BM + w_first + $cu * 16u) * ROW + $su * 4u], ROW);
+        let b_$p_$s_$c = coopLoad<coop_mat16x16<f16, B>>(&tile[(BM + w_first + $cu * 16u) * ROW + $su * 4u], ROW);
 #end
 #for a XT
 #for c WT
-        sum_$a_$c = coopMultiplyAdd(a_$s_$a, b_$s_$c, sum_$a_$c);
+        sum_$a_$c = coopMultiplyAdd(a_$p_$s_$a, b_$p_$s_$c, sum_$a_$c);
+#end
 #end
 #end
 #end
     }
 #for a XT
 #for c WT
+#if SPLIT
+    sums_store(sum_$a_$c, (piece * P.m_tiles * BM + m0 + x_first + $au * 16u) * P.sums_row + n0 + w_first + $cu * 16u);
+#else
     workgroupBarrier();
     coopStoreT(sum_$a_$c, &part[subgroup * 64u], 4u);
     workgroupBarrier();
     if m0 + x_first + $au * 16u + lane / 2u < rows {
-#if SPLIT
-        keep(subgroup * 64u + lane * 2u, piece * P.m + m0 + x_first + $au * 16u + lane / 2u, n0 + w_first + $cu * 16u + lane % 2u * 8u);
-#else
         store(subgroup * 64u + lane * 2u, m0 + x_first + $au * 16u + lane / 2u, n0 + w_first + $cu * 16u + lane % 2u * 8u);
-#endif
     }
+#endif
 #end
 #end
 }
 
 #if SPLIT
-// 8 columns of a row of a part's sums.
-fn keep(at: u32, m: u32, n: u32) {
-    for (var i = 0u; i < 2u && n + 4u * i < P.n; i++) {
-        sums_set4(m * P.sums_row + n + 4u * i, bitcast<vec4<u32>>(part[at + i]));
-    }
-}
 #else
 // 8 columns of a row.
 fn store(at: u32, m: u32, n: u32) {
-    let scale = P.scale * bitcast<f32>(unit_at(4u * m));
+    let scale = P.scale * unit_at(4u * m);
     for (var i = 0u; i < 2u; i++) {
         let c = n + 4u * i;
         var v = scale * part[at + i];

@@ -1,20 +1,20 @@
-// What matmul_coop leaves undone where K is cut into parts: the sum of P.parts sums, each of its rows with the power of two
-// that was taken out of x, 4 columns a thread.
+// What matmul_coop leaves undone where K is cut into parts: the sum of P.parts sums of P.part_rows rows, each row with the power
+// of two that was taken out of x, 4 columns a thread.
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
     let i = 4u * (group_index(group, groups) * 256u + thread);
-    let m = i / P.sums_row;
-    let n = i % P.sums_row;
+    let m = i / P.n;
+    let n = i % P.n;
     if m >= P.m {
         return;
     }
     var v = vec4<f32>();
     for (var piece = 0u; piece < P.parts; piece++) {
-        v += bitcast<vec4<f32>>(sums_v4((piece * P.m + m) * P.sums_row + n));
+        v += sums_v4((piece * P.part_rows + m) * P.sums_row + n);
     }
-    v *= P.scale * bitcast<f32>(unit_at(4u * m));
+    v *= P.scale * unit_at(4u * m);
 #if BIAS
     v += bias_v4(P.col + n);
 #endif

@@ -150,6 +150,9 @@ impl Spec {
         }
         s.push_str(include_str!(concat!(env!("OUT_DIR"), "/common.wgsl")));
         self.views.iter().for_each(|v| v.accessors(&self.bindings[v.binding], &mut s));
+        if self.consts.contains(&("COOPERATIVE", Const::Bool(true))) {
+            self.views.iter().for_each(|v| v.matrix_accessor(&self.bindings[v.binding], &mut s));
+        }
         if let Some(Const::U32(steps)) = self.consts.iter().find(|c| c.0 == SHUFFLES).map(|c| c.1) {
             let sum: String = (0..steps).map(|i| format!(" s += subgroupShuffleXor(s, {}u);", 1 << i)).collect();
             let _ = writeln!(s, "fn shuffled(x: f32) -> f32 {{ var s = x;{sum} return s; }}");
@@ -307,6 +310,20 @@ impl ViewSpec {
     }
 }
 
+impl ViewSpec {
+    /// The function that stores a cooperative matrix of sums.
+    fn matrix_accessor(&self, binding: &BindingSpec, s: &mut String) {
+        let (n, b) = (self.name, self.binding);
+        if self.elem == Elem::F32 && self.access == ViewAccess::Write && binding.wide {
+            let _ = writeln!(
+                s,
+                "fn {n}_store(m: coop_mat16x16<f32, C>, i: u32) {{ let at = (P.{n}_off + i) >> 2u; \
+                 let row = P.{n}_row >> 2u; coopStoreT(m, &b{b}[at], row); }}"
+            );
+        }
+    }
+}
+
 /// One dispatch.
 #[derive(Clone, Debug)]
 pub struct Kernel<B> {
@@ -410,16 +427,27 @@ impl<B: Handle> Builder<B> {
     /// The view `name` of `[rows, len]` words of the scratch arena from word `offset` on, of which the shader uses groups of
     /// four like those of [`Builder::vectors`].
     pub fn scratch(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
-        self.words(name, access, offset, dims, true)
+        self.arena(name, access, offset, Tensor::new(None, DType::U32, &dims), true)
     }
 
     /// The same, of which the shader uses single words.
     pub fn scratch_words(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
-        self.words(name, access, offset, dims, false)
+        self.arena(name, access, offset, Tensor::new(None, DType::U32, &dims), false)
     }
 
-    fn words(mut self, name: &'static str, access: Access, offset: usize, dims: [usize; 2], vector: bool) -> Self {
-        let mut tensor = Tensor::new(None, DType::U32, &dims);
+    /// Like [`Builder::scratch`], of f32. All views of the arena have one type.
+    pub fn scratch_floats(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
+        self.arena(name, access, offset, Tensor::new(None, DType::F32, &dims), true)
+    }
+
+    fn arena(
+        mut self,
+        name: &'static str,
+        access: Access,
+        offset: usize,
+        mut tensor: Tensor<Option<B>>,
+        vector: bool,
+    ) -> Self {
         tensor.offset = offset;
         self.views.push(View { name, tensor, access, vector, atomic: false });
         self

@@ -33,10 +33,11 @@ impl Tile {
     fn pick(m: usize, n: usize) -> Self {
         let tile = |matrices, subgroups| Self { matrices, subgroups };
         match m {
-            ..=32 => tile([2, 2], [1, 4]),
-            33..=64 => tile([2, 2], [2, 2]),
+            ..=16 => tile([1, 2], [1, 2]),
+            17..=32 => tile([2, 1], [1, 4]),
+            33..=FEW => tile([4, 2], [1, 4]),
             // Large tiles read less, as long as there is one for most of the device.
-            _ if m > 64 && m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
+            _ if m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
             _ => tile([2, 4], [2, 2]),
         }
     }
@@ -61,28 +62,69 @@ impl Tile {
     }
 }
 
-/// Workgroups that an H200 runs at a time, about.
-const PLACES: usize = 256;
+/// Most rows of a product that takes as long as reading its weights: what counts is how many bytes are on their way.
+const FEW: usize = 64;
+/// Most columns of one of its tiles.
+const FEW_COLUMNS: usize = 128;
 
-/// Into how many parts K is cut: a few tiles alone would leave most of a large device idle.
-fn parts(tiles: usize, k: usize) -> usize {
-    (PLACES / tiles).min(most_parts(k)).max(1)
+/// How the sums of a product are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Plan {
+    tile: Tile,
+    /// Tiles in m and in n.
+    tiles: [usize; 2],
+    /// Parts of K, and the length of each but the last.
+    parts: usize,
+    k_part: usize,
+    /// Slices of K on their way.
+    ahead: usize,
 }
 
-/// Parts shorter than 2048 do not pay for the sum over them.
-fn most_parts(k: usize) -> usize {
-    (k / 2048).clamp(1, 8)
+impl Plan {
+    /// Chosen by measurement on an H200, which runs about two or three workgroups a processor. K is cut into parts where a few
+    /// tiles alone would leave most of a large device idle.
+    fn pick(m: usize, n: usize, k: usize) -> Self {
+        let tile = Tile::pick(m, n);
+        let tiles = [m.div_ceil(tile.m()), n.div_ceil(tile.n())];
+        let ahead = if m <= FEW && k.is_multiple_of(64) { 2 } else { 1 };
+        let parts = (places(m) / (tiles[0] * tiles[1])).clamp(1, most_parts(m, k));
+        let k_part = k.div_ceil(32 * ahead * parts) * 32 * ahead;
+        Self { tile, tiles, parts: k.div_ceil(k_part), k_part, ahead }
+    }
+
+    /// Rows and columns of a part's sums: whole tiles.
+    fn sums(&self) -> [usize; 2] {
+        [self.tiles[0] * self.tile.m(), self.tiles[1] * self.tile.n()]
+    }
+}
+
+/// Workgroups among which a product of `m` rows is shared out, if K is long enough.
+fn places(m: usize) -> usize {
+    match m {
+        ..=32 => 580,
+        33..=FEW => 440,
+        _ => 256,
+    }
+}
+
+/// Shorter parts do not pay for the sum over them.
+fn most_parts(m: usize, k: usize) -> usize {
+    if m <= FEW { (k / 1024).clamp(1, 8) } else { (k / 2048).clamp(1, 8) }
 }
 
 /// Words that the sums of the parts of a product of `m` rows, or fewer, take at most: fewer rows can be cut into more parts.
 fn most_sums(m: usize, n: usize, k: usize) -> usize {
-    match most_parts(k) {
-        1 => 0,
-        parts => (parts * m * n).min(PLACES * ROWS * ROWS),
+    let few = m.min(FEW).next_power_of_two() * n.next_multiple_of(FEW_COLUMNS);
+    let few = few.max((most_parts(FEW, k) * few).min(places(1) * FEW * FEW_COLUMNS));
+    match most_parts(m, k) {
+        _ if m <= FEW => few,
+        1 => few,
+        parts => few.max((parts * m.next_multiple_of(ROWS) * n.next_multiple_of(ROWS)).min(places(m) * ROWS * ROWS)),
     }
 }
 
-/// Rows in whole tiles, and what the scratch arena holds of them: f16 rows in words, then each row's unit.
+/// Rows in whole tiles, and what the scratch arena holds of them: f16 rows in words, then each row's unit. What the rows after
+/// the last one of x hold does not matter.
 struct Packed {
     rows: usize,
     words: usize,
@@ -94,7 +136,7 @@ impl Packed {
     }
 
     fn views<B: Handle>(&self, b: Builder<B>, access: Access) -> Builder<B> {
-        b.scratch("packed", access, 0, [self.rows, self.words]).scratch(
+        b.scratch_floats("packed", access, 0, [self.rows, self.words]).scratch_floats(
             "unit",
             access,
             self.rows * self.words,
@@ -108,8 +150,14 @@ impl Packed {
     }
 
     fn kernel<B: Handle>(&self, x: &Tensor<B>, facts: &Facts) -> Kernel<B> {
-        let b = Builder::new(shader!("matmul_pack")).param("m", x.rows()).param("k", x.row_len()).vectors("x", Read, x);
-        self.views(b, Write).build("matmul", self.rows, facts.max_binding)
+        let eights = x.row_len() / 8;
+        let threads = eights.next_power_of_two().clamp(32, 256);
+        let b = Builder::new(shader!("matmul_pack"))
+            .constant("WG", threads)
+            .constant("HELD", eights.div_ceil(threads))
+            .param("k", x.row_len())
+            .vectors("x", Read, x);
+        self.views(b, Write).build("matmul", x.rows(), facts.max_binding)
     }
 }
 
@@ -136,29 +184,32 @@ fn product<B: Handle>(
     kernels: &mut Vec<Kernel<B>>,
 ) {
     let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
-    let tile = Tile::pick(m, n);
-    let (m_tiles, n_tiles) = (m.div_ceil(tile.m()), n.div_ceil(tile.n()));
     let quads = [n, block.col, op.out.row_len(), op.out.row_stride, op.out.offset].iter().all(|v| v.is_multiple_of(4));
-    let parts = if quads { parts(m_tiles * n_tiles, k) } else { 1 };
+    let plan = Plan::pick(m, n, k);
+    let split = quads && (plan.parts > 1 || m <= FEW);
     let b = packed
-        .views(tile.constants(Builder::new(shader!("matmul_coop"))), Read)
+        .views(plan.tile.constants(Builder::new(shader!("matmul_coop"))), Read)
+        .constant("AHEAD", plan.ahead)
         .flag("W_F16", block.w.dtype == DType::F16)
-        .flag("SPLIT", parts > 1)
+        .flag("SPLIT", split)
         .param("n", n)
         .param("k", k)
-        .param("m_tiles", m_tiles)
-        .param("n_tiles", n_tiles)
+        .param("m_tiles", plan.tiles[0])
+        .param("n_tiles", plan.tiles[1])
         .vectors("w", Read, &block.w);
-    let (groups, limit) = (m_tiles * n_tiles * parts, facts.max_binding);
-    if parts == 1 {
+    let (tiles, limit) = (plan.tiles[0] * plan.tiles[1], facts.max_binding);
+    if !split {
         let b = b.flag("WHOLE", quads);
-        kernels.push(output(b, op, block, quads).build("matmul", groups, limit));
+        kernels.push(output(b, op, block, quads).build("matmul", tiles, limit));
         return;
     }
-    let sums = |b: Builder<B>, access| b.scratch("sums", access, packed.end(), [parts * m, n]);
-    let k_part = (k / 32).div_ceil(parts) * 32;
-    kernels.push(sums(b.param("m", m).param("k_part", k_part), Write).build("matmul", groups, limit));
-    let b = sums(packed.views(Builder::new(shader!("matmul_sum")), Read), Read).param("parts", parts);
+    let [rows, columns] = plan.sums();
+    let sums = |b: Builder<B>, access| b.scratch_floats("sums", access, packed.end(), [plan.parts * rows, columns]);
+    kernels.push(sums(b.param("k_part", plan.k_part), Write).build("matmul", tiles * plan.parts, limit));
+    let b = sums(packed.views(Builder::new(shader!("matmul_sum")), Read), Read)
+        .param("n", n)
+        .param("parts", plan.parts)
+        .param("part_rows", rows);
     kernels.push(output(b, op, block, quads).build("matmul", (m * n / 4).div_ceil(256), limit));
 }
 
@@ -184,21 +235,31 @@ mod tests {
 
     #[test]
     fn k_is_cut_where_tiles_are_few() {
-        for (tiles, k, want) in [(580, 4096, 1), (128, 21504, 2), (128, 4096, 2), (64, 21504, 4), (1, 64, 1)] {
-            assert_eq!(parts(tiles, k), want, "{tiles} tiles, {k}");
+        for (m, n, k, want) in [
+            (512, 18560, 4096, 1),
+            (512, 4096, 21504, 2),
+            (512, 4096, 4096, 2),
+            (256, 4096, 21504, 4),
+            (64, 18560, 4096, 3),
+            (64, 4096, 21504, 8),
+            (9, 16, 64, 1),
+        ] {
+            assert_eq!(Plan::pick(m, n, k).parts, want, "{m} x {n} x {k}");
         }
     }
 
     #[test]
     fn sums_fit_what_more_rows_reserve() {
-        for (n, k) in [(36, 4128), (1536, 4096), (4096, 21504), (18560, 4096), (4096, 64)] {
+        for (n, k) in [(36, 4128), (1536, 4096), (4096, 21504), (18560, 4096), (4096, 64), (4096, 32)] {
             let mut reserved = 0;
             for m in 9..1500 {
-                let tile = Tile::pick(m, n);
-                let parts = parts(m.div_ceil(tile.m()) * n.div_ceil(tile.n()), k);
+                let plan = Plan::pick(m, n, k);
                 let most = most_sums(m, n, k);
-                assert!(parts == 1 || parts * m * n <= most, "{m} x {n} x {k}");
+                let [rows, columns] = plan.sums();
+                let fits = (plan.parts == 1 && m > FEW) || plan.parts * rows * columns <= most;
+                assert!(fits, "{m} x {n} x {k}");
                 assert!(reserved <= most, "{m} x {n} x {k}");
+                assert!((plan.parts - 1) * plan.k_part < k && plan.parts * plan.k_part >= k, "{m} x {n} x {k}");
                 reserved = most;
             }
         }
@@ -206,7 +267,9 @@ mod tests {
 
     #[test]
     fn tiles_fit_the_rows() {
-        for (m, n, tile) in [(9, 4096, 32), (33, 4096, 64), (512, 768, 64), (512, 4096, 128), (2048, 18560, 128)] {
+        for (m, n, tile) in
+            [(9, 4096, 16), (17, 4096, 32), (33, 4096, 64), (512, 768, 64), (512, 4096, 128), (2048, 18560, 128)]
+        {
             assert_eq!(Tile::pick(m, n).m(), tile, "{m} x {n}");
             assert!(ROWS.is_multiple_of(tile));
         }

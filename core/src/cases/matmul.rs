@@ -173,7 +173,11 @@ pub(super) fn cases(to: &mut Table) {
     let long = Product { m: 67, n: 132, k: 4128, ..base.clone() };
     to.add("67 x 132 x 4128", long.clone());
     let all = Product { scale: 0.22, bias: true, accumulate: true, views: true, ..long };
-    to.add("67 x 132 x 4128, scale, bias, residual in a wider matrix", all);
+    to.add("67 x 132 x 4128, scale, bias, residual in a wider matrix", all.clone());
+    for m in [12, 40] {
+        let few = Product { m, k: 4160, ..all.clone() };
+        to.add(&format!("{m} x 132 x 4160, scale, bias, residual in a wider matrix"), few);
+    }
     to.sized(Size::Large, "1 x 1030 x 4096", Product { m: 1, n: 1030, k: 4096, ..base.clone() });
     to.sized(Size::Large, "300 x 516 x 512", Product { m: 300, n: 516, k: 512, ..base.clone() });
     for m in [1, 8] {
