@@ -6,8 +6,7 @@
 // beside it, and nothing waits between the loads of state and token.
 // HEADS, P, N, LANES (that share a row), VEC (neighbouring elements of a lane), RPT (rows per thread), SUB (of them in f32 at a
 // time), THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_GROUP, FIRST_HEAD, PER_CHANNEL, SHARED_BC, SHARED_HEAD (a
-// thread's rows have one group, one head), WIDE_X (SUB rows of x can be read at once), MAX_TOKENS (longer rows are someone
-// else's); x_t, b_t, c_t, dt_t, pool_t, y_t.
+// thread's rows have one group, one head), MAX_TOKENS (longer rows are someone else's); x_t, b_t, c_t, dt_t, pool_t, y_t.
 
 constexpr int ELEMS = N / LANES;
 constexpr int VECS = ELEMS / VEC;
@@ -25,7 +24,7 @@ struct Token {
     Packed<VEC, b_t> b[GROUPS_OF][VECS];
     Packed<VEC, c_t> c[GROUPS_OF][VECS];
     dt_t dt[HEADS_OF];
-    Packed<SUB, x_t> x;
+    x_t x[SUB];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -79,12 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     token.c[r][e] = load_raw<VEC>(cc + t * c_stride + g * N + (e * LANES + lane) * VEC);
                 }
             }
-        }
-        const x_t *xs = x + t * x_stride;
-        if constexpr (WIDE_X) token.x = load_raw<SUB>(xs + first + part);
-#pragma unroll
-        for (int r = 0; r < SUB; r++) {
-            if constexpr (!WIDE_X) token.x.item[r] = xs[some_row(first + part + r)];
+            token.x[r] = x[t * x_stride + row];
         }
     };
     Packed<VEC, pool_t> raw[RPT][VECS];
@@ -105,6 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Token token;
     if (untouched) wait_for_inputs();
     fetch(token, begin.start, 0);
+    // The compiler would rather ask where the token is used.
+    asm volatile("" ::: "memory");
     // Read before it is needed: whether the row goes on.
     Chunk after(st.chunk(min(unit + 1, st.chunks - 1)));
 #pragma unroll
@@ -137,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                         step = fminf(fmaxf(step, dt_min), dt_max);
                         if constexpr (!PER_CHANNEL) decay = ex2(LOG2E * step * a[of_head][0]);
                     }
-                    float xr = to_f32(token.x.item[r]), xs = step * xr;
+                    float xr = to_f32(token.x[r]), xs = step * xr;
                     // The skip is one lane's.
                     float sum = lane == 0 ? d[of_head] * xr : 0.f;
 #pragma unroll

@@ -170,10 +170,6 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
             (a.first_head * p).is_multiple_of(shape.rows) && (a.heads_per_group * p).is_multiple_of(shape.rows),
         )
         .flag("SHARED_HEAD", p % shape.rows == 0)
-        .flag(
-            "WIDE_X",
-            (heads * p).is_multiple_of(tile) && vector(heads * p, &[&a.x]) >= shape.sub.min(16 / a.x.dtype.bytes()),
-        )
         .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
         .ty("x_t", a.x.dtype)
         .ty("b_t", a.b.dtype)
