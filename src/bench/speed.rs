@@ -84,14 +84,10 @@ impl Job for Speed<'_> {
         let step_tokens = self.args.step_tokens.min(batch * prompt).max(batch);
         // The first sequence goes on while the others' prompts are computed.
         let longest = decode + 1 + (batch * prompt).div_ceil(step_tokens) + batch;
-        // Where the device does not say how much memory it has: a state to read and one to write, and the pages of the context.
-        let blind = backend.free_memory().is_none();
         let options = EngineOptions {
             max_batch: batch,
             step_tokens,
             context: Some(prompt + longest),
-            slots: blind.then_some(2 * batch),
-            kv_pages: blind.then_some(batch * (prompt + longest).div_ceil(PAGE)),
             prefix_cache: false,
             // All sequences run at once, also where the device cannot tell how much memory it has.
             slots: Some(2 * batch),
