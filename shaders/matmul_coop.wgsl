@@ -1,5 +1,5 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup makes a
-// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of 32 of K in workgroup memory; the next
+// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of BK of K in workgroup memory; the next
 // AHEAD slices, of which K is a multiple, are on their way into registers while one is used. x was packed by matmul_pack: f16
 // rows, whole tiles, each row with a power of two taken out. With SPLIT K is cut into parts of P.k_part, whose sums, whole
 // tiles, matmul_sum adds up.
@@ -8,8 +8,11 @@ const BM: u32 = 16u * XT * SM;
 const BN: u32 = 16u * WT * SN;
 const WG: u32 = 32u * SM * SN;
 const BAND: u32 = 8u;
+const BK: u32 = 16u * STEPS;
+// Threads of a row of a slice, which move 8 elements each.
+const TR: u32 = BK / 8u;
 // Vectors of 4 elements in a row of a slice, with a gap that spreads rows over the banks.
-const ROW: u32 = 10u;
+const ROW: u32 = BK / 4u + 2u;
 
 // One slice, not two stages: two workgroups share a processor as long as each takes at most about 31 KiB.
 var<workgroup> tile: array<vec4<f16>, (BM + BN) * ROW>;
@@ -60,43 +63,42 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var sum_$a_$c = coop_mat16x16<f32, C>();
 #end
 #end
-    // A thread moves 8 elements at a time: 4 threads a row of the slice.
-    let row = thread / 4u;
-    let offset = thread % 4u * 8u;
-    let to = row * ROW + thread % 4u * 2u;
+    let row = thread / TR;
+    let offset = thread % TR * 8u;
+    let to = row * ROW + thread % TR * 2u;
 #for i W_LOADS
-    let w_at_$i = min(n0 + row + $iu * (WG / 4u), P.n - 1u) * P.w_row + offset;
+    let w_at_$i = min(n0 + row + $iu * (WG / TR), P.n - 1u) * P.w_row + offset;
 #end
 #for p AHEAD
 #for i X_LOADS
-    var x_$p_$i = x_slice(m0 + row + $iu * (WG / 4u), k_first + $pu * 32u + offset);
+    var x_$p_$i = x_slice(m0 + row + $iu * (WG / TR), k_first + $pu * BK + offset);
 #end
 #for i W_LOADS
-    var w_$p_$i = w_raw8(w_at_$i + k_first + $pu * 32u);
+    var w_$p_$i = w_raw8(w_at_$i + k_first + $pu * BK);
 #end
 #end
-    for (var k = k_first; k < k_end; k += 32u * AHEAD) {
+    for (var k = k_first; k < k_end; k += BK * AHEAD) {
 #for p AHEAD
         workgroupBarrier();
 #for i X_LOADS
-        tile[to + $iu * (WG / 4u) * ROW] = vec4<f16>(f16x4(x_$p_$i.xy));
-        tile[to + $iu * (WG / 4u) * ROW + 1u] = vec4<f16>(f16x4(x_$p_$i.zw));
+        tile[to + $iu * (WG / TR) * ROW] = vec4<f16>(f16x4(x_$p_$i.xy));
+        tile[to + $iu * (WG / TR) * ROW + 1u] = vec4<f16>(f16x4(x_$p_$i.zw));
 #end
 #for i W_LOADS
-        tile[(BM + $iu * (WG / 4u)) * ROW + to] = weights(w_$p_$i.xy);
-        tile[(BM + $iu * (WG / 4u)) * ROW + to + 1u] = weights(w_$p_$i.zw);
+        tile[(BM + $iu * (WG / TR)) * ROW + to] = weights(w_$p_$i.xy);
+        tile[(BM + $iu * (WG / TR)) * ROW + to + 1u] = weights(w_$p_$i.zw);
 #end
         workgroupBarrier();
-        let next_$p = k + (AHEAD + $pu) * 32u;
+        let next_$p = k + (AHEAD + $pu) * BK;
         if next_$p < k_end {
 #for i X_LOADS
-            x_$p_$i = x_slice(m0 + row + $iu * (WG / 4u), next_$p + offset);
+            x_$p_$i = x_slice(m0 + row + $iu * (WG / TR), next_$p + offset);
 #end
 #for i W_LOADS
             w_$p_$i = w_raw8(w_at_$i + next_$p);
 #end
         }
-#for s 2
+#for s STEPS
 #for a XT
         let a_$p_$s_$a = coopLoadT<coop_mat16x16<f16, A>>(&tile[(x_first + $au * 16u) * ROW + $su * 4u], ROW);
 #end

@@ -1,7 +1,6 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. LANES threads, a team, share ROWS weight rows and split K; every
-// thread takes eight elements of K at a time and MR rows of x, with DEEP loads of every weight row in flight. A workgroup
-// makes WG / LANES * ROWS columns of MR rows. NEAR threads of a team lie next to each other, those of the next team follow:
-// where teams share a subgroup, one load of x serves them all.
+// thread takes eight elements of K at a time and all MR rows of x, with DEEP loads of every weight row in flight. A workgroup
+// makes WG / LANES * ROWS columns of MR rows.
 //
 // NORM: x is normed on its way in, u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm; to KEEP u the first team writes
 // it. ACTIVATE: mid = act(out) is written too; with SIDES = 2 mid = act(out of the first half) * out of the second half.
@@ -10,8 +9,12 @@
 const SPAN: u32 = 8u * LANES;
 const TEAMS: u32 = WG / LANES;
 
-// a + x · w, of nothing but fused products.
+// a + x · w. Several rows are nothing but fused products; one waits for memory, and has the shorter chain.
 fn mac8(a: f32, x: mat2x4<f32>, w: mat2x4<f32>) -> f32 {
+    if MR == 1u {
+        let p = x[0] * w[0] + x[1] * w[1];
+        return a + (p.x + p.y + p.z + p.w);
+    }
     let b = fma(x[0].w, w[0].w, fma(x[0].z, w[0].z, fma(x[0].y, w[0].y, fma(x[0].x, w[0].x, a))));
     return fma(x[1].w, w[1].w, fma(x[1].z, w[1].z, fma(x[1].y, w[1].y, fma(x[1].x, w[1].x, b))));
 }
@@ -35,8 +38,8 @@ fn scaled(x: mat2x4<f32>, k: u32) -> mat2x4<f32> {
 #endif
 
 #if SUBGROUP
-// A partial sum per threads of a team next to each other within a subgroup.
-const PARTS: u32 = LANES / SUBGROUP_SIZE;
+// A partial sum per subgroup of a team.
+const PARTS: u32 = (LANES + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE;
 const LAST_PARTS: u32 = PARTS;
 #else
 const PARTS: u32 = LANES;
@@ -44,18 +47,10 @@ const LAST_PARTS: u32 = min(PARTS, 16u);
 #endif
 var<workgroup> sums: array<f32, TEAMS * PARTS * MR>;
 
-fn team_of(thread: u32) -> u32 {
-    return thread / NEAR % TEAMS;
-}
-
-fn lane_of(thread: u32) -> u32 {
-    return thread / (NEAR * TEAMS) * NEAR + thread % NEAR;
-}
-
 // Adds up the teams' sums of row m to what `team_sum` reads. Everybody takes part; a barrier has to follow.
 fn collect(thread: u32, m: u32, part: f32) {
-    let lane = lane_of(thread);
-    let at = (team_of(thread) * MR + m) * PARTS;
+    let lane = thread % LANES;
+    let at = (thread / LANES * MR + m) * PARTS;
 #if SUBGROUP
     let sum = shuffled(part);
     if lane % SUBGROUP_SIZE == 0u {
@@ -68,7 +63,7 @@ fn collect(thread: u32, m: u32, part: f32) {
 
 // The sum of row m over the thread's team.
 fn team_sum(thread: u32, m: u32) -> f32 {
-    let at = (team_of(thread) * MR + m) * PARTS;
+    let at = (thread / LANES * MR + m) * PARTS;
     var sum = 0.0;
     for (var i = 0u; i < LAST_PARTS; i++) {
         sum += sums[at + i];
@@ -80,9 +75,9 @@ fn team_sum(thread: u32, m: u32) -> f32 {
 fn narrow(thread: u32) {
 #if SUBGROUP
 #else
-    let lane = lane_of(thread);
+    let lane = thread % LANES;
     for (var i = lane; i < 16u * MR; i += LANES) {
-        let at = (team_of(thread) * MR + i / 16u) * PARTS;
+        let at = (thread / LANES * MR + i / 16u) * PARTS;
         for (var j = i % 16u + 16u; j < LANES; j += 16u) {
             sums[at + i % 16u] += sums[at + j];
         }
@@ -98,10 +93,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if index >= P.groups {
         return;
     }
-    let lane = lane_of(thread);
-    // Neighbouring groups share the weight rows, which are read from memory once then.
-    let m_first = index % P.m_tiles * MR;
-    let first = (index / P.m_tiles * TEAMS + team_of(thread)) * (ROWS / SIDES);
+    let lane = thread % LANES;
+    let first = (index * TEAMS + thread / LANES) * (ROWS / SIDES);
 #for r ROWS
     // Rows past the last one are computed from it and not stored.
     let row$r = (min(first + $ru / SIDES, P.n - 1u) + $ru % SIDES * P.n) * P.w_row;
@@ -109,12 +102,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var acc$r_$m = 0.0;
 #end
 #end
-#for m MR
-    let m$m = min(m_first + $mu, P.m - 1u);
 #if NORM
+#for m MR
     var square$m = 0.0;
-#endif
 #end
+#endif
 #if EIGHT
     var k = 8u * lane;
     for (; k + SPAN * (DEEP - 1u) < P.k; k += SPAN * DEEP) {
@@ -129,11 +121,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 #for m MR
 #if NORM
-        let v$i_$m = gated(m$m, k + SPAN * $iu);
+        let v$i_$m = gated($mu, k + SPAN * $iu);
         square$m = mac8(square$m, v$i_$m, v$i_$m);
         let x$i_$m = scaled(v$i_$m, k + SPAN * $iu);
 #else
-        let x$i_$m = x_v8(m$m * P.x_row + k + SPAN * $iu);
+        let x$i_$m = x_v8($mu * P.x_row + k + SPAN * $iu);
 #endif
 #for r ROWS
         acc$r_$m = mac8(acc$r_$m, x$i_$m, f$i_$r);
@@ -148,11 +140,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 #for m MR
 #if NORM
-        let v$m = gated(m$m, k);
+        let v$m = gated($mu, k);
         square$m = mac8(square$m, v$m, v$m);
         let x$m = scaled(v$m, k);
 #else
-        let x$m = x_v8(m$m * P.x_row + k);
+        let x$m = x_v8($mu * P.x_row + k);
 #endif
 #for r ROWS
         acc$r_$m = mac8(acc$r_$m, x$m, f$r);
@@ -165,7 +157,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for r ROWS
         let w$r = w_v4(row$r + k);
 #for m MR
-        acc$r_$m += dot(w$r, x_v4(m$m * P.x_row + k));
+        acc$r_$m += dot(w$r, x_v4($mu * P.x_row + k));
 #end
 #end
     }
@@ -195,9 +187,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #if KEEP
     if first == 0u {
         for (var k = 8u * lane; k < P.k; k += SPAN) {
-            let u = scaled(gated(m$m, k), k);
-            u_set4(m$m * P.u_row + k, scale$m * u[0]);
-            u_set4(m$m * P.u_row + k + 4u, scale$m * u[1]);
+            let u = scaled(gated($mu, k), k);
+            u_set4($mu * P.u_row + k, scale$m * u[0]);
+            u_set4($mu * P.u_row + k + 4u, scale$m * u[1]);
         }
     }
 #endif
@@ -224,8 +216,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
 #end
 #endif
-    if lane < MR && m_first + lane < P.m && first + $ru / SIDES < P.n {
-        before = store(m_first + lane, first + $ru / SIDES, $ru % SIDES, factor * sum, before);
+    if lane < MR && first + $ru / SIDES < P.n {
+        before = store(lane, first + $ru / SIDES, $ru % SIDES, factor * sum, before);
     }
 #end
 }

@@ -35,7 +35,7 @@ impl Tile {
         match m {
             ..=16 => tile([1, 2], [1, 2]),
             17..=32 => tile([2, 1], [1, 4]),
-            33..=FEW => tile([4, 2], [1, 4]),
+            33..=FEW => tile([2, 2], [2, 2]),
             // Large tiles read less, as long as there is one for most of the device.
             _ if m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
             _ => tile([2, 4], [2, 2]),
@@ -50,22 +50,24 @@ impl Tile {
         16 * self.matrices[1] * self.subgroups[1]
     }
 
-    fn constants<B: Handle>(&self, b: Builder<B>) -> Builder<B> {
+    /// The constants of slices of `slice` of K.
+    fn constants<B: Handle>(&self, b: Builder<B>, slice: usize) -> Builder<B> {
         let threads = 32 * self.subgroups[0] * self.subgroups[1];
         b.flag("COOPERATIVE", true)
             .constant("XT", self.matrices[0])
             .constant("WT", self.matrices[1])
             .constant("SM", self.subgroups[0])
             .constant("SN", self.subgroups[1])
-            .constant("X_LOADS", self.m() * 4 / threads)
-            .constant("W_LOADS", self.n() * 4 / threads)
+            .constant("STEPS", slice / 16)
+            .constant("X_LOADS", self.m() * slice / 8 / threads)
+            .constant("W_LOADS", self.n() * slice / 8 / threads)
     }
 }
 
 /// Most rows of a product that takes as long as reading its weights: what counts is how many bytes are on their way.
 const FEW: usize = 64;
-/// Most columns of one of its tiles.
-const FEW_COLUMNS: usize = 128;
+/// Columns of its tiles.
+const FEW_COLUMNS: usize = 64;
 
 /// How the sums of a product are shared out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +78,8 @@ struct Plan {
     /// Parts of K, and the length of each but the last.
     parts: usize,
     k_part: usize,
-    /// Slices of K on their way.
+    /// Length of a slice of K, and how many are on their way.
+    slice: usize,
     ahead: usize,
 }
 
@@ -86,10 +89,14 @@ impl Plan {
     fn pick(m: usize, n: usize, k: usize) -> Self {
         let tile = Tile::pick(m, n);
         let tiles = [m.div_ceil(tile.m()), n.div_ceil(tile.n())];
-        let ahead = if m <= FEW && k.is_multiple_of(64) { 2 } else { 1 };
+        let fits = |[slice, ahead]: &[usize; 2]| k.is_multiple_of(slice * ahead);
+        let [slice, ahead] = match m {
+            ..=FEW => [[64, 4], [64, 1], [32, 1]].into_iter().find(fits).unwrap_or([32, 1]),
+            _ => [32, 1],
+        };
         let parts = (places(m) / (tiles[0] * tiles[1])).clamp(1, most_parts(m, k));
-        let k_part = k.div_ceil(32 * ahead * parts) * 32 * ahead;
-        Self { tile, tiles, parts: k.div_ceil(k_part), k_part, ahead }
+        let k_part = k.div_ceil(slice * ahead * parts) * slice * ahead;
+        Self { tile, tiles, parts: k.div_ceil(k_part), k_part, slice, ahead }
     }
 
     /// Rows and columns of a part's sums: whole tiles.
@@ -100,22 +107,23 @@ impl Plan {
 
 /// Workgroups among which a product of `m` rows is shared out, if K is long enough.
 fn places(m: usize) -> usize {
-    match m {
-        ..=32 => 580,
-        33..=FEW => 440,
-        _ => 256,
-    }
+    if m <= FEW { 900 } else { 256 }
 }
 
-/// Shorter parts do not pay for the sum over them.
+/// Shorter parts, or more sums, do not pay.
 fn most_parts(m: usize, k: usize) -> usize {
-    if m <= FEW { (k / 1024).clamp(1, 8) } else { (k / 2048).clamp(1, 8) }
+    match m {
+        ..=16 => (k / 1024).clamp(1, 8),
+        17..=32 => (k / 1024).clamp(1, 6),
+        33..=FEW => (k / 1024).clamp(1, 4),
+        _ => (k / 2048).clamp(1, 8),
+    }
 }
 
 /// Words that the sums of the parts of a product of `m` rows, or fewer, take at most: fewer rows can be cut into more parts.
 fn most_sums(m: usize, n: usize, k: usize) -> usize {
-    let few = m.min(FEW).next_power_of_two() * n.next_multiple_of(FEW_COLUMNS);
-    let few = few.max((most_parts(FEW, k) * few).min(places(1) * FEW * FEW_COLUMNS));
+    let few = m.min(FEW).next_multiple_of(16).next_power_of_two() * n.next_multiple_of(FEW_COLUMNS);
+    let few = few.max((most_parts(1, k) * few).min(places(1) * FEW * FEW_COLUMNS));
     match most_parts(m, k) {
         _ if m <= FEW => few,
         1 => few,
@@ -188,7 +196,7 @@ fn product<B: Handle>(
     let plan = Plan::pick(m, n, k);
     let split = quads && (plan.parts > 1 || m <= FEW);
     let b = packed
-        .views(plan.tile.constants(Builder::new(shader!("matmul_coop"))), Read)
+        .views(plan.tile.constants(Builder::new(shader!("matmul_coop")), plan.slice), Read)
         .constant("AHEAD", plan.ahead)
         .flag("W_F16", block.w.dtype == DType::F16)
         .flag("SPLIT", split)
@@ -241,7 +249,8 @@ mod tests {
             (512, 4096, 4096, 2),
             (256, 4096, 21504, 4),
             (64, 18560, 4096, 3),
-            (64, 4096, 21504, 8),
+            (64, 4096, 21504, 4),
+            (16, 4096, 21504, 8),
             (9, 16, 64, 1),
         ] {
             assert_eq!(Plan::pick(m, n, k).parts, want, "{m} x {n} x {k}");

@@ -132,11 +132,9 @@ pub(super) fn product<B: Handle>(
     let norm = fused.norm.map(|(norm, _)| norm);
     let step = if eight { 8 } else { 4 };
     let plan = Gemv::pick(m, k, step, norm.is_some(), norm.is_some_and(|norm| norm.gate.is_some()));
-    let rows = m.min(FEW_ROWS);
-    let m_tiles = m.div_ceil(rows);
     let mut b = plan
         .constants(Builder::new(shader!("matmul_vec")), facts, k)
-        .constant("MR", rows)
+        .constant("MR", m)
         .constant("SIDES", sides)
         .flag("EIGHT", eight)
         .flag("BIAS", op.bias.is_some())
@@ -144,8 +142,6 @@ pub(super) fn product<B: Handle>(
         .flag("NORM", fused.norm.is_some())
         .flag("ACTIVATE", fused.activation.is_some())
         .flag("CONV", fused.conv.is_some())
-        .param("m", m)
-        .param("m_tiles", m_tiles)
         .param("n", n / sides)
         .param("k", k)
         .param("col", block.col)
@@ -180,7 +176,7 @@ pub(super) fn product<B: Handle>(
             .view("pool", InPlace, &next.pool)
             .view("mid", Write, &next.out);
     }
-    Ok(b.build("matmul", m_tiles * n.div_ceil(plan.threads / plan.lanes * plan.rows), facts.max_binding))
+    Ok(b.build("matmul", n.div_ceil(plan.threads / plan.lanes * plan.rows), facts.max_binding))
 }
 
 /// How few rows are multiplied: see `matmul_vec.wgsl`.
@@ -190,8 +186,6 @@ struct Gemv {
     threads: usize,
     /// Threads that share weight rows.
     lanes: usize,
-    /// Those of them that lie next to each other.
-    near: usize,
     /// Weight rows that they share.
     rows: usize,
     /// Loads of a row that a thread has in flight.
@@ -205,7 +199,7 @@ impl Gemv {
     fn pick(m: usize, k: usize, step: usize, norm: bool, gate: bool) -> Self {
         if m > 2 {
             let lanes = lanes(k, step).min(64);
-            return Self { threads: 256, lanes, near: 8, rows: 4, deep: (k / (step * lanes)).clamp(1, 2) };
+            return Self { threads: 256, lanes, rows: 4, deep: (k / (step * lanes)).clamp(1, 2) };
         }
         let even = |lanes: usize| (k / step).is_multiple_of(lanes);
         let lanes = match lanes(k, step) {
@@ -213,17 +207,16 @@ impl Gemv {
             most => [128, 64].into_iter().find(|n| *n <= most && even(*n)).unwrap_or(most.min(128)),
         };
         let rows = if norm && !gate { 4 } else { 2 };
-        Self { threads: 256, lanes, near: lanes, rows, deep: (k / (step * lanes)).clamp(1, 4) }
+        Self { threads: 256, lanes, rows, deep: (k / (step * lanes)).clamp(1, 4) }
     }
 
     fn constants<B: Handle>(&self, b: Builder<B>, facts: &Facts, k: usize) -> Builder<B> {
         b.constant("WG", self.threads)
             .constant("LANES", self.lanes)
-            .constant("NEAR", self.near)
             .constant("ROWS", self.rows)
             .constant("DEEP", self.deep)
             .flag("REST", !k.is_multiple_of(8 * self.lanes * self.deep))
-            .subgroup(facts.subgroup, self.near)
-            .flag("ACROSS", facts.subgroup.is_none_or(|size| self.lanes > size.min(self.near)))
+            .subgroup(facts.subgroup, self.lanes)
+            .flag("ACROSS", facts.subgroup.is_none_or(|size| self.lanes > size))
     }
 }
