@@ -282,8 +282,8 @@ DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &
 constexpr int PADDING_SPAN = 1024;
 constexpr int PADDING_COLS = 1024;
 
-// Zeroes the padding tokens of block `block`, of COLS columns in all, after the kernels ahead. Called by all threads of a
-// block. Not inlined: its code would lie between the start of a kernel and what most blocks do.
+// Zeroes the padding tokens of block `block`, of COLS columns in all. Called by all threads of a block. Not inlined: its code
+// would lie between the start of a kernel and what most blocks do.
 template <int THREADS, int COLS, class T> __device__ __noinline__ void zero_padding(Step st, T *out, i64 stride, int block) {
     constexpr int TILES = div_up(COLS, PADDING_COLS);
     int first = block / TILES * PADDING_SPAN, last = min(first + PADDING_SPAN, st.tokens);
@@ -295,7 +295,6 @@ template <int THREADS, int COLS, class T> __device__ __noinline__ void zero_padd
         padding |= t < last && st.token_row(t) == NONE;
     }
     if (!__syncthreads_or(padding)) return;
-    wait_for_inputs();
     for (int t = first + threadIdx.x / 32; t < last; t += THREADS / 32) {
         if (st.token_row(t) != NONE) continue;
         for (int i = threadIdx.x % 32; i < cols; i += 32) out[t * stride + col + i] = from_f32<T>(0.f);

@@ -1,8 +1,8 @@
 // Gated delta rule, token by token, with the state in registers: decode, verification, short rows, and every shape that
 // the chunked kernel does not take. Columns of S are independent, so a block owns COLS columns of one head of one
 // sequence and walks its chunks in order. One reduction a token: o = qᵀS' = e^g qᵀS + (q·k) δ.
-// Grid: column tiles of the heads of each chunk, or row with MAX_TOKENS,
-// then padding blocks; neighbouring blocks stream neighbouring memory.
+// Grid: column tiles of the heads of each chunk, or row with MAX_TOKENS, then padding blocks; neighbouring blocks stream
+// neighbouring memory.
 // HEADS, DK, DV, COLS, THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are
 // someone else's); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
 
@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
+        wait_for_inputs();
         zero_padding<THREADS, HEADS * DV>(st, out, out_stride, blockIdx.x - blocks * HEADS * TILES);
         return;
     }

@@ -1,9 +1,9 @@
 // Selective scan, token by token, with the state in registers: decode, verification, short rows, and every shape that the
 // chunked kernel does not take. A block owns a tile of (head, p) rows of one sequence and walks its chunks in order.
-// Each thread reads its part of the state before it writes it. Grid: row tiles of each chunk,
-// or row with MAX_TOKENS, then padding blocks; neighbouring blocks stream neighbouring memory. Alone and cold, a step of few
-// sequences waits for memory twice: for the chunk table, and for state and token at once. So what needs no table is asked for
-// beside it, and nothing waits between the loads of state and token.
+// Each thread reads its part of the state before it writes it. Grid: row tiles of each chunk, or row with MAX_TOKENS, then
+// padding blocks; neighbouring blocks stream neighbouring memory. Alone and cold, a step of few sequences waits for memory
+// twice: for the chunk table, and for state and token at once. So what needs no table is asked for beside it, and nothing
+// waits between the loads of state and token.
 // HEADS, P, N, LANES (that share a row), VEC (neighbouring elements of a lane), RPT (rows per thread), SUB (of them in f32 at a
 // time), THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_GROUP, FIRST_HEAD, PER_CHANNEL, SHARED_BC, SHARED_HEAD (a
 // thread's rows have one group, one head), MAX_TOKENS (longer rows are someone else's); x_t, b_t, c_t, dt_t, pool_t, y_t.
@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int tile = blockIdx.x % TILES, unit = blockIdx.x / TILES, blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
+        wait_for_inputs();
         zero_padding<THREADS, ROWS>(st, y, y_stride, blockIdx.x - blocks * TILES);
         return;
     }
