@@ -1,36 +1,25 @@
-// Depthwise causal convolution. A block owns all tokens of a chunk for a tile of channels: SUBS groups of COLS threads,
-// each VEC channels and 64 / SUBS tokens. All of a block's state reads come before its writes, so that a slot may be
-// updated in place. Grid (chunks + padding blocks, channel tiles).
-// VEC, CHANNELS, TAPS, SUBS, COLS, LOADS (tokens in flight), PACKED_WEIGHT (its row stride is TAPS + 1), ACT; x_t, pool_t, out_t.
+// Depthwise causal convolution. A block owns all tokens of a chunk for a tile of COLS * VEC channels, a thread all tokens of VEC
+// channels: it reads its part of a state before it writes it, so that a slot may be updated in place. Whole groups of LOADS
+// tokens are loaded one group ahead and go without a test for the chunk's end.
+// Grid (the channel tiles of the first chunk, of the next, ..., then blocks for padding): those that run at a time read and
+// write whole rows.
+// VEC, CHANNELS, TAPS, COLS, LOADS, PACKED_WEIGHT (its row stride is TAPS + 1), ACT; x_t, pool_t, out_t.
 
-constexpr int RUN = PAGE / SUBS;
 constexpr int BACK = TAPS - 1;
+constexpr int TILES = div_up(CHANNELS, COLS * VEC);
 
-extern "C" __global__ void __launch_bounds__(SUBS *COLS, VEC == 4 && sizeof(x_t) == 2 ? 5 : 1)
+extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 ? 5 : 1)
     ENTRY(Step st, const x_t *x, i64 x_stride, const float *weight, i64 weight_stride, pool_t *pool, i64 slot_stride,
           out_t *out, i64 out_stride, u32 untouched) {
     let_next_start();
-    int sub = threadIdx.x / COLS, c = (blockIdx.y * COLS + threadIdx.x % COLS) * VEC;
-    bool active = c < CHANNELS;
-    if (blockIdx.x >= st.chunks) {
-        wait_for_inputs();
-        int first = (blockIdx.x - st.chunks) * PAGE, last = min(first + PAGE, st.tokens);
-        bool padding = false;
-        for (int t = first + threadIdx.x; t < last; t += SUBS * COLS) padding |= st.token_row(t) == NONE;
-        if (!__syncthreads_or(padding) || !active) return;
-        for (int t = first + sub; t < last; t += SUBS)
-            if (st.token_row(t) == NONE) store_zero<VEC>(out + t * out_stride + c);
+    int unit = blockIdx.x / TILES, c = (blockIdx.x % TILES * COLS + threadIdx.x) * VEC;
+    if (unit >= st.chunks) {
+        zero_padding<COLS, CHANNELS>(st, out, out_stride, blockIdx.x - st.chunks * TILES);
         return;
     }
-    Chunk ch(st.chunk(blockIdx.x));
-    if (ch.len == 0) {
-        wait_for_inputs();
-        return;
-    }
-    int begin = sub * RUN, end = min((int)ch.len, begin + RUN);
-    active = active && begin < end;
+    // What no kernel writes, before the first value that another load depends on.
     float w[TAPS + 1][VEC];
-    if (active) {
+    if (c < CHANNELS) {
         if constexpr (PACKED_WEIGHT) {
             // The thread's channels lie one after the other.
             float flat[VEC * (TAPS + 1)];
@@ -48,63 +37,81 @@ extern "C" __global__ void __launch_bounds__(SUBS *COLS, VEC == 4 && sizeof(x_t)
                 for (int j = 0; j <= TAPS; j++) w[j][i] = weight[(c + i) * weight_stride + j];
         }
     }
+    Chunk ch(st.chunk(unit));
+    int len = ch.len;
+    if (len == 0 || c >= CHANNELS) {
+        wait_for_inputs();
+        return;
+    }
+    const x_t *px = x + (i64)ch.start * x_stride + c;
+    Packed<VEC, x_t> in[LOADS], following[LOADS];
+    auto fetch = [&](Packed<VEC, x_t> *to, int t) {
+        const x_t *p = px + t * x_stride;
+        if (t + LOADS <= len) {
+#pragma unroll
+            for (int i = 0; i < LOADS; i++, p += x_stride) to[i] = load_raw<VEC>(p);
+        } else {
+#pragma unroll
+            for (int i = 0; i < LOADS; i++, p += x_stride)
+                if (t + i < len) to[i] = load_raw<VEC>(p);
+        }
+    };
     // A row's first chunk needs nothing but its state before the input itself.
-    int before = (int)(ch.start - st.row(ch.row)[0]) + begin;
-    if (!untouched || before > 0) wait_for_inputs();
-    // Inputs before `begin`, oldest first: earlier tokens of the row, then the state that the row started from.
+    bool first = ch.src != CARRY, early = untouched && first;
+    // Inputs before the next token, oldest first: earlier tokens of the row, then the state that the row started from.
     float window[BACK][VEC];
-    if (active) {
-        u32 src = 0;
-        if (before < BACK) src = ch.src != CARRY ? ch.src : st.chunk(st.row(ch.row)[2])[3];
+    auto from_state = [&](u32 src, int j, int at) {
+#pragma unroll
+        for (int i = 0; i < VEC; i++)
+            window[j][i] = src == 0 ? 0.f : to_f32(pool[src * slot_stride + (i64)(c + i) * BACK + at]);
+    };
+    if (!early) wait_for_inputs();
+    if (first) {
+#pragma unroll
+        for (int j = 0; j < BACK; j++) from_state(ch.src, j, j);
+    }
+    if (early) wait_for_inputs();
+    fetch(in, 0);
+    if (!first) {
+        const u32 *row = st.row(ch.row);
+        int before = ch.start - row[0];
+        u32 src = before < BACK ? st.chunk(row[2])[3] : 0;
 #pragma unroll
         for (int j = 0; j < BACK; j++) {
             int back = BACK - j;
-            if (before >= back) {
-                load<VEC>(x + (i64)(ch.start + begin - back) * x_stride + c, window[j]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < VEC; i++)
-                    window[j][i] =
-                        src == 0 ? 0.f : to_f32(pool[src * slot_stride + (i64)(c + i) * BACK + BACK - back + before]);
-            }
+            if (before >= back) load<VEC>(px - back * x_stride, window[j]);
+            else from_state(src, j, j + before);
         }
     }
-    wait_for_inputs();
-    __syncthreads();
-    if (!active) return;
-    const x_t *px = x + (i64)ch.start * x_stride + c;
-    out_t *po = out + (i64)ch.start * out_stride + c;
-    constexpr int AHEAD = RUN < LOADS ? RUN : LOADS;
-    Packed<VEC, x_t> in[AHEAD], following[AHEAD];
-    auto fetch = [&](Packed<VEC, x_t> *to, int t0) {
+    out_t *to = out + (i64)ch.start * out_stride + c;
+    auto token = [&](const Packed<VEC, x_t> &raw) {
+        float cur[VEC], y[VEC];
+        unpack<VEC>(raw, cur);
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++)
-            if (t0 + a < end) to[a] = load_raw<VEC>(px + (i64)(t0 + a) * x_stride);
+        for (int i = 0; i < VEC; i++) {
+            float s = w[TAPS][i];
+#pragma unroll
+            for (int j = 0; j < BACK; j++) s = __fmaf_rn(w[j][i], window[j][i], s);
+            y[i] = activate<ACT>(__fmaf_rn(w[BACK][i], cur[i], s));
+#pragma unroll
+            for (int j = 0; j + 1 < BACK; j++) window[j][i] = window[j + 1][i];
+            window[BACK - 1][i] = cur[i];
+        }
+        store<VEC>(to, y);
+        to += out_stride;
     };
-    fetch(in, begin);
-    for (int t0 = begin; t0 < end; t0 += AHEAD) {
-        fetch(following, t0 + AHEAD);
+    int t = 0;
+    for (; t + LOADS <= len; t += LOADS) {
+        fetch(following, t + LOADS);
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++) {
-            if (t0 + a >= end) continue;
-            float cur[VEC], y[VEC];
-            unpack<VEC>(in[a], cur);
+        for (int i = 0; i < LOADS; i++) token(in[i]);
 #pragma unroll
-            for (int i = 0; i < VEC; i++) {
-                float s = w[TAPS][i];
-#pragma unroll
-                for (int j = 0; j < BACK; j++) s = __fmaf_rn(w[j][i], window[j][i], s);
-                y[i] = activate<ACT>(__fmaf_rn(w[BACK][i], cur[i], s));
-#pragma unroll
-                for (int j = 0; j + 1 < BACK; j++) window[j][i] = window[j + 1][i];
-                window[BACK - 1][i] = cur[i];
-            }
-            store<VEC>(po + (i64)(t0 + a) * out_stride, y);
-        }
-#pragma unroll
-        for (int a = 0; a < AHEAD; a++) in[a] = following[a];
+        for (int i = 0; i < LOADS; i++) in[i] = following[i];
     }
-    if (ch.dst == 0 || end != (int)ch.len) return;
+#pragma unroll
+    for (int i = 0; i < LOADS - 1; i++)
+        if (t + i < len) token(in[i]);
+    if (ch.dst == 0) return;
 #pragma unroll
     for (int i = 0; i < VEC; i++)
 #pragma unroll

@@ -28,7 +28,6 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<W
         .int("VEC", vec)
         .int("CHANNELS", channels)
         .int("TAPS", taps)
-        .int("SUBS", 1)
         .int("COLS", cols)
         .int("LOADS", loads)
         .flag("PACKED_WEIGHT", packed)
@@ -38,7 +37,7 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<W
         .ty("out_t", a.out.dtype);
     let args = Args::new().step(&a.step).rows(&a.x).rows(&a.weight).rows(&a.pool).rows(&a.out);
     let args = args.int(u64::from(target.untouched));
-    let grid = [chunks + tokens.div_ceil(PAGE), channels.div_ceil(cols * vec), 1];
+    let grid = [chunks * channels.div_ceil(cols * vec) + padding_blocks(tokens, channels), 1, 1];
     Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args).with_early(target.untouched))])
 }
 
