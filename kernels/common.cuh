@@ -359,7 +359,7 @@ DEV void mbar_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 
 DEV void mbar_arrive(u32 bar) {
     asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(bar) : "memory");
 }
-// Arrives when this thread's copies have.
+// Arrives when this thread's copies have; the thread may have ended by then.
 DEV void mbar_arrive_copied(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #if __CUDA_ARCH__ >= 900
 #define MBAR_TEST "mbarrier.try_wait.parity.shared.b64"

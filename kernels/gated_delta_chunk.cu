@@ -33,12 +33,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
     // A stage has arrived, has been read; the operands of a pair have been written, have been read.
     u32 full = smem_addr(bars), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, taken = ready + 8 * PAIRS;
     u32 stages = smem_addr(shared), pairs = stages + STAGES * STAGE;
+    // Every lane arrives for itself: racecheck does not follow one lane that arrives for its warp.
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             mbar_init(full + 8 * i, COPY);
-            mbar_init(empty + 8 * i, 2 * PAIRS);
+            mbar_init(empty + 8 * i, 64 * PAIRS);
         }
-        for (int i = 0; i < 2 * PAIRS; i++) mbar_init(ready + 8 * i, 1);
+        for (int i = 0; i < 2 * PAIRS; i++) mbar_init(ready + 8 * i, 32);
     }
     __syncthreads();
 
@@ -64,7 +65,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                 len = table[5 * i + 7];
             }
         }
-        cp_async_wait<0>();
         return;
     }
 
@@ -85,8 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
             for (int j = 0; j < KSTEPS; j++) s[j] = load_shared16(mine + j * 512);
 #pragma unroll
             for (int j = 0; j < Q / 16; j++) d[j] = load_shared16(mine + (KSTEPS + j) * 512);
-            __syncwarp();
-            if (lane == 0) mbar_arrive(taken);
+            mbar_arrive(taken);
             mbar_wait(full + 8 * (i % STAGES), i / STAGES & 1);
             u32 from = stages + i % STAGES * STAGE;
             float o[4][2][4] = {};
@@ -116,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                     mma_bf16(o[t][0], x, d[j].x, d[j].z);
                     mma_bf16(o[t][1], x, d[j].y, d[j].w);
                 }
-            __syncwarp();
-            if (lane == 0) mbar_arrive(empty + 8 * (i % STAGES));
+            mbar_arrive(empty + 8 * (i % STAGES));
             bf16 *to = out + (i64)start * out_stride + h * DV + col0 + pair * 16 + 2 * c;
 #pragma unroll
             for (int t = 0; t < 4; t++)
@@ -180,8 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
             }
             store_shared16(mine + (KSTEPS + t) * 512, make_uint4(w[t][0], w[t][1], w[t][2], w[t][3]));
         }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(ready);
+        mbar_arrive(ready);
         float decay = load_shared_f32(from + AT_F + 2 * Q * 4);
 #pragma unroll
         for (int n = 0; n < 2 * KSTEPS; n++)
@@ -196,8 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                 mma_bf16(s[2 * n], w[t], y[0], y[1]);
                 mma_bf16(s[2 * n + 1], w[t], y[2], y[3]);
             }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(empty + 8 * (i % STAGES));
+        mbar_arrive(empty + 8 * (i % STAGES));
         if (dst != 0) {
 #pragma unroll
             for (int n = 0; n < 2 * KSTEPS; n++)

@@ -38,14 +38,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
     // A stage has arrived, has been read; a copy of the state has been written, has been read.
     u32 full = smem_addr(bars), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, taken = ready + 8 * COPIES;
     u32 stages = smem_addr(shared), states = stages + STAGES * STAGE, rows = states + COPIES * STATE_BYTES;
+    // Every lane arrives for itself: racecheck does not follow one lane that arrives for its warp.
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(full + 8 * i, COPY + 1);
-            mbar_init(empty + 8 * i, HOLDERS + WRITERS);
+            mbar_init(full + 8 * i, COPY + 32);
+            mbar_init(empty + 8 * i, 32 * (HOLDERS + WRITERS));
         }
         for (int i = 0; i < COPIES; i++) {
-            mbar_init(ready + 8 * i, HOLDERS);
-            mbar_init(taken + 8 * i, WRITERS);
+            mbar_init(ready + 8 * i, 32 * HOLDERS);
+            mbar_init(taken + 8 * i, 32 * WRITERS);
         }
     }
     __syncthreads();
@@ -94,11 +95,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                     ahead[s][t] = ex2(block - key);
                     weights[s][t] = ex2(last - key);
                 }
-                __syncwarp();
-                if (lane == 0) mbar_arrive(full + 8 * s);
+                mbar_arrive(full + 8 * s);
             }
         }
-        cp_async_wait<0>();
         return;
     }
 
@@ -137,8 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                     mma_bf16(m[j][1], ca, v[2], v[3]);
                 }
             }
-            __syncwarp();
-            if (lane == 0) mbar_arrive(taken + copy * 8);
+            mbar_arrive(taken + copy * 8);
             const float *sum = sums[s];
             float grow[2], to[2];
 #pragma unroll
@@ -188,8 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                     mma_bf16(acc[2 * n + 1], ma, v[2], v[3]);
                 }
             }
-            __syncwarp();
-            if (lane == 0) mbar_arrive(empty + 8 * s);
+            mbar_arrive(empty + 8 * s);
             // Through shared memory, so that whole sectors are written.
 #pragma unroll
             for (int n = 0; n < 2 * HOLDERS; n++)
@@ -231,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
             store_shared16(mine + k * 512,
                            make_uint4(pack_bf16(s[2 * k][0], s[2 * k][1]), pack_bf16(s[2 * k + 1][0], s[2 * k + 1][1]),
                                       pack_bf16(s[2 * k][2], s[2 * k][3]), pack_bf16(s[2 * k + 1][2], s[2 * k + 1][3])));
-        __syncwarp();
-        if (lane == 0) mbar_arrive(ready + copy * 8);
+        mbar_arrive(ready + copy * 8);
         mbar_wait(full + 8 * stage, i / STAGES & 1);
         float decay = ex2(sums[stage][Q - 1]);
 #pragma unroll
@@ -257,8 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                 mma_bf16(s[2 * n + 1], xa, v[2], v[3]);
             }
         }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(empty + 8 * stage);
+        mbar_arrive(empty + 8 * stage);
         if (dst != 0) {
 #pragma unroll
             for (int n = 0; n < 2 * KSTEPS; n++)
