@@ -1,19 +1,24 @@
 // Products of one or two rows of x at memory speed, from compute capability 9.0 on. Every warp streams rows of W through a ring
 // of its own, copied in bulk, and starts to before the kernels ahead are done. 256 neighbouring elements of a row are 16 x 16
 // operands for the tensor cores, piece i of 8 elements in row i % 16, and those of x the columns that go with them, so that
-// products of a row of W lie on the diagonal: W and x are read as they lie in memory, and no warp waits for another.
+// products of a row of W lie on the diagonal: W and x are read as they lie in memory, and no warp waits for another before it
+// has sums of 32 rows.
 // With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
 // 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
 // is computed too, again to the same bits. M is 1 there.
 // Grid (blocks that fit on the device at once).
-// K, M, WARPS, STAGES (of a warp's ring), DEPTH (elements of a stage), ROWS (of W that a warp multiplies side by side; they divide
-// STAGES, and more than one only if a stage holds a row), ONCE (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT,
+// K, M, WARPS, STAGES (of a warp's ring), DEPTH (elements of a stage), SPLIT (the warps of a block share its rows, each with a
+// stage of every row), ROWS (of W that a warp multiplies side by side; they divide STAGES, and more than one only if a stage holds
+// all that the warp has of a row), ONCE (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT,
 // HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS (that rms_norm.cu gives a group), GATE,
 // SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT; out_t, pool_t, conv_t.
 
 constexpr int STEP = 256;
-constexpr int SLICES = div_up(K, DEPTH);         // stages of a row
-constexpr int X_PITCH = div_up(K, STEP) * STEP;
+constexpr int STEPS = div_up(K, STEP);
+constexpr int SLICES = SPLIT ? 1 : div_up(K, DEPTH); // stages that a warp has of a row
+constexpr int X_PITCH = STEPS * STEP;
+// Steps that every stage holds.
+constexpr int LEAST = SPLIT ? STEPS / WARPS : STEPS % (DEPTH / STEP) == 0 ? DEPTH / STEP : STEPS % (DEPTH / STEP);
 constexpr bool RAGGED = K % STEP != 0;
 constexpr int SUMS = ROWS == 1 ? 2 : ROWS;
 constexpr int CONSUMERS = 32 * WARPS;
@@ -28,18 +33,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
           u32 untouched) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ float sums[NORM_UNITS];
+    __shared__ float parts[SPLIT ? WARPS : 1][M][32];
     __shared__ __align__(8) u64 full[WARPS][STAGES], x_full;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     bf16 *resident = reinterpret_cast<bf16 *>(shared), *ring = resident + M * X_PITCH + warp * STAGES * DEPTH;
     // Rows of W: whole turns of the grid block by block, what is left over spread over the blocks.
-    int grid = gridDim.x * WARPS, turns = n / grid, last = turns * grid + warp * gridDim.x + blockIdx.x;
+    int sets = SPLIT ? 1 : WARPS, set = SPLIT ? 0 : warp;
+    int grid = gridDim.x * sets, turns = n / grid, last = turns * grid + set * gridDim.x + blockIdx.x;
     int rows = turns + (last < n), total = rows * SLICES;
-    auto row_of = [&](int i) { return i < turns ? (i * (int)gridDim.x + (int)blockIdx.x) * WARPS + warp : last; };
+    auto row_of = [&](int i) { return i < turns ? (i * (int)gridDim.x + (int)blockIdx.x) * sets + set : last; };
+    // What a warp has of a row.
+    int begin = SPLIT ? warp * STEPS / WARPS * STEP : 0, end = SPLIT ? min((warp + 1) * STEPS / WARPS * STEP, K) : K;
     u64 once = evict_first();
     auto copy = [&](int j) {
         u64 *bar = full[warp] + j % STAGES;
-        int row = row_of(j / SLICES), k0 = j % SLICES * DEPTH;
-        u32 bytes = 2 * min(DEPTH, K - k0);
+        int row = row_of(j / SLICES), k0 = begin + j % SLICES * DEPTH;
+        u32 bytes = 2 * min(DEPTH, end - k0);
         bulk_expect(bar, bytes);
         bulk_load<ONCE>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
     };
@@ -50,16 +59,23 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
         bulk_fence();
         __syncthreads();
     }
-    // The weight does not wait for the kernels ahead.
+    // The weight does not wait for the kernels ahead, but for the part of the warp that asks for x.
     if (lane == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(full[warp] + s, 1);
         if (warp == 0) barrier_init(&x_full, 1);
         barrier_init_done();
+        if (PRE == 0 && warp == 0) {
+            // Sooner than most of the weight: nothing is multiplied without it.
+            wait_for_inputs();
+            bulk_fence();
+            bulk_expect(&x_full, 2 * M * K);
+            for (int m = 0; m < M; m++) bulk_load(resident + m * X_PITCH, x + m * x_stride, 2 * K, &x_full);
+        }
         for (int j = 0; j < min(STAGES, total); j++) copy(j);
     }
     __syncthreads();
     // The sums of up to 32 rows wait for each other, each in a lane, which asks ahead for what goes with its row.
-    auto row_at = [&](int i) { return i < rows ? row_of(i) : -1; };
+    auto row_at = [&](int i) { return i < rows && (!SPLIT || warp == 0) ? row_of(i) : -1; };
     Channel channel;
     auto fetch_channel = [&](int i) {
         if constexpr (CONV) channel.fetch(ints, row_at(i) - CONV_FIRST, conv_weight, conv_weight_stride, pool, slot_stride);
@@ -75,11 +91,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
         for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
             reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
     } else {
-        if (threadIdx.x == 0) {
-            bulk_fence();
-            bulk_expect(&x_full, 2 * M * K);
-            for (int m = 0; m < M; m++) bulk_load(resident + m * X_PITCH, x + m * x_stride, 2 * K, &x_full);
-        }
         barrier_wait(&x_full, 0);
     }
     if (!untouched) fetch_channel(lane);
@@ -95,6 +106,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
             if (ACCUMULATE) before[m] = out[m * out_stride + row];
     };
     auto write_row = [&](int i) {
+        if constexpr (SPLIT) {
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < M; m++) parts[warp][m][lane] = sum[m];
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                sum[m] = parts[0][m][lane];
+                for (int p = 1; p < WARPS; p++) sum[m] += parts[p][m][lane];
+            }
+        }
         int row = row_at(i);
         if (row < 0) return;
 #pragma unroll
@@ -120,20 +142,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
             mma_bf16(to[m][1], a, b[m].y, b[m].w);
         }
     };
-    // Steps of 256 elements of rows in stages from `stage` on, and of x from `at` on.
+    // Steps of 256 elements of rows in stages from `stage` on, and of x from `at` on. All that is in a stage is asked for at once.
     auto multiply = [&](int stage, int at, int steps) {
         const uint4 *from = ws + stage * (DEPTH / 8), *with = xs + at / 8;
-#pragma unroll 2
-        for (int k = 0; k < steps; k += SUMS / ROWS) {
 #pragma unroll
-            for (int i = 0; i < SUMS / ROWS; i++) {
-                if (i > 0 && k + i >= steps) continue;
-                uint4 b[M];
+        for (int k = 0; k < DEPTH / STEP; k++) {
+            if (k >= LEAST && k >= steps) break;
+            uint4 b[M];
 #pragma unroll
-                for (int m = 0; m < M; m++) b[m] = with[m * (X_PITCH / 8) + (k + i) * 32];
+            for (int m = 0; m < M; m++) b[m] = with[m * (X_PITCH / 8) + k * 32];
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) step(acc[r + i], from[r * (DEPTH / 8) + (k + i) * 32], b);
-            }
+            for (int r = 0; r < ROWS; r++) step(acc[ROWS == 1 ? k % 2 : r], from[r * (DEPTH / 8) + k * 32], b);
         }
     };
     // The sums of the diagonals go to the lanes of rows `i` to `i + ROWS - 1`.
@@ -177,7 +196,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
 #pragma unroll
             for (int i = 0; i < SUMS * M * 8; i++) acc[i / 8 / M][i / 8 % M][i / 4 % 2][i % 4] = 0.f;
         }
-        multiply(stage, slice * DEPTH, slice + 1 < SLICES ? DEPTH / STEP : div_up(K - (SLICES - 1) * DEPTH, STEP));
+        int at = begin + slice * DEPTH;
+        multiply(stage, at, div_up(min(DEPTH, end - at), STEP));
         __syncwarp();
         if (lane == 0)
             for (int next = j + STAGES; next < min(j + STAGES + ROWS, total); next++) copy(next);

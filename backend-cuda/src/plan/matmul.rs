@@ -111,6 +111,8 @@ struct GemvShape {
     stages: usize,
     /// Elements of a stage.
     depth: usize,
+    /// The warps of a block share its rows.
+    split: bool,
     /// Rows of W that are multiplied side by side.
     rows: usize,
     /// Dynamic shared memory.
@@ -121,6 +123,9 @@ struct GemvShape {
 const GEMV_WARPS: usize = 8;
 /// Elements of a row that its tensor-core operands hold.
 const GEMV_STEP: usize = 256;
+/// Inner dimension from which the warps of a block share its rows: there are too few of them for a warp each, and what a warp
+/// has of a row is still long.
+const GEMV_SPLIT: usize = 16384;
 
 /// Cuts `n` rows of W for `m` rows of x, if x fits.
 fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape> {
@@ -128,17 +133,23 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
     let x_bytes = 2 * m * whole;
     // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
     let room = target.shared.checked_sub((20 << 10) + 4096 + x_bytes)? / GEMV_WARPS;
-    let per_warp = n.div_ceil(target.sms * GEMV_WARPS);
-    [4096, 2048, 1024].into_iter().find_map(|depth| {
-        let depth = whole.min(depth);
-        let needed = per_warp * whole.div_ceil(depth);
+    let split = k >= GEMV_SPLIT;
+    let (share, per_warp) = if split {
+        ((whole / GEMV_STEP).div_ceil(GEMV_WARPS) * GEMV_STEP, n.div_ceil(target.sms))
+    } else {
+        (whole, n.div_ceil(target.sms * GEMV_WARPS))
+    };
+    let depths: &[usize] = if split { &[share] } else { &[4096, 2048, 1024] };
+    depths.iter().find_map(|&depth| {
+        let depth = share.min(depth);
+        let needed = per_warp * share.div_ceil(depth);
         let fit = (room / (2 * depth)).min(16);
         // Where all of W is there before x, what counts is how long a warp takes from row to row.
         let rows =
-            if whole == depth { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
+            if share == depth { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
         let stages = fit.min(needed.next_multiple_of(rows)) / rows * rows;
         let shared = x_bytes + GEMV_WARPS * stages * 2 * depth;
-        (stages >= needed.min(3)).then_some(GemvShape { stages, depth, rows, shared })
+        (stages >= needed.min(3)).then_some(GemvShape { stages, depth, split, rows, shared })
     })
 }
 
@@ -210,6 +221,7 @@ fn gemv<B: Address>(
         .int("WARPS", GEMV_WARPS)
         .int("STAGES", shape.stages)
         .int("DEPTH", shape.depth)
+        .flag("SPLIT", shape.split)
         .int("ROWS", shape.rows)
         .flag("ONCE", once(n, k));
     let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
@@ -389,7 +401,7 @@ mod tests {
         }
         for (n, k, stages, depth, rows) in [
             (18560, 4096, 3, 4096, 1),
-            (4096, 21504, 5, 2048, 1),
+            (4096, 21504, 3, 2816, 1),
             (6448, 1536, 8, 1536, 4),
             (3376, 768, 4, 768, 4),
             (2048, 2048, 2, 2048, 2),

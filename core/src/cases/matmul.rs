@@ -192,6 +192,8 @@ pub(super) fn cases(to: &mut Table) {
     let all = Product { m: 2, scale: 0.22, bias: true, accumulate: true, ..base.clone() };
     to.sized(Size::Bench, "2 x 18560 x 4096", Product { n: 18560, k: 4096, ..all.clone() });
     to.sized(Size::Bench, "2 x 36000 x 768", Product { n: 36000, k: 768, ..all.clone() });
+    // So long that the warps of a block share its rows.
+    to.sized(Size::Bench, "2 x 4300 x 16392", Product { n: 4300, k: 16392, ..all.clone() });
     to.sized(Size::Bench, "1 x 28000 x 1000", Product { m: 1, n: 28000, k: 1000, views: true, ..all });
     to.sized(Size::Bench, "256 x 4096 x 4096", Product { m: 256, n: 4096, k: 4096, ..base.clone() });
     to.sized(Size::Bench, "1 x 131072 x 2048", Product { m: 1, n: 131_072, k: 2048, out_f32: true, ..base });
