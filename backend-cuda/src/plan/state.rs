@@ -42,9 +42,9 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<W
 }
 
 /// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks: PADDING_SPAN tokens and PADDING_COLS
-/// columns each.
+/// columns each. A step has a token at least, so the only one of a bucket is not padding.
 fn padding_blocks(tokens: usize, columns: usize) -> usize {
-    tokens.div_ceil(1024) * columns.div_ceil(1024)
+    if tokens == 1 { 0 } else { tokens.div_ceil(1024) * columns.div_ceil(1024) }
 }
 
 /// How a scan block holds its part of the state.
