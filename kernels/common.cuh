@@ -200,9 +200,9 @@ template <int THREADS> DEV float block_sum(float x, float *part) {
 
 constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
 
-// From compute capability 9.0 on a kernel may start while the one before it runs. Each kernel says early that the next one
-// may start too, and waits for all before it ahead of its first read of what kernels write and of its first write;
-// weights and the integers of a step are written by no kernel.
+// From compute capability 9.0 on a kernel may start while the one before it runs. Each kernel says that the next one may start
+// too, some before they wait themselves, and waits for all before it ahead of its first read of what kernels write and of its
+// first write; weights and the integers of a step are written by no kernel.
 DEV void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -278,12 +278,12 @@ DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &
     return false;
 }
 
-// Tokens that a padding block looks through, and columns that it zeroes.
+// Tokens that a padding block looks through, and columns that it zeroes; `padding_blocks` of the planner counts with the same.
 constexpr int PADDING_SPAN = 1024;
 constexpr int PADDING_COLS = 1024;
 
-// Zeroes the padding tokens of block `block`, of COLS columns in all. Called by all threads of a block. Not inlined: its code
-// would lie between the start of a kernel and what most blocks do.
+// Zeroes the padding tokens of block `block`, of COLS columns in all. Called by all threads of a block, which have waited for the
+// kernels ahead. Not inlined: its code would lie between the start of a kernel and what most blocks do.
 template <int THREADS, int COLS, class T> __device__ __noinline__ void zero_padding(Step st, T *out, i64 stride, int block) {
     constexpr int TILES = div_up(COLS, PADDING_COLS);
     int first = block / TILES * PADDING_SPAN, last = min(first + PADDING_SPAN, st.tokens);

@@ -1,8 +1,8 @@
 // Products of one or two rows of x at memory speed, from compute capability 9.0 on. Every warp streams rows of W through a ring
 // of its own, copied in bulk, and starts to before the kernels ahead are done. 256 neighbouring elements of a row are 16 x 16
 // operands for the tensor cores, piece i of 8 elements in row i % 16, and those of x the columns that go with them, so that
-// products of a row of W lie on the diagonal: W and x are read as they lie in memory, and no warp waits for another before it
-// has sums of 32 rows.
+// products of a row of W lie on the diagonal: W and x are read as they lie in memory, and warps meet only with SPLIT, once for 32
+// rows.
 // With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
 // 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
 // is computed too, again to the same bits. M is 1 there.

@@ -3,7 +3,7 @@
 // Each thread reads its part of the state before it writes it. Grid: row tiles of each chunk, or row with MAX_TOKENS, then
 // padding blocks; neighbouring blocks stream neighbouring memory. Alone and cold, a step of few sequences waits for memory
 // twice: for the chunk table, and for state and token at once. So what needs no table is asked for beside it, and nothing
-// waits between the loads of state and token.
+// waits for a load between those of state and token.
 // HEADS, P, N, LANES (that share a row), VEC (neighbouring elements of a lane), RPT (rows per thread), SUB (of them in f32 at a
 // time), THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_GROUP, FIRST_HEAD, PER_CHANNEL, SHARED_BC, SHARED_HEAD (a
 // thread's rows have one group, one head), MAX_TOKENS (longer rows are someone else's); x_t, b_t, c_t, dt_t, pool_t, y_t.

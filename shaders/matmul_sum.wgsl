@@ -1,4 +1,4 @@
-// What matmul_coop leaves undone where K is cut into parts: the sum of P.parts sums of P.part_rows rows, each row with the power
+// What matmul_coop leaves undone where its sums go through the arena: the sum of P.parts sums of P.part_rows rows, each row with the power
 // of two that was taken out of x, 4 columns a thread.
 
 @compute @workgroup_size(256)

@@ -41,10 +41,14 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<W
     Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args).with_early(target.untouched))])
 }
 
-/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks: PADDING_SPAN tokens and PADDING_COLS
-/// columns each. A step has a token at least, so the only one of a bucket is not padding.
+/// Tokens that a padding block looks through, and columns that it zeroes, as in `common.cuh`.
+const PADDING_SPAN: usize = 1024;
+const PADDING_COLS: usize = 1024;
+
+/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks. A step has a token at least, so the only one
+/// of a bucket is not padding.
 fn padding_blocks(tokens: usize, columns: usize) -> usize {
-    if tokens == 1 { 0 } else { tokens.div_ceil(1024) * columns.div_ceil(1024) }
+    if tokens == 1 { 0 } else { tokens.div_ceil(PADDING_SPAN) * columns.div_ceil(PADDING_COLS) }
 }
 
 /// How a scan block holds its part of the state.

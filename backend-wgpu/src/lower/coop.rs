@@ -124,8 +124,10 @@ fn most_parts(m: usize, k: usize) -> usize {
 fn most_sums(m: usize, n: usize, k: usize) -> usize {
     let few = m.min(FEW).next_multiple_of(16).next_power_of_two() * n.next_multiple_of(FEW_COLUMNS);
     let few = few.max((most_parts(1, k) * few).min(places(1) * FEW * FEW_COLUMNS));
+    if m <= FEW {
+        return few;
+    }
     match most_parts(m, k) {
-        _ if m <= FEW => few,
         1 => few,
         parts => few.max((parts * m.next_multiple_of(ROWS) * n.next_multiple_of(ROWS)).min(places(m) * ROWS * ROWS)),
     }
@@ -183,7 +185,7 @@ pub(super) fn scratch<B: Handle>(op: &Matmul<B>) -> u64 {
     4 * (Packed::of(&op.x).end() + sums.unwrap_or(0)) as u64
 }
 
-/// The product with a block, of one kernel or, if K is cut into parts, two.
+/// The product with a block, of one kernel or, if its sums go through the arena, two.
 fn product<B: Handle>(
     op: &Matmul<B>,
     block: &RowBlock<B>,

@@ -194,7 +194,7 @@ struct Gemv {
 
 impl Gemv {
     /// Chosen by measurement on an H200, for `step` elements at a time. A norm on the way in is paid by every workgroup: more
-    /// rows share it, and one with a gate needs more threads. Rows of x after the first cost more loads and products than
+    /// rows share it, and one with a gate needs more threads. Rows of x after the second cost more loads and products than
     /// memory traffic: weight rows share what is loaded.
     fn pick(m: usize, k: usize, step: usize, norm: bool, gate: bool) -> Self {
         if m > 2 {

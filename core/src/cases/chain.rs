@@ -46,6 +46,7 @@ pub fn chains() -> Vec<Chain> {
         products(1, 3072, 36, true, true),
         products(3, 72, 40, true, false),
         products(8, 520, 64, false, true),
+        products(5, 1544, 64, true, false),
         Chain { name: "a convolution".into(), links: Links::Convolution },
     ]
 }

@@ -125,7 +125,7 @@ pub(super) fn cases(to: &mut Table) {
         to.add(&format!("{m} rows"), Product { m, ..base.clone() });
     }
     // A kernel for few rows that keeps x in shared memory is tightest at small inner dimensions.
-    for k in [256, 512, 768, 1024] {
+    for k in [256, 512, 768, 1024, 1544] {
         for m in [3, 6, 8] {
             to.add(&format!("few rows, {m} x {k}"), Product { m, k, ..base.clone() });
         }
@@ -178,6 +178,13 @@ pub(super) fn cases(to: &mut Table) {
         let few = Product { m, k: 4160, ..all.clone() };
         to.add(&format!("{m} x 132 x 4160, scale, bias, residual in a wider matrix"), few);
     }
+    // Slices may be longer where the inner dimension allows, and the last part shorter than the others.
+    for m in [12, 24, 40] {
+        let few = Product { m, k: 4352, ..all.clone() };
+        to.add(&format!("{m} x 132 x 4352, scale, bias, residual in a wider matrix"), few);
+    }
+    to.add("24 x 132 x 4128", Product { m: 24, n: 132, k: 4128, ..base.clone() });
+    to.add("24 x 66 x 512", Product { m: 24, n: 66, k: 512, ..base.clone() });
     to.sized(Size::Large, "1 x 1030 x 4096", Product { m: 1, n: 1030, k: 4096, ..base.clone() });
     to.sized(Size::Large, "300 x 516 x 512", Product { m: 300, n: 516, k: 512, ..base.clone() });
     for m in [1, 8] {
@@ -192,6 +199,8 @@ pub(super) fn cases(to: &mut Table) {
     let all = Product { m: 2, scale: 0.22, bias: true, accumulate: true, ..base.clone() };
     to.sized(Size::Bench, "2 x 18560 x 4096", Product { n: 18560, k: 4096, ..all.clone() });
     to.sized(Size::Bench, "2 x 36000 x 768", Product { n: 36000, k: 768, ..all.clone() });
+    // A row of several stages, the last one shorter.
+    to.sized(Size::Bench, "2 x 4480 x 15680", Product { n: 4480, k: 15680, ..all.clone() });
     // So long that the warps of a block share its rows.
     to.sized(Size::Bench, "2 x 4300 x 16392", Product { n: 4300, k: 16392, ..all.clone() });
     to.sized(Size::Bench, "1 x 28000 x 1000", Product { m: 1, n: 28000, k: 1000, views: true, ..all });
