@@ -136,13 +136,6 @@ template <class T> DEV void store_pair(T *p, float x, float y) {
     store<2>(p, v);
 }
 
-template <int N, class T> DEV void store_zero(T *p) {
-    float z[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) z[i] = 0.f;
-    store<N, T>(p, z);
-}
-
 // 2^x, to 2 ulp; 0 for -inf.
 DEV float ex2(float x) {
     float r;

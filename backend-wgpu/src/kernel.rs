@@ -308,9 +308,7 @@ impl ViewSpec {
             }
         }
     }
-}
 
-impl ViewSpec {
     /// The function that stores a cooperative matrix of sums.
     fn matrix_accessor(&self, binding: &BindingSpec, s: &mut String) {
         let (n, b) = (self.name, self.binding);

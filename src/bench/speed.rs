@@ -10,6 +10,7 @@ use selkie_core::{
     model_dir::ModelFiles,
     ops::Op,
     session::Session,
+    state::budget::RUNNING_SLOTS,
     step::{Bucket, PAGE, Step},
     tensor::{DType, Tensor},
     timer::Timer,
@@ -90,7 +91,7 @@ impl Job for Speed<'_> {
             context: Some(prompt + longest),
             prefix_cache: false,
             // All sequences run at once, also where the device cannot tell how much memory it has.
-            slots: Some(2 * batch),
+            slots: Some(batch.saturating_mul(RUNNING_SLOTS as usize)),
             kv_pages: Some(batch.saturating_mul((prompt + longest).div_ceil(PAGE))),
             ..EngineOptions::default()
         };

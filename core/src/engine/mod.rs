@@ -176,15 +176,17 @@ impl<B: Backend> Engine<B> {
         let name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
         let fingerprint = [fingerprint, name.as_bytes()].concat();
         // Once before minutes of loading, so that options that can't work fail early, and once with what is left.
-        let sizes = options.sizes(&spec, caps, backend.free_memory())?;
-        sizes.check(backend.free_memory())?;
+        let free = backend.free_memory();
+        let sizes = options.sizes(&spec, caps, free)?;
+        sizes.check(free)?;
         Scheduler::new(sizes.shape, sizes.limits, &fingerprint)?;
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: options.max_batch };
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
         let weight_bytes = loader.loaded();
-        let sizes = options.sizes(&spec, backend.caps(), backend.free_memory())?;
-        sizes.check(backend.free_memory())?;
+        let free = backend.free_memory();
+        let sizes = options.sizes(&spec, backend.caps(), free)?;
+        sizes.check(free)?;
         let pools = pools::alloc(&backend, &spec, sizes.split.slots, sizes.split.pages)?;
         let mut pages = sizes.shape.context.div_ceil(crate::step::PAGE);
         if sizes.shape.has_pages() {

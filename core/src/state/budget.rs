@@ -10,8 +10,8 @@
 use super::{GRID, Limits, StateShape};
 use crate::{Error, Result};
 
-/// Slots that a running sequence uses at a time.
-const RUNNING_SLOTS: u64 = 2;
+/// Slots that a running sequence uses at a time: its state, and the one that it writes next.
+pub const RUNNING_SLOTS: u64 = 2;
 
 /// Sizes of the two pools; the null slot and the null page are not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
