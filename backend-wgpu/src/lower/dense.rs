@@ -88,8 +88,10 @@ pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result
     Ok(vec![b.build("activation", (op.out.len() / 4).div_ceil(256), facts.max_binding)])
 }
 
+/// Never in a browser, which has no such matrices: what cannot be reached there is not downloaded either.
 fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
-    facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
+    let native = cfg!(not(target_family = "wasm"));
+    native && facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
 }
 
 /// Bytes of the scratch arena that the product takes at most, with as many rows or fewer.
