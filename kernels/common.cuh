@@ -100,10 +100,14 @@ template <int N, class T> DEV void unpack(const Packed<N, T> &r, float *v) {
 // N elements as f32.
 template <int N, class T> DEV void load(const T *p, float *v) { unpack<N, T>(load_raw<N, T>(p), v); }
 
-template <int N, class T> DEV void store(T *p, const float *v) {
-    Packed<N, T> r;
+template <int N, class T> DEV void pack(const float *v, Packed<N, T> &r) {
 #pragma unroll
     for (int i = 0; i < N; i++) r.item[i] = from_f32<T>(v[i]);
+}
+
+template <int N, class T> DEV void store(T *p, const float *v) {
+    Packed<N, T> r;
+    pack(v, r);
 #pragma unroll
     for (int i = 0; i < r.PIECES; i++) reinterpret_cast<typename Packed<N, T>::R *>(p)[i] = r.raw[i];
 }
@@ -119,8 +123,7 @@ template <class R> DEV void store_piece(R *p, R v) { *p = v; }
 
 template <int N, class T> DEV void store_global(T *p, const float *v) {
     Packed<N, T> r;
-#pragma unroll
-    for (int i = 0; i < N; i++) r.item[i] = from_f32<T>(v[i]);
+    pack(v, r);
 #pragma unroll
     for (int i = 0; i < r.PIECES; i++) store_piece(reinterpret_cast<typename Packed<N, T>::R *>(p) + i, r.raw[i]);
 }
