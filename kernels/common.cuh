@@ -278,9 +278,10 @@ DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &
 constexpr int PADDING_SPAN = 1024;
 constexpr int PADDING_COLS = 1024;
 
-// Zeroes the padding tokens of block `block`, of COLS columns in all. Called by all threads of a block, which have waited for the
-// kernels ahead. Not inlined: its code would lie between the start of a kernel and what most blocks do.
+// Zeroes the padding tokens of block `block`, of COLS columns in all, behind the kernels ahead, which may still read there.
+// Called by all threads of a block. Not inlined: its code would lie between the start of a kernel and what most blocks do.
 template <int THREADS, int COLS, class T> __device__ __noinline__ void zero_padding(Step st, T *out, i64 stride, int block) {
+    wait_for_inputs();
     constexpr int TILES = div_up(COLS, PADDING_COLS);
     int first = block / TILES * PADDING_SPAN, last = min(first + PADDING_SPAN, st.tokens);
     int col = block % TILES * PADDING_COLS, cols = min(PADDING_COLS, COLS - col);

@@ -14,7 +14,6 @@ extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 
     let_next_start();
     int unit = blockIdx.x / TILES, c = (blockIdx.x % TILES * COLS + threadIdx.x) * VEC;
     if (unit >= st.chunks) {
-        wait_for_inputs();
         zero_padding<COLS, CHANNELS>(st, out, out_stride, blockIdx.x - st.chunks * TILES);
         return;
     }

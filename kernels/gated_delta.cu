@@ -22,7 +22,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
-        wait_for_inputs();
         zero_padding<THREADS, HEADS * DV>(st, out, out_stride, blockIdx.x - blocks * HEADS * TILES);
         return;
     }

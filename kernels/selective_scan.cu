@@ -34,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int tile = blockIdx.x % TILES, unit = blockIdx.x / TILES, blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
-        wait_for_inputs();
         zero_padding<THREADS, ROWS>(st, y, y_stride, blockIdx.x - blocks * TILES);
         return;
     }
