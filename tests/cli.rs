@@ -372,6 +372,30 @@ fn logits_reproduce_every_reference() {
     }
 }
 
+/// A file may hold what its configuration calls tied: then the file counts, as in transformers.
+#[test]
+fn what_is_stored_decides_whether_embeddings_are_tied() {
+    let out = TempDir::new("tied_out");
+    let logits = |dir: &str| {
+        let (ids, file) = (out.write("ids.json", "[5, 250, 31]"), out.arg("out.safetensors"));
+        stdout(run_cpu(&["logits", "-m", dir, "--ids", &ids, "--out", &file]));
+        let bytes = fs::read(&file).unwrap();
+        floats(&safetensors::SafeTensors::deserialize(&bytes).unwrap(), "logits")
+    };
+    let golden = |name: &str| logits(repository(&format!("tests/golden/{name}")).to_str().unwrap());
+
+    let different = copy_of("tests/golden/llama", "tied_different");
+    edit_json(&different, "config.json", |c| c["tie_word_embeddings"] = true.into());
+    assert_eq!(logits(different.dir()), golden("llama"));
+
+    let swapped = copy_of("tests/golden/llama_bias3", "tied_swapped");
+    edit_header(&swapped, |h| {
+        let table = h.as_object_mut().unwrap().remove("model.embed_tokens.weight").unwrap();
+        h["lm_head.weight"] = table;
+    });
+    assert_eq!(logits(swapped.dir()), golden("llama_bias3"));
+}
+
 /// Runs `selkie logits` on both prompts of a reference folder; the number of states compared.
 fn compare_with_reference(family: &str) -> usize {
     let folder = repository(&format!("tests/golden/{family}"));

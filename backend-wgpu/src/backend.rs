@@ -299,7 +299,10 @@ impl Backend for WgpuBackend {
         // The device writes words; a last part of one is padded where nothing follows.
         let (words, rest) = bytes.split_at(bytes.len() / 4 * 4);
         if !at.is_multiple_of(4) || (!rest.is_empty() && end != dst.bytes()) {
-            return Err(error(format!("{} bytes at {at} are no whole words", bytes.len())));
+            return Err(Error::Unsupported {
+                what: format!("{} bytes at byte {at} of a buffer on the wgpu backend", bytes.len()),
+                why: "they are no whole words of 4 bytes; the rows of matrices must be a multiple of 4 elements".into(),
+            });
         }
         if !words.is_empty() {
             self.gpu.upload(dst.buffer(), at, words);

@@ -51,18 +51,18 @@ impl Rope {
     /// As for [`Rope::read`].
     pub fn read_or(config: &Config, head_dim: usize, default_theta: f32, default_part: f32) -> Result<Self> {
         let object = config.opt_object("rope_parameters|rope_scaling")?;
-        let inside = |key: &str| object.as_ref().map_or(Ok(None), |o| o.opt_f32(key));
+        let inside = |key: &str| object.as_ref().map_or(Ok(None), |o| o.opt_f64(key));
         // The nested value wins: a top-level one beside it is left over from the older format.
-        let either = |key: &str, default: f32| match inside(key)? {
+        let either = |key: &str, default: f64| match inside(key)? {
             Some(x) => Ok(x),
-            None => config.f32_or(key, default),
+            None => Ok::<_, Error>(config.opt_f64(key)?.unwrap_or(default)),
         };
-        let theta = either("rope_theta", default_theta)?;
+        let theta = either("rope_theta", default_theta.into())? as f32;
         if theta < 1.0 {
             return Err(config.bad("rope_theta", format_args!("{theta} is less than 1")));
         }
-        let part = either("partial_rotary_factor", default_part)?;
-        let rotary_dims = if part > 0.0 && part <= 1.0 { (head_dim as f64 * f64::from(part)) as usize } else { 0 };
+        let part = either("partial_rotary_factor", default_part.into())?;
+        let rotary_dims = if part > 0.0 && part <= 1.0 { (head_dim as f64 * part) as usize } else { 0 };
         if rotary_dims == 0 || rotary_dims % 2 != 0 {
             let why = format!("{part} of a head of {head_dim} is not a positive even number of dimensions");
             return Err(config.bad("partial_rotary_factor", why));
@@ -144,6 +144,8 @@ mod tests {
             r#"{"rope_parameters": {"rope_type": "default", "rope_theta": 500000, "partial_rotary_factor": 0.25}}"#;
         assert_eq!(old, read(new, 64).unwrap());
         assert_eq!(old, Rope { theta: 5e5, rotary_dims: 16, scaling: RopeScaling::None });
+        let part = |part: &str| read(&format!(r#"{{"partial_rotary_factor": {part}}}"#), 40).unwrap().rotary_dims;
+        assert_eq!([part("0.35"), part("0.7"), part("0.3")], [14, 28, 12]);
         let plain = Rope { theta: 1e4, rotary_dims: 8, scaling: RopeScaling::None };
         assert_eq!([read("{}", 8).unwrap(), read(r#"{"rope_scaling": {}}"#, 8).unwrap()], [plain; 2]);
         let freq = read("{}", 8).unwrap().inv_freq();

@@ -107,6 +107,31 @@ impl<'a, B: Backend> Loader<'a, B> {
         names.iter().find(|n| self.checkpoint.contains(&self.full(n))).unwrap_or(&names[0])
     }
 
+    /// Whether a relative name is stored; nothing is in a random checkpoint.
+    pub fn stores(&self, name: &str) -> bool {
+        self.checkpoint.info(&self.full(name)).is_some()
+    }
+
+    /// Whether two relative names are both stored, with different values.
+    ///
+    /// # Errors
+    /// Those of the source, and [`Error::Unsupported`] for an unknown dtype.
+    pub async fn differ(&self, a: &str, b: &str) -> Result<bool> {
+        let (a, b) = (self.full(a), self.full(b));
+        let (Some(x), Some(y)) = (self.checkpoint.info(&a), self.checkpoint.info(&b)) else { return Ok(false) };
+        if (&x.dtype, &x.shape) != (&y.dtype, &y.shape) {
+            return Ok(true);
+        }
+        let (x, y) = (self.checkpoint.tensor(&a, &x.shape)?, self.checkpoint.tensor(&b, &y.shape)?);
+        for start in (0..x.bytes()).step_by(PIECE) {
+            let piece = start..x.bytes().min(start + PIECE);
+            if *x.read(piece.clone()).await? != *y.read(piece).await? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Bytes placed on the device so far; a tensor that is used twice counts once.
     pub fn loaded(&self) -> u64 {
         self.progress.done
@@ -315,8 +340,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         {
             return Ok(ranges);
         }
-        let stored = |name: &&String| self.checkpoint.info(&self.full(name)).is_some();
-        let stacked = parts.stacked.iter().find(stored);
+        let stacked = parts.stacked.iter().find(|name| self.stores(name));
         match stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {
             Some(name) => {
                 let tensor = self.stored(name, &[experts, n, k])?;

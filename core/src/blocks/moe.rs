@@ -29,6 +29,8 @@ pub struct Latent {
     pub input: &'static str,
     /// `[D, width]`.
     pub output: &'static str,
+    /// Both have biases.
+    pub bias: bool,
 }
 
 /// A mixture of experts, as data.
@@ -78,7 +80,8 @@ impl Plan {
         let expert = self.expert_width() as u64 * (self.proj_width() + self.inner) as u64;
         // The bias for the choice is no trained weight and does not count.
         let router = self.experts * self.width;
-        let latent = self.latent.map_or(0, |l| 2 * l.width * self.width);
+        let bias = |l: Latent| if l.bias { l.width + self.width } else { 0 };
+        let latent = self.latent.map_or(0, |l| 2 * l.width * self.width + bias(l));
         self.experts as u64 * expert + (router + latent) as u64
     }
 
@@ -119,8 +122,8 @@ impl Plan {
                 let first = [Part::whole(name(lat.input), lat.width, 0)];
                 let second = [Part::whole(name(lat.output), self.width, 0)];
                 Some((
-                    l.linear(self.width, &first, false, 1.0).await?,
-                    l.linear(lat.width, &second, false, scale).await?,
+                    l.linear(self.width, &first, lat.bias, 1.0).await?,
+                    l.linear(lat.width, &second, lat.bias, scale).await?,
                 ))
             }
             None => None,

@@ -72,7 +72,7 @@ pub struct Architecture {
     pub layers: Vec<Vec<SubLayer>>,
     /// Norm before the output matrix.
     pub norm: Norm,
-    /// The output matrix is the embedding; otherwise it is `lm_head.weight`.
+    /// The output matrix is the embedding, unless another one is stored; otherwise it is `lm_head.weight`.
     pub tied: bool,
     /// Factor on logits.
     pub logits_scale: f32,

@@ -11,6 +11,10 @@ use crate::{
     weights::{Loader, Part},
 };
 
+/// Names of the output matrix `[V, D]`; a leading slash: outside of the prefix.
+const OUTPUT: &[&str] =
+    &["/lm_head.weight", "lm_head.weight", "/language_model.lm_head.weight", "/model.lm_head.weight"];
+
 /// A norm on a device.
 struct LoadedNorm<Buf> {
     weight: Tensor<Buf>,
@@ -42,19 +46,17 @@ pub(super) struct Decoder<B: Backend> {
 impl<B: Backend> Decoder<B> {
     pub(super) async fn load(a: &Architecture, l: &mut Loader<'_, B>, limits: Limits) -> Result<Self> {
         l.set_prefix(a.prefixes, a.embedding);
-        let embedding = l.matrix(a.width, &[Part::whole(l.choose(a.embedding), a.vocab, 0)]).await?;
-        let output = match a.tied {
+        let (mut table, head) = (l.choose(a.embedding), l.choose(OUTPUT));
+        // As transformers has it: two different matrices are not tied whatever the configuration says, and a tied one may be
+        // stored under either name.
+        let tied = a.tied && !l.differ(table, head).await?;
+        if tied && !l.stores(table) && l.stores(head) {
+            table = head;
+        }
+        let embedding = l.matrix(a.width, &[Part::whole(table, a.vocab, 0)]).await?;
+        let output = match tied {
             true => embedding.clone(),
-            // A leading slash: outside of the prefix.
-            false => {
-                let name = l.choose(&[
-                    "/lm_head.weight",
-                    "lm_head.weight",
-                    "/language_model.lm_head.weight",
-                    "/model.lm_head.weight",
-                ]);
-                l.matrix(a.width, &[Part::whole(name, a.vocab, 0)]).await?
-            }
+            false => l.matrix(a.width, &[Part::whole(head, a.vocab, 0)]).await?,
         };
         let mut widths = Widths::default();
         widths.want(Scratch::Norm, a.width);

@@ -86,7 +86,8 @@ impl Sizes<'_> {
             heads,
             output: "o_proj",
             gated: false,
-            bias: self.c.bool_or("attention_bias", false)?,
+            // `attention_bias` in these files is not read by the family's own code either.
+            bias: false,
             qk_norm: None,
             rope: None,
             scale: (heads.head_dim as f32).sqrt().recip(),
@@ -120,6 +121,7 @@ impl Sizes<'_> {
             return Err(c.bad("topk_group", format_args!("{topk_group} of {groups} groups")));
         }
         let latent = c.opt_usize("moe_latent_size")?;
+        let bias = c.bool_or("mlp_bias", false)?;
         let plan = moe::Plan {
             width: self.width,
             experts,
@@ -138,7 +140,12 @@ impl Sizes<'_> {
             output: moe::Experts { stacked: "experts.down_proj", each: &["experts.{}.down_proj"] },
             gated: false,
             act: self.act()?,
-            latent: latent.map(|width| moe::Latent { width, input: "fc1_latent_proj", output: "fc2_latent_proj" }),
+            latent: latent.map(|width| moe::Latent {
+                width,
+                input: "fc1_latent_proj",
+                output: "fc2_latent_proj",
+                bias,
+            }),
         };
         let shared = format!("{prefix}shared_experts.");
         let mut mixers: Vec<(String, Plan)> = vec![(prefix, plan.into())];
