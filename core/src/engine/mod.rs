@@ -188,11 +188,8 @@ impl<B: Backend> Engine<B> {
         let sizes = options.sizes(&spec, backend.caps(), free)?;
         sizes.check(free)?;
         let pools = pools::alloc(&backend, &spec, sizes.split.slots, sizes.split.pages)?;
-        let mut pages = sizes.shape.context.div_ceil(crate::step::PAGE);
-        if sizes.shape.has_pages() {
-            pages = pages.min(sizes.split.pages);
-        }
-        let limits = RunnerLimits { lanes: options.max_batch, tokens: options.step_tokens, pages };
+        let limits =
+            RunnerLimits { lanes: options.max_batch, tokens: options.step_tokens, pages: sizes.pages_of_a_sequence() };
         let scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
         Ok(Self {
             runner: Runner::new(backend, model, pools, limits)?,

@@ -93,6 +93,12 @@ impl Sizes {
         self.shape.context.min(pages)
     }
 
+    /// Most pages of one sequence: a column each of the page table of a step. None for a model without attention, whose
+    /// context has no limit.
+    pub fn pages_of_a_sequence(&self) -> usize {
+        if self.shape.has_pages() { self.shape.context.div_ceil(GRID).min(self.split.pages) } else { 0 }
+    }
+
     /// Checks that the pools fit into `free` bytes, before anything of their size is made.
     ///
     /// # Errors
@@ -146,5 +152,25 @@ impl EngineOptions {
         let split = Split::new(&shape, &limits, budget, self.slots, self.kv_pages)?;
         (limits.slots, limits.pages) = (split.slots, split.pages);
         Ok(Sizes { shape, limits, split, budget })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{config::Config, cpu::CpuBackend, models};
+
+    #[test]
+    fn the_page_table_is_as_wide_as_a_sequence_can_be() {
+        let wide = |family: &str, kv_pages: Option<usize>| {
+            let path = format!("{}/../tests/golden/{family}/config.json", env!("CARGO_MANIFEST_DIR"));
+            let spec = models::spec(&Config::parse(&path, &std::fs::read(&path).unwrap()).unwrap()).unwrap();
+            let options = EngineOptions { kv_pages, ..EngineOptions::default() };
+            let sizes = options.sizes(&spec, CpuBackend::new().caps(), None).unwrap();
+            (spec.context, sizes.pages_of_a_sequence())
+        };
+        assert_eq!(wide("nemotron_h", None), (2048, 32));
+        assert_eq!(wide("nemotron_h", Some(5)), (2048, 5));
+        assert_eq!(wide("mamba2", None), (i32::MAX as usize, 0));
     }
 }
