@@ -158,7 +158,7 @@ impl EngineOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::Config, cpu::CpuBackend, models};
+    use crate::{backend::Backend, config::Config, cpu::CpuBackend, models};
 
     #[test]
     fn the_page_table_is_as_wide_as_a_sequence_can_be() {
