@@ -126,13 +126,16 @@ fn environment(source: &str, now: fn() -> u64) -> std::result::Result<Environmen
     env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_unknown_method_callback(python::method);
+    python::correct(&mut env);
     env.set_fuel(Some(FUEL));
     env.add_filter("tojson", to_json);
     env.add_function("raise_exception", |message: String| -> std::result::Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     env.add_function("strftime_now", move |format: String| strftime(&format, now()));
-    env.add_template_owned(TEMPLATE, without_generation_tags(source))?;
+    // Jinja reads every end of line as a line feed.
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    env.add_template_owned(TEMPLATE, without_generation_tags(&source))?;
     Ok(env)
 }
 

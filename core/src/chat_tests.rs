@@ -97,6 +97,13 @@ fn templates_have_what_transformers_gives_them() {
         ("a{%- generation %}\n b {%- endgeneration -%}\n c", "a bc"),
         ("{{ strftime_now('%d %b %Y, %A %H:%M:%S %I%p %q%%') }}", "29 Feb 2024, Thursday 12:34:56 12PM %q%"),
         ("{{ missing }}{{ messages[0].tool_calls is defined }}", "False"),
+        ("{% if tools is iterable and tools|length > 0 %}t{% else %}n{% endif %}", "n"),
+        ("{% if messages[0].tool_calls|length > 0 %}t{% else %}n{% endif %}{{ missing is iterable }}", "nTrue"),
+        (
+            "{{ 'x' is sequence }}{{ messages[0] is sequence }}{{ none is sequence }}{{ 1 is sequence }}",
+            "TrueTrueFalseFalse",
+        ),
+        ("{% if true %}\r\na\r\n{% endif %}\rb\r\n", "a\nb"),
         ("{%- macro f(x) -%}<{{ x }}>{%- endmacro -%}{{ f(1) }}", "<1>"),
     ] {
         let got = text(source, &chat).unwrap();

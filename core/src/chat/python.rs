@@ -1,13 +1,28 @@
 //! Python's methods of strings and lists that templates call and the template engine's own set lacks.
 
-use minijinja::{Error, ErrorKind, State, Value, value::from_args};
+use minijinja::{
+    Environment, Error, ErrorKind, State, Value, filters, tests,
+    value::{ValueKind, from_args},
+};
 use minijinja_contrib::pycompat;
+
+/// Replaces tests and filters that answer otherwise than Jinja's: `None` cannot be iterated over, strings and mappings are
+/// sequences too, and what is not defined is empty.
+pub(super) fn correct(env: &mut Environment<'_>) {
+    env.add_test("iterable", |v: &Value| !v.is_none() && tests::is_iterable(v));
+    env.add_test("sequence", |v: &Value| {
+        matches!(v.kind(), ValueKind::String | ValueKind::Map) || tests::is_sequence(v)
+    });
+    for name in ["length", "count"] {
+        env.add_filter(name, |v: &Value| if v.is_undefined() { Ok(0) } else { filters::length(v) });
+    }
+}
 
 /// Calls `method` of `value`; what is not known here goes to the engine's set.
 pub(super) fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     match value.as_str() {
         Some(text) => string_method(text, method, args)?,
-        None if method == "index" && value.kind() == minijinja::value::ValueKind::Seq => {
+        None if method == "index" && value.kind() == ValueKind::Seq => {
             let (wanted,): (Value,) = from_args(args)?;
             Some(value.try_iter()?.position(|v| v == wanted).map(Value::from).ok_or_else(|| missing("list"))?)
         }
