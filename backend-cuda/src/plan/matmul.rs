@@ -127,13 +127,18 @@ const GEMV_STEP: usize = 256;
 /// has of a row is still long.
 const GEMV_SPLIT: usize = 16384;
 
-/// Cuts `n` rows of W for `m` rows of x, if x fits.
+/// Cuts `n` rows of W for `m` rows of x, if x fits; long rows are shared where two of them fit beside it.
 fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape> {
+    let shared = if k >= GEMV_SPLIT { gemv_cut(m, k, n, true, target) } else { None };
+    shared.or_else(|| gemv_cut(m, k, n, false, target))
+}
+
+/// The same with rows shared or not.
+fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Option<GemvShape> {
     let whole = k.next_multiple_of(GEMV_STEP);
     let x_bytes = 2 * m * whole;
     // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
     let room = target.shared.checked_sub((20 << 10) + 4096 + x_bytes)? / GEMV_WARPS;
-    let split = k >= GEMV_SPLIT;
     let (share, per_warp) = if split {
         ((whole / GEMV_STEP).div_ceil(GEMV_WARPS) * GEMV_STEP, n.div_ceil(target.sms))
     } else {
@@ -149,7 +154,7 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
             if share == depth { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
         let stages = fit.min(needed.next_multiple_of(rows)) / rows * rows;
         let shared = x_bytes + GEMV_WARPS * stages * 2 * depth;
-        (stages >= needed.min(3)).then_some(GemvShape { stages, depth, split, rows, shared })
+        (stages >= needed.min(if split { 2 } else { 3 })).then_some(GemvShape { stages, depth, split, rows, shared })
     })
 }
 
@@ -399,17 +404,22 @@ mod tests {
                 assert!(f.blocks * (f.shared + 2 * f.warps * m * 64 + 2048) <= target.shared, "{m} x {n} x {k}: {f:?}");
             }
         }
-        for (n, k, stages, depth, rows) in [
-            (18560, 4096, 3, 4096, 1),
-            (4096, 21504, 3, 2816, 1),
-            (6448, 1536, 8, 1536, 4),
-            (3376, 768, 4, 768, 4),
-            (2048, 2048, 2, 2048, 2),
-            (768, 2048, 1, 2048, 1),
-            (100, 1000, 1, 1024, 1),
+        for (m, n, k, split, stages, depth, rows) in [
+            (1, 18560, 4096, false, 3, 4096, 1),
+            (1, 4096, 21504, true, 3, 2816, 1),
+            (1, 6448, 1536, false, 8, 1536, 4),
+            (1, 3376, 768, false, 4, 768, 4),
+            (1, 2048, 2048, false, 2, 2048, 2),
+            (1, 768, 2048, false, 1, 2048, 1),
+            (1, 100, 1000, false, 1, 1024, 1),
+            (1, 4096, 24832, true, 2, 3328, 1),
+            (2, 4096, 21504, true, 2, 2816, 1),
+            // Too long to be shared.
+            (1, 5120, 49152, false, 3, 2048, 1),
+            (2, 8192, 28672, false, 5, 1024, 1),
         ] {
-            let f = gemv_shape(1, k, n, &target).expect("a common shape");
-            assert_eq!((f.stages, f.depth, f.rows), (stages, depth, rows), "{n} x {k}");
+            let f = gemv_shape(m, k, n, &target).expect("a common shape");
+            assert_eq!((f.split, f.stages, f.depth, f.rows), (split, stages, depth, rows), "{m} x {n} x {k}");
             assert!(f.shared + 4096 <= target.shared);
         }
         assert_eq!(gemv_shape(1, 1 << 17, 64, &target), None);
