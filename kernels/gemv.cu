@@ -6,7 +6,7 @@
 // With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
 // 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
 // is computed too, again to the same bits. M is 1 there.
-// Grid (blocks that fit on the device at once).
+// Grid (at most the blocks that fit on the device at once).
 // K, M, WARPS, STAGES (of a warp's ring), DEPTH (elements of a stage), SPLIT (the warps of a block share its rows, each with a
 // stage of every row), ROWS (of W that a warp multiplies side by side; they divide STAGES, and more than one only if a stage holds
 // all that the warp has of a row), ONCE (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT,

@@ -127,6 +127,15 @@ const GEMV_STEP: usize = 256;
 /// has of a row is still long.
 const GEMV_SPLIT: usize = 16384;
 
+impl GemvShape {
+    /// Blocks for `n` rows of W: as few as need no more turns, so that all have as many rows and end together.
+    fn blocks(&self, n: usize, sms: usize) -> usize {
+        let sets = if self.split { 1 } else { GEMV_WARPS };
+        let turns = n.div_ceil(n.div_ceil(GEMV_WARPS).min(sms) * sets);
+        n.div_ceil(turns * sets)
+    }
+}
+
 /// Cuts `n` rows of W for `m` rows of x, if x fits; long rows are shared where two of them fit beside it.
 fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape> {
     let shared = if k >= GEMV_SPLIT { gemv_cut(m, k, n, true, target) } else { None };
@@ -230,7 +239,7 @@ fn gemv<B: Address>(
         .int("ROWS", shape.rows)
         .flag("ONCE", once(n, k));
     let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
-    let grid = [n.div_ceil(GEMV_WARPS).min(target.sms), 1, 1];
+    let grid = [shape.blocks(n, target.sms), 1, 1];
     Some(Work::Kernel(Launch::new(spec, grid, 32 * GEMV_WARPS, args).with_shared(shape.shared)))
 }
 
@@ -421,6 +430,12 @@ mod tests {
             let f = gemv_shape(m, k, n, &target).expect("a common shape");
             assert_eq!((f.split, f.stages, f.depth, f.rows), (split, stages, depth, rows), "{m} x {n} x {k}");
             assert!(f.shared + 4096 <= target.shared);
+        }
+        for (n, k, blocks) in
+            [(18560, 4096, 129), (21504, 4096, 128), (4096, 21504, 128), (131072, 4096, 132), (100, 1000, 13)]
+        {
+            let f = gemv_shape(1, k, n, &target).expect("a common shape");
+            assert_eq!(f.blocks(n, target.sms), blocks, "{n} x {k}");
         }
         assert_eq!(gemv_shape(1, 1 << 17, 64, &target), None);
         assert!(few_shape(8, 4096, 227 << 10).resident);
