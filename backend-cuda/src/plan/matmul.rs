@@ -167,10 +167,16 @@ fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Optio
     })
 }
 
+/// Whether W is so large that reading it takes much longer than the kernels around it: about what an L2 holds.
+fn long(n: usize, k: usize, target: &Target) -> bool {
+    2 * n * k > (target.sms * 400) << 10
+}
+
 /// Whether W is better marked for leaving the L2 first. Measured on an H200 with an L2 full of written lines: 145 MiB take 3.5 us
-/// of 47 less, 1 GiB 11 of 260 more.
-fn once(n: usize, k: usize) -> bool {
-    2 * n * k <= 256 << 20
+/// of 47 less, 1 GiB 11 of 260 more. Short ones are not: with them marked too, a state update in a step of nemotron-h-8b took
+/// 11.5 us instead of 6.0, and the step 3.4 % more. Unmarked reads seem to push out what the layers before wrote.
+fn once(n: usize, k: usize, target: &Target) -> bool {
+    long(n, k, target) && 2 * n * k <= 256 << 20
 }
 
 /// The op ahead of a product, computed by the product's own kernel.
@@ -213,8 +219,7 @@ fn streamed<B: Address>(
     target: &Target,
 ) -> Option<Work> {
     // With short products the kernels around them count, and several small blocks a multiprocessor let those in sooner.
-    let long = 2 * block.w.rows() * a.w.k > (target.sms * 400) << 10;
-    let one = if long { gemv(a, block, out, ahead, conv, target) } else { None };
+    let one = if long(block.w.rows(), a.w.k, target) { gemv(a, block, out, ahead, conv, target) } else { None };
     one.or_else(|| bulk(a, block, out, ahead, conv, target))
 }
 
@@ -237,7 +242,7 @@ fn gemv<B: Address>(
         .int("DEPTH", shape.depth)
         .flag("SPLIT", shape.split)
         .int("ROWS", shape.rows)
-        .flag("ONCE", once(n, k));
+        .flag("ONCE", once(n, k, target));
     let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
     let grid = [shape.blocks(n, target.sms), 1, 1];
     Some(Work::Kernel(Launch::new(spec, grid, 32 * GEMV_WARPS, args).with_shared(shape.shared)))
@@ -262,7 +267,7 @@ fn bulk<B: Address>(
         .int("STAGES", f.stages)
         .int("DEPTH", f.depth)
         .flag("X_RESIDENT", f.resident)
-        .flag("ONCE", once(n, k));
+        .flag("ONCE", once(n, k, target));
     let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
     let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
     Some(Work::Kernel(Launch::new(spec, grid, 32 * (f.warps + 1), args).with_shared(f.shared)))
