@@ -26,6 +26,9 @@ pub enum Input {
     Ungated(&'static str),
 }
 
+/// Elements that the rows of a projection are padded to.
+const ALIGN: usize = 8;
+
 /// A feed-forward layer, as data.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -50,8 +53,14 @@ impl Plan {
         !matches!(self.input, Input::Ungated(_))
     }
 
-    fn proj_width(&self) -> usize {
+    /// Columns of the activated halves.
+    fn halves(&self) -> usize {
         self.inner * (1 + usize::from(self.gated()))
+    }
+
+    /// Columns of the input projection; the gate of each row is the last.
+    fn proj_width(&self) -> usize {
+        self.halves() + usize::from(self.row_gate.is_some())
     }
 
     pub(super) fn state(&self) -> LayerState {
@@ -60,16 +69,12 @@ impl Plan {
 
     pub(super) fn parameters(&self) -> u64 {
         let bias = if self.bias { self.proj_width() + self.width } else { 0 };
-        let row_gate = if self.row_gate.is_some() { self.width } else { 0 };
-        (self.width * (self.proj_width() + self.inner)) as u64 + (bias + row_gate) as u64
+        (self.width * (self.proj_width() + self.inner) + bias) as u64
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::Proj, self.proj_width());
+        w.want(Scratch::Proj, self.proj_width().next_multiple_of(ALIGN));
         w.want(Scratch::Mid, self.inner);
-        if self.row_gate.is_some() {
-            w.want(Scratch::RowGate, 1);
-        }
     }
 
     pub(super) async fn load<B: Backend>(
@@ -79,17 +84,14 @@ impl Plan {
         scale: f32,
     ) -> Result<Mlp<B::Buf>> {
         let whole = |leaf: &str, rows: usize, col: usize| Part::whole(format!("{prefix}{leaf}.weight"), rows, col);
-        let parts = match self.input {
+        let mut parts = match self.input {
             Input::Separate { gate, up } => vec![whole(gate, self.inner, 0), whole(up, self.inner, self.inner)],
             Input::Fused(both) => vec![whole(both, 2 * self.inner, 0)],
             Input::Ungated(up) => vec![whole(up, self.inner, 0)],
         };
+        parts.extend(self.row_gate.map(|name| whole(name, 1, self.halves())));
         Ok(Mlp {
             input: l.linear(self.width, &parts, self.bias, 1.0).await?,
-            row_gate: match self.row_gate {
-                Some(name) => Some(l.linear(self.width, &[whole(name, 1, 0)], false, 1.0).await?),
-                None => None,
-            },
             output: l.linear(self.inner, &[whole(self.output, self.width, 0)], self.bias, scale).await?,
             plan: self.clone(),
         })
@@ -101,7 +103,6 @@ impl Plan {
 pub struct Mlp<Buf> {
     plan: Plan,
     input: Linear<Buf>,
-    row_gate: Option<Linear<Buf>>,
     output: Linear<Buf>,
 }
 
@@ -114,21 +115,14 @@ impl<Buf: Handle> Mlp<Buf> {
         x: &Tensor<Buf>,
     ) -> Result<()> {
         let p = &self.plan;
-        let proj = pass.scratch(Scratch::Proj, p.proj_width());
+        // Rows begin where wide accesses may.
+        let proj = pass.scratch(Scratch::Proj, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
         let mid = pass.scratch(Scratch::Mid, p.inner);
         pass.linear(&self.input, u, &proj, false)?;
-        let row_gate = match &self.row_gate {
-            Some(l) => {
-                let out = pass.scratch(Scratch::RowGate, 1);
-                pass.linear(l, u, &out, false)?;
-                Some(out)
-            }
-            None => None,
-        };
         pass.op(Activation {
             gate: proj.cols(0, p.inner),
             up: p.gated().then(|| proj.cols(p.inner, p.inner)),
-            row_gate,
+            row_gate: p.row_gate.map(|_| proj.cols(p.halves(), 1)),
             out: mid.clone(),
             act: p.act,
         })?;

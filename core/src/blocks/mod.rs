@@ -39,11 +39,9 @@ pub enum Scratch {
     Experts,
     /// Their weights, f32.
     Weights,
-    /// A gate per row.
-    RowGate,
 }
 
-const SCRATCH: [(Scratch, &str); 9] = [
+const SCRATCH: [(Scratch, &str); 8] = [
     (Scratch::Norm, "normed activations"),
     (Scratch::Proj, "projected activations"),
     (Scratch::Mid, "intermediate activations"),
@@ -52,7 +50,6 @@ const SCRATCH: [(Scratch, &str); 9] = [
     (Scratch::Router, "router logits"),
     (Scratch::Experts, "chosen experts"),
     (Scratch::Weights, "expert weights"),
-    (Scratch::RowGate, "row gates"),
 ];
 
 /// The widest use of every scratch buffer, in elements per token.
@@ -223,4 +220,17 @@ mixers! {
     GatedDelta gated_delta 'G',
     Mlp mlp '-',
     Moe moe 'E',
+}
+
+impl<Buf: Handle> Mixer<Buf> {
+    /// The ops that the other mixers beside it may come behind: routing. Before [`Mixer::forward`].
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn begin(&self, pass: &mut Pass<'_, Buf>, u: &Tensor<Buf>) -> Result<()> {
+        match self {
+            Self::Moe(m) => m.begin(pass, u),
+            _ => Ok(()),
+        }
+    }
 }

@@ -145,6 +145,20 @@ pub struct Moe<Buf> {
 }
 
 impl<Buf: Handle> Moe<Buf> {
+    fn choices(&self, pass: &Pass<'_, Buf>) -> (Tensor<Buf>, Tensor<Buf>) {
+        let k = self.plan.top_k;
+        (pass.scratch(Scratch::Experts, k), pass.scratch(Scratch::Weights, k))
+    }
+
+    /// Routing, from which nothing but the experts reads.
+    pub(super) fn begin(&self, pass: &mut Pass<'_, Buf>, u: &Tensor<Buf>) -> Result<()> {
+        let logits = pass.scratch(Scratch::Router, self.plan.experts);
+        let (ids, weights) = self.choices(pass);
+        pass.linear(&self.router, u, &logits, false)?;
+        let (bias, router) = (self.router_bias.clone(), self.plan.rule);
+        pass.op(Route { step: pass.step.clone(), logits, bias, ids, weights, router })
+    }
+
     pub(super) fn forward(
         &self,
         pass: &mut Pass<'_, Buf>,
@@ -153,20 +167,9 @@ impl<Buf: Handle> Moe<Buf> {
         x: &Tensor<Buf>,
     ) -> Result<()> {
         let (p, t) = (&self.plan, pass.tokens());
-        let logits = pass.scratch(Scratch::Router, p.experts);
-        let ids = pass.scratch(Scratch::Experts, p.top_k);
-        let weights = pass.scratch(Scratch::Weights, p.top_k);
+        let (ids, weights) = self.choices(pass);
         let proj = pass.work.view(Scratch::Proj, t * p.top_k, p.proj_width());
         let mid = pass.work.view(Scratch::Mid, t * p.top_k, p.inner);
-        pass.linear(&self.router, u, &logits, false)?;
-        pass.op(Route {
-            step: pass.step.clone(),
-            logits,
-            bias: self.router_bias.clone(),
-            ids: ids.clone(),
-            weights: weights.clone(),
-            router: p.rule,
-        })?;
         let (from, to) = match &self.latent {
             Some((first, _)) => {
                 let narrow = pass.scratch(Scratch::Out, p.expert_width());

@@ -202,12 +202,24 @@ pub(super) fn cases(to: &mut Table) {
         add("f16 weight", Experts { dtype: DType::F16, ..base.clone() });
         add("odd sizes", Experts { n: 20, k: 100, tokens: 19, ..base.clone() });
         add("64 x 256", Experts { n: 64, k: 256, tokens: 70, ..base.clone() });
+        let few = Experts { tokens: 5, choices: 6, ranges: vec![16], n: 40, k: 520, ..base.clone() };
+        add("5 x 6 of 16, k of no whole step", few.clone());
+        add("5 x 6 of 16, padding", Experts { padding: 2, ..few.clone() });
+        add("31 x 1 of 16", Experts { tokens: 31, choices: 1, ..few.clone() });
+        add("1 x 6 of 16, many rows", Experts { tokens: 1, n: 2600, k: 72, ..few.clone() });
+        add("2 x 3 of 16, long rows", Experts { tokens: 2, choices: 3, n: 20, k: 3720, ..few });
         add("columns of wider matrices", Experts { views: true, ..base.clone() });
     }
     to.add("down, residual", Experts { accumulate: true, ..down.clone() });
     to.add("down, residual and padding", Experts { accumulate: true, tokens: 8, padding: 3, ..down.clone() });
     to.add("down, scale", Experts { scale: 2.5, ..down.clone() });
     to.add("down, scale and residual", Experts { scale: 0.3, accumulate: true, tokens: 33, ..down.clone() });
+    for tokens in [1, 4] {
+        let wide = Experts { tokens, choices: 6, ranges: vec![8], n: 1856, k: 2688, ..up.clone() };
+        to.sized(Size::Bench, &format!("up, {tokens} x 6 of 8, 1856 x 2688"), wide.clone());
+        let back = Experts { n: 2688, k: 1856, combine: true, accumulate: true, ..wide };
+        to.sized(Size::Bench, &format!("down, {tokens} x 6 of 8, 2688 x 1856"), back);
+    }
     for tokens in [1, 64] {
         let wide = Experts { tokens, choices: 8, ranges: vec![64], n: 1024, k: 2048, ..up.clone() };
         to.sized(Size::Bench, &format!("up, {tokens} x 8 of 64, 1024 x 2048"), wide.clone());

@@ -197,6 +197,7 @@ pub(super) fn cases(to: &mut Table) {
     to.add("8 of 8", Routing { k: 8, ..base.clone() });
     to.add("10 of 512", Routing { experts: 512, k: 10, ..base.clone() });
     to.add("22 of 512, sigmoid", Routing { experts: 512, k: 22, router: grouped(1, 1), bias: true, ..base.clone() });
+    to.add("7 of 200", Routing { experts: 200, k: 7, ..base.clone() });
     to.add("6 of 100", Routing { experts: 100, k: 6, ..base.clone() });
     to.add("32 of 40", Routing { experts: 40, k: 32, ..base.clone() });
     to.add("far apart", Routing { rms: 60.0, ..base.clone() });

@@ -142,6 +142,10 @@ impl<B: Backend> Model<B> for Decoder<B> {
             for sub in layer {
                 pass.op(sub.norm.op(&x, &u))?;
                 for mixer in &sub.mixers {
+                    mixer.begin(&mut pass, &u)?;
+                }
+                // Experts last: what stands beside them covers the time that routing takes.
+                for mixer in sub.mixers.iter().rev() {
                     mixer.forward(&mut pass, pools, &u, &x)?;
                 }
             }
