@@ -94,8 +94,9 @@ DEV void norm(const bf16 *a, const bf16 *gate, const float *weight, float eps, b
     });
 }
 
-// act(a) or act(a) * b of the only row, by all consumers.
+// act(a) or act(a) * b of the only row, by all consumers; with ROW_GATE times sigmoid of the value that stands so far behind a.
 DEV void activation(const bf16 *a, const bf16 *b, bf16 *x) {
+    float gate = ROW_GATE ? sigmoid(to_f32(a[ROW_GATE])) : 1.f;
     constexpr int STEP = CONSUMERS * 8, AHEAD = 4;
     for (int base = threadIdx.x * 8; base < K; base += AHEAD * STEP) {
         float g[AHEAD][8], u[AHEAD][8];
@@ -112,6 +113,7 @@ DEV void activation(const bf16 *a, const bf16 *b, bf16 *x) {
             for (int e = 0; e < 8; e++) {
                 g[i][e] = activate<ACT>(g[i][e]);
                 if constexpr (HAS_SECOND) g[i][e] *= u[i][e];
+                if constexpr (ROW_GATE != 0) g[i][e] *= gate;
             }
             if (c < K) store<8>(x + c, g[i]);
         }

@@ -5,35 +5,39 @@ constexpr int WARPS = 4;
 constexpr int PER = div_up(E, 32);
 constexpr u32 ALL = 0xffffffffu;
 
-// Largest value of the warp and its index; the lower index on ties.
-DEV void best_of_warp(float &v, int &i) {
-#pragma unroll
-    for (int m = 16; m; m >>= 1) {
-        float ov = __shfl_xor_sync(ALL, v, m);
-        int oi = __shfl_xor_sync(ALL, i, m);
-        if (ov > v || (ov == v && oi < i)) {
-            v = ov;
-            i = oi;
-        }
-    }
+// A number whose order is that of the values, NaN below all others, and the value. 0 is below every number.
+DEV u32 rank_of(float x) {
+    u32 bits = __float_as_uint(x + 0.f);         // -0 is 0
+    return x != x ? 1 : bits ^ ((int)bits < 0 ? 0xffffffffu : 0x80000000u);
+}
+DEV float ranked(u32 r) { return __uint_as_float(r ^ ((int)r < 0 ? 0x80000000u : 0xffffffffu)); }
+
+// Of N numbers from FIRST on, as a tree.
+template <int FIRST, int N> DEV u32 largest(const u32 *v) {
+    if constexpr (N == 1) return v[FIRST];
+    else return max(largest<FIRST, N / 2>(v), largest<FIRST + N / 2, N - N / 2>(v));
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ENTRY(Step st, const float *logits, i64 logits_stride, const float *bias, u32 *ids, i64 ids_stride, float *weights,
           i64 weights_stride, float sum_eps, float scale) {
     let_next_start();
-    wait_for_inputs();
     __shared__ float choices[WARPS][KIND == 2 && GROUPS > 1 ? E : 1], ranks[WARPS][GROUPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 t = blockIdx.x * WARPS + warp;
-    if (t >= st.tokens) return;
+    bool in = t < st.tokens, padding = in && st.token_row(t) == NONE;
+    float extra[PER];
+#pragma unroll
+    for (int p = 0; p < PER; p++) extra[p] = KIND == 2 && HAS_BIAS && p * 32 + lane < E ? bias[p * 32 + lane] : 0.f;
+    wait_for_inputs();
+    if (!in) return;
     u32 *my_ids = ids + t * ids_stride;
     float *my_weights = weights + t * weights_stride;
     if (lane < TOP) {
         my_ids[lane] = NONE;
         my_weights[lane] = 0.f;
     }
-    if (st.token_row(t) == NONE) return;
+    if (padding) return;
     __syncwarp();
     float score[PER], choice[PER];
     bool taken[PER];
@@ -45,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if constexpr (KIND == 2) {
             score[p] = sigmoid(score[p]);
             choice[p] = score[p];
-            if constexpr (HAS_BIAS) choice[p] += e < E ? bias[e] : 0.f;
+            if constexpr (HAS_BIAS) choice[p] += extra[p];
         } else {
             choice[p] = score[p];
         }
@@ -76,25 +80,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
     }
     float top = 0.f, sum = 0.f;
-    u32 chosen[PER];
+    u32 chosen[PER], rank[PER];
 #pragma unroll
-    for (int p = 0; p < PER; p++) chosen[p] = 0;
+    for (int p = 0; p < PER; p++) {
+        chosen[p] = 0;
+        rank[p] = taken[p] ? 0 : rank_of(choice[p]);
+    }
     for (int j = 0; j < TOP; j++) {
-        float v = -INF;
+        u32 best = __reduce_max_sync(ALL, largest<0, PER>(rank));
         int i = E;
+        if (best == 0) break;
+        // The lowest of equals.
 #pragma unroll
-        for (int p = 0; p < PER; p++)
-            if (!taken[p] && (choice[p] > v || i == E)) {
-                v = choice[p];
-                i = p * 32 + lane;
-            }
-        best_of_warp(v, i);
-        if (i >= E) break;
-        if (j == 0) top = v;
+        for (int p = PER - 1; p >= 0; p--)
+            if (rank[p] == best) i = p * 32 + lane;
+        i = __reduce_min_sync(ALL, i);
+        if (j == 0) top = ranked(best);
 #pragma unroll
         for (int p = 0; p < PER; p++)
             if (i == p * 32 + lane) {
-                taken[p] = true;
+                rank[p] = 0;
                 chosen[p] = 1;
             }
     }
@@ -105,8 +110,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             sum += score[p];
         }
         sum = warp_sum(sum);
+        float inverse = 1.f / sum;
 #pragma unroll
-        for (int p = 0; p < PER; p++) score[p] /= sum;
+        for (int p = 0; p < PER; p++) score[p] *= inverse;
     }
     if constexpr (KIND == 1) {
 #pragma unroll

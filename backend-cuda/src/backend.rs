@@ -180,7 +180,7 @@ impl Cuda {
         })
     }
 
-    pub(crate) fn target(&self, untouched: bool) -> Target {
+    pub(crate) fn target(&self, untouched: bool, settled: bool) -> Target {
         Target {
             sms: self.sms,
             shared: self.shared,
@@ -191,6 +191,7 @@ impl Cuda {
             tickets: self.tickets.address(),
             scratch: self.scratch.borrow().as_ref().map_or(0, |b| b.address()),
             untouched,
+            settled,
         }
     }
 
@@ -231,12 +232,14 @@ impl Cuda {
     }
 
     /// Plans an op and makes sure that scratch, kernels and algorithms are there.
-    pub(crate) fn ready(&self, op: &Op<Buf>, untouched: bool) -> Result<Vec<Ready>> {
-        let need = plan::scratch(op, &self.target(untouched));
+    pub(crate) fn ready(&self, op: &Op<Buf>, target: &Target) -> Result<Vec<Ready>> {
+        let need = plan::scratch(op, target);
         if need > self.scratch.borrow().as_ref().map_or(0, |b| b.bytes()) {
             self.reserve(need)?;
         }
-        plan::plan(op, &self.target(untouched))?.iter().map(|w| self.prepare(op.name(), w)).collect()
+        // With the arena as it is now.
+        let target = Target { scratch: self.target(false, false).scratch, ..*target };
+        plan::plan(op, &target)?.iter().map(|w| self.prepare(op.name(), w)).collect()
     }
 }
 
@@ -279,7 +282,7 @@ impl Backend for Cuda {
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
-        plan::scratch(op, &self.target(false))
+        plan::scratch(op, &self.target(false, false))
     }
 
     fn reserve(&self, bytes: u64) -> Result<()> {

@@ -68,13 +68,23 @@ pub struct Rec<'a> {
     begun: bool,
     /// Buffers that this step has written.
     written: HashSet<usize>,
+    /// Buffers that are written by kernels which may still run when the next one starts.
+    running: HashSet<usize>,
     /// Ops that may become one kernel with the next.
     pending: Vec<Op<Buf>>,
 }
 
 impl<'a> Rec<'a> {
     pub(crate) fn new(cuda: &'a Cuda, recorded: Option<Vec<(&'static str, Ready)>>) -> Self {
-        Self { cuda, recorded, keep: Vec::new(), begun: false, written: HashSet::new(), pending: Vec::new() }
+        Self {
+            cuda,
+            recorded,
+            keep: Vec::new(),
+            begun: false,
+            written: HashSet::new(),
+            running: HashSet::new(),
+            pending: Vec::new(),
+        }
     }
 }
 
@@ -84,17 +94,27 @@ impl Rec<'_> {
         op.tensors().iter().all(|(access, t)| *access != Access::InPlace || !self.written.contains(&t.buf.id()))
     }
 
+    /// Whether what experts read of this step was there before the kernel ahead started; what they combine was not.
+    fn settled(&self, op: &Op<Buf>) -> bool {
+        let Op::ExpertMatmul(a) = op else { return false };
+        !self.running.contains(&a.ids.buf.id()) && (a.combine.is_some() || !self.running.contains(&a.x.buf.id()))
+    }
+
     /// Enqueues or records ops: one, or several that are one kernel.
     fn emit(&mut self, ops: &[Op<Buf>]) -> Result<()> {
         let Some(last) = ops.last() else { return Ok(()) };
-        let untouched = self.untouched(last);
-        let ready = match plan::fused(ops, &self.cuda.target(untouched)) {
+        let target = self.cuda.target(self.untouched(last), self.settled(&ops[0]));
+        let ready = match plan::fused(ops, &target) {
             Some(work) => vec![self.cuda.prepare(last.name(), &work)?],
-            None => self.cuda.ready(last, untouched)?,
+            None => self.cuda.ready(last, &target)?,
         };
+        if matches!(ready.last(), Some(Ready::Kernel(_, l)) if l.spec.starts_next_late()) {
+            self.running.clear();
+        }
         for (access, t) in ops.iter().flat_map(Op::tensors) {
             if access != Access::Read {
                 self.written.insert(t.buf.id());
+                self.running.insert(t.buf.id());
             }
             if self.recorded.is_some() {
                 self.keep.push(t.buf.clone());
@@ -122,7 +142,7 @@ impl Rec<'_> {
 impl Ops<Buf> for Rec<'_> {
     fn op(&mut self, op: Op<Buf>) -> Result<()> {
         op.check();
-        let target = self.cuda.target(false);
+        let target = self.cuda.target(false, false);
         self.pending.push(op);
         if self.pending.len() > 1 && plan::fused(&self.pending, &target).is_none() {
             let op = self.pending.pop();

@@ -82,6 +82,7 @@ kernels! {
     ExpertGrouped "expert_grouped",
     ExpertMatmul "expert_matmul",
     ExpertSort "expert_sort",
+    ExpertStream "expert_stream",
     Fill "fill",
     GatedDelta "gated_delta",
     GatedDeltaChunk "gated_delta_chunk",
@@ -99,6 +100,9 @@ kernels! {
     SelectiveScan "selective_scan",
     SelectiveScanChunk "selective_scan_chunk",
 }
+
+/// See [`Spec::starts_next_late`].
+const STARTS_NEXT_LATE: [File; 3] = [File::ExpertStream, File::Gemv, File::MatmulFewBulk];
 
 /// Value of a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -160,6 +164,11 @@ impl Spec {
     /// Whether the kernel itself waits for what runs before it, so that it may start early.
     pub fn waits(&self) -> bool {
         self.file.source().contains("wait_for_inputs();")
+    }
+
+    /// Whether the kernel lets the next one start only behind its own wait, so that all before it is done by then.
+    pub fn starts_next_late(&self) -> bool {
+        STARTS_NEXT_LATE.contains(&self.file)
     }
 
     /// Name of the kernel's symbol; profilers show it.
@@ -231,6 +240,16 @@ mod tests {
             assert_eq!(file.marked().matches(" mark_started();").count(), 1, "{}", file.stem());
         }
         assert!(!File::Empty.marked().contains(" mark_started();"));
+    }
+
+    #[test]
+    fn late_kernels_wait_before_the_next_starts() {
+        for file in STARTS_NEXT_LATE {
+            let source = file.source();
+            let code: Vec<&str> = source.lines().map(str::trim).filter(|l| !l.starts_with("//")).collect();
+            let at: Vec<usize> = (0..code.len()).filter(|&i| code[i] == "let_next_start();").collect();
+            assert!(!at.is_empty() && at.iter().all(|&i| code[i - 1] == "wait_for_inputs();"), "{}", file.stem());
+        }
     }
 
     /// On a device the lack of it shows only where kernels overlap.

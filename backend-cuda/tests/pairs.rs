@@ -1,5 +1,5 @@
 //! A norm or an activation, the product behind it and a convolution behind that leave the same bits as one kernel and as two
-//! or three.
+//! or three; so do experts and the activation behind them, and alone the same as together with other tokens.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
 
@@ -7,7 +7,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::{
     Result,
     backend::{Backend, Handle, Ops},
-    ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight},
+    ops::{Act, Activation, Conv1d, ExpertMatmul, ExpertRange, Gate, Matmul, Op, RmsNorm, RowBlock, Weight},
     step::{Chunk, Row, Step, bucket_of, encode},
     tensor::{DType, Tensor},
 };
@@ -24,9 +24,11 @@ fn main() {
         ("norm after a gate, groups of 1024", Lead::Norm { groups: 8, gate: Some(true) }, 8192, 4096),
         ("norm after a gate, one group", Lead::Norm { groups: 1, gate: Some(true) }, 1536, 768),
         ("norm before a gate, heads of 128", Lead::Norm { groups: 32, gate: Some(false) }, 4096, 2048),
-        ("silu with a factor", Lead::Activation { act: Act::Silu, up: true }, 2048, 768),
-        ("relu2", Lead::Activation { act: Act::Relu2, up: false }, 21504, 4096),
-        ("gelu with a factor, 1000", Lead::Activation { act: Act::Gelu, up: true }, 1000, 52),
+        ("silu with a factor", Lead::Activation { act: Act::Silu, up: true, row_gate: false }, 2048, 768),
+        ("relu2", Lead::Activation { act: Act::Relu2, up: false, row_gate: false }, 21504, 4096),
+        ("silu with a factor and a gate", Lead::Activation { act: Act::Silu, up: true, row_gate: true }, 512, 2048),
+        ("relu2 with a gate", Lead::Activation { act: Act::Relu2, up: false, row_gate: true }, 4096, 18560),
+        ("gelu with a factor, 1000", Lead::Activation { act: Act::Gelu, up: true, row_gate: false }, 1000, 52),
     ]
     .into_iter()
     .flat_map(|(name, lead, k, n)| {
@@ -37,6 +39,18 @@ fn main() {
             },
         )
     });
+    let experts = [
+        ("experts, relu2", [1, 6, 2688, 1856], Act::Relu2, false),
+        ("experts, relu2, 4 tokens", [4, 6, 2688, 1856], Act::Relu2, false),
+        ("experts, silu with a factor", [1, 10, 2048, 512], Act::Silu, true),
+        ("experts, silu with a factor, 3 tokens", [3, 10, 2048, 512], Act::Silu, true),
+        ("experts, gelu with a factor, an inner dim of no step", [2, 3, 1000, 200], Act::Gelu, true),
+    ]
+    .map(|(name, dims, act, up)| {
+        let run = move || compare_experts(dims, act, up).unwrap_or_else(|e| Err(e.to_string().into()));
+        Trial::test(name, run).with_ignored_flag(ignored)
+    });
+    let trials = trials.chain(experts);
     let mut args = Arguments::from_args();
     args.test_threads.get_or_insert(1);
     libtest_mimic::run(&args, trials.collect()).exit();
@@ -45,7 +59,7 @@ fn main() {
 #[derive(Clone, Copy)]
 enum Lead {
     Norm { groups: usize, gate: Option<bool> },
-    Activation { act: Act, up: bool },
+    Activation { act: Act, up: bool, row_gate: bool },
 }
 
 /// `n` output columns; `dst`: the slot that a convolution of all but the first and last 8 of them writes, from slot 1.
@@ -66,9 +80,10 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
             let weight = tensor(DType::F32, &[k])?;
             RmsNorm { x, add: None, weight, gate, out: mid.clone(), eps: 1e-5, groups }.into()
         }
-        Lead::Activation { act, up } => {
-            let up = if up { Some(tensor(DType::Bf16, &[1, k])?) } else { None };
-            Activation { gate: tensor(DType::Bf16, &[1, k])?, up, row_gate: None, out: mid.clone(), act }.into()
+        Lead::Activation { act, up, row_gate } => {
+            let all = tensor(DType::Bf16, &[1, 2 * k + 8])?;
+            let (gate, up) = (all.cols(0, k), up.then(|| all.cols(k, k)));
+            Activation { gate, up, row_gate: row_gate.then(|| all.cols(2 * k, 1)), out: mid.clone(), act }.into()
         }
     }];
     let w = Weight { blocks: vec![RowBlock { w: tensor(DType::Bf16, &[n, k])?, col: 0 }], n, k };
@@ -101,4 +116,64 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
     let together = left()?;
     let zero = apart.iter().any(|v| v.iter().all(|b| *b == 0));
     Ok(if apart == together && !zero { Ok(()) } else { Err(format!("bits differ, or all are zero: {zero}").into()) })
+}
+
+/// Both halves of experts for `tokens` tokens, joined, op by op, and the first token alone.
+fn compare_experts(
+    [tokens, top, width, inner]: [usize; 4],
+    act: Act,
+    up: bool,
+) -> Result<std::result::Result<(), Failed>> {
+    let (cuda, experts, n) = (Cuda::open(Options::default())?, 2 * top, if up { 2 * inner } else { inner });
+    let tensor = |dtype: DType, dims: &[usize]| -> Result<Tensor<Buf>> {
+        let bytes = dims.iter().product::<usize>() * dtype.bytes();
+        let t = Tensor::new(cuda.alloc("experts", bytes.next_multiple_of(16) as u64)?, dtype, dims);
+        cuda.fill_random(&t, t.buf.id() as u32, 1.0)?;
+        Ok(t)
+    };
+    let range = |dims: &[usize]| -> Result<Vec<ExpertRange<Buf>>> {
+        Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock { w: tensor(DType::Bf16, dims)?, col: 0 }] }])
+    };
+    let chosen: Vec<u32> = (0..tokens).flat_map(|t| (0..top).map(move |j| (2 * j + t % 2) as u32)).collect();
+    let ids = Tensor::new(cuda.alloc("ids", 4 * chosen.len() as u64)?, DType::U32, &[tokens, top]);
+    cuda.write(&ids.buf, 0, &chosen.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
+    let (x, weights) = (tensor(DType::Bf16, &[tokens, width])?, tensor(DType::F32, &[tokens, top])?);
+    let (proj, mid) = (tensor(DType::Bf16, &[tokens * top, n])?, tensor(DType::Bf16, &[tokens * top, inner])?);
+    let (first, second) = (range(&[experts, n, width])?, range(&[experts, width, inner])?);
+    let out = tensor(DType::Bf16, &[tokens, width])?;
+    let ops = |tokens: usize| -> Vec<Op<Buf>> {
+        let (ids, proj, mid) = (ids.head(tokens), proj.head(tokens * top), mid.head(tokens * top));
+        let (gate, factor) = (proj.cols(0, inner), up.then(|| proj.cols(inner, inner)));
+        let (combine, out) = (Some(weights.head(tokens)), out.head(tokens));
+        let experts = first.clone();
+        let x = x.head(tokens);
+        let up = ExpertMatmul { x, experts, ids: ids.clone(), combine: None, out: proj, scale: 1.0, accumulate: false };
+        let then = Activation { gate, up: factor, row_gate: None, out: mid.clone(), act };
+        let (x, experts) = (mid, second.clone());
+        let down = ExpertMatmul { x, experts, ids, combine, out, scale: 0.5, accumulate: true };
+        vec![up.into(), then.into(), down.into()]
+    };
+    let results = [&proj, &mid, &out];
+    let clear = || -> Result<()> {
+        for t in results {
+            cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize])?;
+        }
+        cuda.fill_random(&out, 7, 1.0).map(|_| ())
+    };
+    let left = |tokens: usize| -> Result<Vec<Vec<u8>>> {
+        let of = |t: &Tensor<Buf>| pollster::block_on(cuda.read(&t.head(t.rows() / ids.rows() * tokens)));
+        results.into_iter().map(of).collect()
+    };
+    clear()?;
+    ops(tokens).into_iter().try_for_each(|op| cuda.run(|r| r.op(op.clone())))?;
+    let (apart, apart_first) = (left(tokens)?, left(1)?);
+    clear()?;
+    let tape = cuda.record(|r| ops(tokens).into_iter().try_for_each(|op| r.op(op)))?;
+    cuda.play(&tape)?;
+    let together = left(tokens)?;
+    clear()?;
+    cuda.run(|r| ops(1).into_iter().try_for_each(|op| r.op(op)))?;
+    let (alone, zero) = (left(1)? == apart_first, apart.iter().any(|v| v.iter().all(|b| *b == 0)));
+    let same = apart == together && alone && !zero;
+    Ok(if same { Ok(()) } else { Err(format!("joined {}, alone {alone}, all zero {zero}", apart == together).into()) })
 }

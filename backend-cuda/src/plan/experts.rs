@@ -2,11 +2,11 @@
 
 use selkie_core::{
     Result,
-    ops::{ExpertMatmul, ExpertRange, RowBlock},
+    ops::{Activation, ExpertMatmul, ExpertRange, RowBlock},
     tensor::{DType, Tensor},
 };
 
-use super::{Target, vector, wide};
+use super::{Target, act, vector, wide};
 use crate::{
     launch::{Address, Args, Launch, Work, address},
     spec::{File, Spec},
@@ -51,7 +51,118 @@ pub(super) fn scratch<B: Address>(a: &ExpertMatmul<B>) -> u64 {
     (list_bytes(a) + products) as u64
 }
 
+/// Warps of a block of the kernel that streams W.
+const STREAM_WARPS: usize = 8;
+
+/// How that kernel is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct StreamShape {
+    /// Neighbouring rows of a unit.
+    rows: usize,
+    stages: usize,
+    blocks: usize,
+    /// Dynamic shared memory.
+    shared: usize,
+}
+
+/// Cuts the products of `tokens` tokens of `top` choices with experts of `n` rows of `k`, in `parts` halves, if x fits.
+fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, target: &Target) -> Option<StreamShape> {
+    // Copies of some KiB, of rows that follow each other.
+    let fits = |r: usize| n.is_multiple_of(parts * r) && 2 * parts * r * k <= 8 << 10;
+    let rows = [1, 2, 4].into_iter().find(|&r| fits(r) && 2 * r * k >= 3 << 10);
+    let rows = rows.or_else(|| [4, 2].into_iter().find(|&r| fits(r))).unwrap_or(1);
+    let groups = n / parts / rows;
+    let (units, blocks) = match combine {
+        true => {
+            let blocks = (tokens * groups).min(target.sms);
+            ((tokens * groups).div_ceil(blocks) * top, blocks)
+        }
+        false => {
+            let blocks = (tokens * top * groups).div_ceil(STREAM_WARPS).min(target.sms);
+            ((tokens * top * groups).div_ceil(blocks), blocks)
+        }
+    };
+    let x_bytes = 2 * k * tokens * if combine { top } else { 1 };
+    let sums = if combine { 4 * rows * (units + units / top) } else { 0 };
+    // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
+    let room = target.shared.checked_sub((20 << 10) + 4096 + x_bytes + sums)? / STREAM_WARPS;
+    let (stage, needed) = (2 * parts * rows * k, units.div_ceil(STREAM_WARPS));
+    let stages = (room / stage).min(needed).min(16);
+    let shared = STREAM_WARPS * stages * stage + x_bytes + sums;
+    (n.is_multiple_of(parts) && stages >= needed.min(2)).then_some(StreamShape { rows, stages, blocks, shared })
+}
+
+/// Few pairs in a kernel that streams W, with the activation behind it, if it takes this op.
+fn streamed<B: Address>(a: &ExpertMatmul<B>, then: Option<&Activation<B>>, target: &Target) -> Option<Work> {
+    let [ExpertRange { experts, blocks, .. }] = &a.experts[..] else { return None };
+    let [block] = &blocks[..] else { return None };
+    let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
+    let few = target.tuned && target.bulk && tokens * top < FEW_PAIRS;
+    if !(few && k.is_multiple_of(8) && wide(&[&a.x, &block.w])) {
+        return None;
+    }
+    let parts = if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 };
+    let shape = stream_shape([tokens, top, n, k], parts, a.combine.is_some(), target)?;
+    let spec = Spec::new(File::ExpertStream)
+        .int("TOKENS", tokens)
+        .int("K", k)
+        .int("N", n)
+        .int("TOP", top)
+        .int("WARPS", STREAM_WARPS)
+        .int("STAGES", shape.stages)
+        .int("ROWS", shape.rows)
+        .int("PARTS", parts)
+        .flag("COMBINE", a.combine.is_some())
+        .flag("ACCUMULATE", a.accumulate)
+        .flag("HAS_MID", then.is_some())
+        .int("ACT", then.map_or(0, |t| act(t.act)))
+        .ty("out_t", a.out.dtype)
+        .ty("mid_t", then.map_or(DType::F32, |t| t.out.dtype));
+    let args = Args::new()
+        .rows(&a.x)
+        .rows(&block.w)
+        .int(*experts as u64)
+        .rows(&a.ids)
+        .rows(&a.out)
+        .maybe_rows(then.map(|t| &t.out))
+        .maybe_rows(a.combine.as_ref())
+        .float(a.scale)
+        .int(u64::from(target.settled));
+    let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * STREAM_WARPS, args);
+    Some(Work::Kernel(launch.with_shared(shape.shared)))
+}
+
+/// Whether the activation behind may be computed by the kernel of `a`.
+pub(super) fn may_go_on<B: Address>(a: &ExpertMatmul<B>, target: &Target) -> bool {
+    a.combine.is_none() && streamed(a, None, target).is_some()
+}
+
+/// Products and the activation that reads all of them, as one kernel.
+pub(super) fn with_activation<B: Address>(a: &ExpertMatmul<B>, then: &Activation<B>, target: &Target) -> Option<Work> {
+    let n = a.out.row_len();
+    let same = |t: &Tensor<B>, col: usize, cols: usize| {
+        let of = a.out.cols(col, cols);
+        t.buf.id() == of.buf.id()
+            && t.offset == of.offset
+            && t.dims() == of.dims()
+            && t.row_stride == of.row_stride
+            && t.dtype == of.dtype
+    };
+    let reads = match &then.up {
+        Some(up) => n.is_multiple_of(2) && same(&then.gate, 0, n / 2) && same(up, n / 2, n / 2),
+        None => same(&then.gate, 0, n),
+    };
+    let read = [&a.x, &a.ids].into_iter().chain(a.experts.iter().flat_map(|r| &r.blocks).map(|b| &b.w));
+    let apart = read.chain([&a.out]).all(|t| t.buf.id() != then.out.buf.id());
+    (a.combine.is_none() && then.row_gate.is_none() && reads && apart)
+        .then(|| streamed(a, Some(then), target))
+        .flatten()
+}
+
 pub(super) fn expert_matmul<B: Address>(a: &ExpertMatmul<B>, target: &Target) -> Result<Vec<Work>> {
+    if let Some(work) = streamed(a, None, target) {
+        return Ok(vec![work]);
+    }
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
     let products = target.scratch + list_bytes(a) as u64;
     let grouped = grouped(a, target);
@@ -136,5 +247,23 @@ mod tests {
         assert_eq!(pair_tile(512 * 6, 128), 64);
         assert_eq!(pair_tile(8192 * 6, 128), 128);
         assert!([16, 64, 128].iter().all(|&bm| tile_shared(bm).1 <= 120 << 10));
+    }
+
+    #[test]
+    fn streams_fit_beside_their_inputs() {
+        let target = Target::like_h200(227);
+        for (dims, parts, combine, rows, stages) in [
+            ([1, 6, 1856, 2688], 1, false, 1, 4),
+            ([1, 6, 2688, 1856], 1, true, 1, 6),
+            ([1, 10, 1024, 2048], 2, false, 1, 3),
+            ([1, 10, 2048, 512], 1, true, 4, 5),
+            ([5, 6, 2688, 1856], 1, true, 1, 3),
+        ] {
+            let f = stream_shape(dims, parts, combine, &target).expect("a published shape");
+            assert_eq!((f.rows, f.stages), (rows, stages), "{dims:?}");
+            assert!(f.shared + 4096 <= target.shared);
+        }
+        // A stage of one row does not fit twice.
+        assert_eq!(stream_shape([1, 2, 4096, 14336], 1, true, &target), None);
     }
 }

@@ -7,7 +7,7 @@ use selkie_core::{
 };
 
 use super::{
-    Target,
+    Target, experts,
     matmul::{self, Prologue},
     pointwise::norm_access,
     wide,
@@ -21,6 +21,7 @@ pub fn may_go_on<B: Address>(ops: &[Op<B>], target: &Target) -> bool {
         && match ops {
             [Op::RmsNorm(a)] => a.x.rows() == 1,
             [Op::Activation(a)] => a.gate.rows() == 1,
+            [Op::ExpertMatmul(a)] => experts::may_go_on(a, target),
             [.., Op::Matmul(a)] => a.x.rows() == 1 && !a.accumulate,
             _ => false,
         }
@@ -28,6 +29,9 @@ pub fn may_go_on<B: Address>(ops: &[Op<B>], target: &Target) -> bool {
 
 /// One kernel for several ops, which leaves what they leave one by one, to the same bits.
 pub fn fused<B: Address>(ops: &[Op<B>], target: &Target) -> Option<Work> {
+    if let [Op::ExpertMatmul(a), Op::Activation(act)] = ops {
+        return experts::with_activation(a, act, target);
+    }
     let (ahead, product, conv) = match ops {
         [first, Op::Matmul(p)] => (Some(prologue(first, p)?), p, None),
         [Op::Matmul(p), Op::Conv1d(c)] => (None, p, Some(c)),
@@ -70,6 +74,7 @@ fn norm<B: Address>(a: &RmsNorm<B>) -> Option<Prologue<'_, B>> {
         norm: true,
         first: &a.x,
         second: z,
+        row_gate: 0,
         act: a.gate.as_ref().map_or(Act::Identity, |g| g.act),
         weight: Some((&a.weight, a.eps)),
         shape: [vec, a.x.row_len() / a.groups, threads],
@@ -80,10 +85,20 @@ fn norm<B: Address>(a: &RmsNorm<B>) -> Option<Prologue<'_, B>> {
 fn activation<B: Address>(a: &Activation<B>) -> Option<Prologue<'_, B>> {
     let mut inputs = vec![&a.gate];
     inputs.extend(&a.up);
-    (a.row_gate.is_none() && a.gate.row_len().is_multiple_of(8) && wide(&inputs)).then_some(Prologue {
+    // The gate of the row is a column of the same matrix.
+    let behind = |g: &Tensor<B>| {
+        let same = g.buf.id() == a.gate.buf.id() && g.dtype == a.gate.dtype;
+        g.offset.checked_sub(a.gate.offset).filter(|&by| same && by > 0)
+    };
+    let row_gate = match &a.row_gate {
+        Some(g) => behind(g)?,
+        None => 0,
+    };
+    (a.gate.row_len().is_multiple_of(8) && wide(&inputs)).then_some(Prologue {
         norm: false,
         first: &a.gate,
         second: a.up.as_ref(),
+        row_gate,
         act: a.act,
         weight: None,
         shape: [1, 1, 32],

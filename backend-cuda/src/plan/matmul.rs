@@ -172,6 +172,16 @@ fn long(n: usize, k: usize, target: &Target) -> bool {
     2 * n * k > (target.sms * 400) << 10
 }
 
+/// Whether a short product is better dealt row by row, because its tiles of 16 rows leave many multiprocessors without work in
+/// the end and their last slices are short, and all of W fits into the rings.
+fn evener(m: usize, k: usize, n: usize, target: &Target) -> bool {
+    let (tiles, rows) = (n.div_ceil(16), n.div_ceil(target.sms * GEMV_WARPS));
+    let uneven = tiles > target.sms && 8 * tiles.next_multiple_of(target.sms) > 9 * tiles;
+    let ragged = (2048..GEMV_SPLIT).contains(&k) && !k.is_multiple_of(if k >= 4096 { 1024 } else { 512 });
+    let whole = |s: GemvShape| s.stages >= rows * k.next_multiple_of(GEMV_STEP).div_ceil(s.depth);
+    uneven && ragged && gemv_shape(m, k, n, target).is_some_and(whole)
+}
+
 /// Whether W is better marked for leaving the L2 first. Measured on an H200 with an L2 full of written lines: 145 MiB take 3.5 us
 /// of 47 less, 1 GiB 11 of 260 more. Short ones are not: with them marked too, a state update in a step of nemotron-h-8b took
 /// 11.5 us instead of 6.0, and the step 3.4 % more. Unmarked reads seem to push out what the layers before wrote.
@@ -187,6 +197,8 @@ pub(super) struct Prologue<'a, B> {
     pub first: &'a Tensor<B>,
     /// Gate of the norm, or second factor.
     pub second: Option<&'a Tensor<B>>,
+    /// Elements from `first` to the gate of the row; 0 = none.
+    pub row_gate: usize,
     pub act: Act,
     /// Weight and epsilon of a norm.
     pub weight: Option<(&'a Tensor<B>, f32)>,
@@ -219,7 +231,9 @@ fn streamed<B: Address>(
     target: &Target,
 ) -> Option<Work> {
     // With short products the kernels around them count, and several small blocks a multiprocessor let those in sooner.
-    let one = if long(block.w.rows(), a.w.k, target) { gemv(a, block, out, ahead, conv, target) } else { None };
+    let (m, k, n) = (a.x.rows(), a.w.k, block.w.rows());
+    let rows = long(n, k, target) || evener(m, k, n, target);
+    let one = if rows { gemv(a, block, out, ahead, conv, target) } else { None };
     one.or_else(|| bulk(a, block, out, ahead, conv, target))
 }
 
@@ -290,6 +304,7 @@ fn with_around<B: Address>(
         .int("PRE", ahead.map_or(0, |p| if p.norm { 1 } else { 2 }))
         .int("ACT", ahead.map_or(0, |p| act(p.act)))
         .flag("HAS_SECOND", ahead.is_some_and(|p| p.second.is_some()))
+        .int("ROW_GATE", ahead.map_or(0, |p| p.row_gate))
         .int("VEC", vec)
         .int("GROUP", group)
         .int("THREADS", threads)
@@ -443,6 +458,11 @@ mod tests {
             assert_eq!(f.blocks(n, target.sms), blocks, "{n} x {k}");
         }
         assert_eq!(gemv_shape(1, 1 << 17, 64, &target), None);
+        // The shared expert of Nemotron-3-Nano-30B, but not its projections, nor those of Granite-4.0-H-1B.
+        assert!(evener(1, 2688, 3712, &target) && evener(1, 3712, 2688, &target));
+        for (n, k) in [(2688, 4096), (4608, 2688), (1536, 4096), (1536, 3072), (6448, 1536)] {
+            assert!(!evener(1, k, n, &target), "{n} x {k}");
+        }
         assert!(few_shape(8, 4096, 227 << 10).resident);
         assert!(!few_shape(8, 21504, 227 << 10).resident);
     }

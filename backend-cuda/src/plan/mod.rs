@@ -39,6 +39,8 @@ pub struct Target {
     pub tickets: u64,
     /// No earlier op of the step wrote what this one updates in place, so it may be read before that op is done.
     pub untouched: bool,
+    /// What experts read of this step, but for the inputs of those that combine, was there before the kernel ahead started.
+    pub settled: bool,
 }
 
 #[cfg(test)]
@@ -55,6 +57,7 @@ impl Target {
             scratch: 0,
             tickets: 0,
             untouched: true,
+            settled: true,
         }
     }
 }

@@ -178,6 +178,7 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
                     scratch: 1 << 60,
                     tickets: 1 << 50,
                     untouched: true,
+                    settled: true,
                 };
                 for op in ops(shape, &mut maker) {
                     op.check();
@@ -188,8 +189,8 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
                         }
                     }
                 }
-                for chain in chains(shape, &mut maker).iter().filter(|_| bucket.tokens == 1) {
-                    if let Some(Work::Kernel(l)) = fused(chain, &target) {
+                for chain in chains(shape, &mut maker) {
+                    if let Some(Work::Kernel(l)) = fused(&chain, &target) {
                         found.push(l.spec);
                     }
                 }
@@ -340,6 +341,11 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let up = gated.then(|| m.act(&[t, s.mlp]));
         let down = product(m, &out, d, true);
         chains.push(vec![Activation { gate, up, row_gate: None, out, act }.into(), down.into()]);
+        let (both, out) = (m.act(&[t, 2 * s.mlp + 8]), m.act(&[t, s.mlp]));
+        let (gate, up) = (both.cols(0, s.mlp), Some(both.cols(s.mlp, s.mlp)));
+        let down = product(m, &out, d, true);
+        let row_gate = Some(both.cols(2 * s.mlp, 1));
+        chains.push(vec![Activation { gate, up, row_gate, out, act }.into(), down.into()]);
     }
     if let Some([h, p, n, g]) = s.mamba2 {
         let (di, c) = (h * p, h * p + 2 * g * n);
@@ -351,6 +357,15 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let gated = norm(m, di, g, true);
         let output = product(m, &gated.out, d, true);
         chains.push(vec![gated.into(), output.into()]);
+    }
+    if let Some([e, k, inner]) = s.moe {
+        let (rows, ids) = (t * k, m.of(DType::U32, &[t, k]));
+        for (act, gated) in [(Act::Silu, true), (Act::Relu2, false)] {
+            let first = experts(m, e, if gated { 2 * inner } else { inner }, d, &ids);
+            let (gate, out) = (first.out.cols(0, inner), m.act(&[rows, inner]));
+            let up = gated.then(|| first.out.cols(inner, inner));
+            chains.push(vec![first.into(), Activation { gate, up, row_gate: None, out, act }.into()]);
+        }
     }
     chains
 }
@@ -385,6 +400,15 @@ fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd
     }
 }
 
+/// The experts' first half, with `n` columns.
+fn experts(m: &mut Maker, e: usize, n: usize, d: usize, ids: &Tensor<Fake>) -> ExpertMatmul<Fake> {
+    let (t, k) = (ids.rows(), ids.row_len());
+    let up = RowBlock { w: m.of(DType::Bf16, &[e, n, d]), col: 0 };
+    let (x, experts) = (m.act(&[t, d]), vec![ExpertRange { first: 0, experts: e, blocks: vec![up] }]);
+    let (ids, out) = (ids.clone(), m.act(&[t * k, n]));
+    ExpertMatmul { x, experts, ids, combine: None, out, scale: 1.0, accumulate: false }
+}
+
 fn moe(m: &mut Maker, ops: &mut Vec<Op<Fake>>, e: usize, k: usize, inner: usize, d: usize) {
     let (step, t) = (m.step.clone(), m.step.bucket.tokens);
     let routers = [
@@ -398,15 +422,9 @@ fn moe(m: &mut Maker, ops: &mut Vec<Op<Fake>>, e: usize, k: usize, inner: usize,
         ops.push(Route { step: step.clone(), logits, bias, ids, weights, router }.into());
     }
     let ids = m.of(DType::U32, &[t, k]);
-    let up =
-        ExpertRange { first: 0, experts: e, blocks: vec![RowBlock { w: m.of(DType::Bf16, &[e, inner, d]), col: 0 }] };
-    let down =
-        ExpertRange { first: 0, experts: e, blocks: vec![RowBlock { w: m.of(DType::Bf16, &[e, d, inner]), col: 0 }] };
-    let (x, out) = (m.act(&[t, d]), m.act(&[t * k, inner]));
-    ops.push(
-        ExpertMatmul { x, experts: vec![up], ids: ids.clone(), combine: None, out, scale: 1.0, accumulate: false }
-            .into(),
-    );
+    ops.push(experts(m, e, inner, d, &ids).into());
+    let w = m.of(DType::Bf16, &[e, d, inner]);
+    let down = ExpertRange { first: 0, experts: e, blocks: vec![RowBlock { w, col: 0 }] };
     let (x, combine, out) = (m.act(&[t * k, inner]), Some(m.f32(&[t, k])), m.act(&[t, d]));
     ops.push(ExpertMatmul { x, experts: vec![down], ids, combine, out, scale: 1.0, accumulate: true }.into());
 }
