@@ -27,6 +27,7 @@ fn main() {
         ("silu with a factor", Lead::Activation { act: Act::Silu, up: true, row_gate: false }, 2048, 768),
         ("relu2", Lead::Activation { act: Act::Relu2, up: false, row_gate: false }, 21504, 4096),
         ("silu with a factor and a gate", Lead::Activation { act: Act::Silu, up: true, row_gate: true }, 512, 2048),
+        ("relu2, dealt row by row", Lead::Activation { act: Act::Relu2, up: false, row_gate: false }, 3712, 2688),
         ("relu2 with a gate", Lead::Activation { act: Act::Relu2, up: false, row_gate: true }, 4096, 18560),
         ("gelu with a factor, 1000", Lead::Activation { act: Act::Gelu, up: true, row_gate: false }, 1000, 52),
     ]

@@ -206,6 +206,10 @@ pub(super) fn cases(to: &mut Table) {
     // Longer still: little of a row, or none of a shared one, fits beside x.
     to.sized(Size::Bench, "1 x 2740 x 24840", Product { m: 1, n: 2740, k: 24840, ..all.clone() });
     to.sized(Size::Bench, "2 x 2740 x 30728", Product { n: 2740, k: 30728, ..all.clone() });
+    // Short, but dealt row by row.
+    for (n, k) in [(3712, 2688), (2688, 3712)] {
+        to.sized(Size::Bench, &format!("1 x {n} x {k}"), Product { m: 1, n, k, ..all.clone() });
+    }
     to.sized(Size::Bench, "1 x 28000 x 1000", Product { m: 1, n: 28000, k: 1000, views: true, ..all });
     to.sized(Size::Bench, "256 x 4096 x 4096", Product { m: 256, n: 4096, k: 4096, ..base.clone() });
     to.sized(Size::Bench, "1 x 131072 x 2048", Product { m: 1, n: 131_072, k: 2048, out_f32: true, ..base });
