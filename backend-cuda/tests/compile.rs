@@ -33,7 +33,12 @@ fn main() {
         ("sm_100a", 227, false),
         ("sm_120a", 99, false),
     ];
-    let trials = targets.map(trial).into();
+    let mut trials: Vec<Trial> = targets.map(trial).into();
+    trials.push(Trial::test("heads that are no multiple of 4 are refused", || {
+        // The row of four heads of 6 is one.
+        let taken: Vec<usize> = [4, 6, 12, 30, 60].into_iter().filter(|&hd| shapes::takes_heads_of(hd)).collect();
+        if taken == [4, 12, 60] { Ok(()) } else { Err(format!("{taken:?} are taken").into()) }
+    }));
     libtest_mimic::run(&args, trials).exit();
 }
 

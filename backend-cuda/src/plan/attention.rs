@@ -2,7 +2,7 @@
 
 use selkie_core::{Result, ops::Attention, step::PAGE};
 
-use super::{Target, aligned, wide};
+use super::{Target, aligned, fours, wide};
 use crate::{
     launch::{Address, Args, Launch, Work},
     spec::{File, Spec},
@@ -118,6 +118,8 @@ pub(super) fn scratch<B: Address>(a: &Attention<B>, target: &Target) -> u64 {
 
 pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result<Vec<Work>> {
     aligned("attention", 4, &[&a.q, &a.pool.k, &a.pool.v, &a.out])?;
+    // Rows of 4 heads of 6 are aligned, but their heads are not.
+    fours("attention", "head dim", a.head_dim)?;
     let (hd, bucket) = (a.head_dim, &a.step.bucket);
     let (heads, kv_heads) = (a.q.row_len() / hd, a.pool.k.dims()[1]);
     let variant = variant(a, target);

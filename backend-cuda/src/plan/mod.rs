@@ -117,6 +117,17 @@ fn aligned<B: Address>(op: &str, n: usize, tensors: &[&Tensor<B>]) -> Result<()>
     }
 }
 
+/// An error unless `n`, a dim called `what`, is a multiple of 4.
+fn fours(op: &str, what: &str, n: usize) -> Result<()> {
+    if n.is_multiple_of(4) {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: format!("{op} with {what} {n}"),
+        why: "the CUDA kernels take multiples of 4; --backend cpu takes every size".into(),
+    })
+}
+
 /// Whether all rows of bf16 tensors can be read 16 bytes at a time.
 fn wide<B: Address>(tensors: &[&Tensor<B>]) -> bool {
     tensors.iter().all(|t| t.dtype == DType::Bf16 && address(t) % 16 == 0 && (t.rows() <= 1 || t.row_stride % 8 == 0))

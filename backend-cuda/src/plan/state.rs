@@ -1,13 +1,13 @@
 //! Ops driven by the chunk table: convolution and the recurrences.
 
 use selkie_core::{
-    Error, Result,
+    Result,
     ops::{Conv1d, GatedDelta, ScanForm, SelectiveScan},
     step::{Bucket, PAGE},
     tensor::DType,
 };
 
-use super::{Target, act, aligned, vector, wide};
+use super::{Target, act, aligned, fours, vector, wide};
 use crate::{
     launch::{Address, Args, Launch, Work},
     spec::{File, Spec},
@@ -139,9 +139,7 @@ fn scan_block(p: usize, n: usize, blocks: usize, target: &Target) -> Option<Chun
 pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) -> Result<Vec<Work>> {
     let &[_, heads, p, n] = a.pool.dims() else { unreachable!("checked") };
     aligned("selective_scan", 4, &[&a.b, &a.c, &a.pool])?;
-    if n % 4 != 0 {
-        return Err(unsupported("selective_scan", format!("state size {n}")));
-    }
+    fours("selective_scan", "state size", n)?;
     let per_channel = a.form == ScanForm::PerChannel;
     let bucket = &a.step.bucket;
     let long = target.tuned
@@ -277,9 +275,7 @@ pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, target: &Target) -> u
 pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Result<Vec<Work>> {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     aligned("gated_delta", 4, &[&a.v, &a.pool, &a.out])?;
-    if dv % 4 != 0 {
-        return Err(unsupported("gated_delta", format!("value head dim {dv}")));
-    }
+    fours("gated_delta", "value head dim", dv)?;
     let bucket = &a.step.bucket;
     let chunked = delta_chunked(a, target);
     let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), target.sms);
@@ -343,10 +339,6 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         work.push(Work::Kernel(Launch::new(spec, grid, threads, args).with_shared(shared)));
     }
     Ok(work)
-}
-
-fn unsupported(op: &str, what: String) -> Error {
-    Error::Unsupported { what: format!("{op} with {what}"), why: "the CUDA kernels take multiples of 4".into() }
 }
 
 #[cfg(test)]

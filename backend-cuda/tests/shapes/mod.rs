@@ -150,6 +150,30 @@ const OTHERS: &[Shape] = &[
     },
 ];
 
+/// Whether the planner takes attention of 4 heads of `hd`, 2 of them for keys.
+pub fn takes_heads_of(hd: usize) -> bool {
+    let mut maker = Maker::new(DType::Bf16, DType::F32, Bucket::holding(4, 4, 4, 4, 16));
+    let mut found = Vec::new();
+    attention(&mut maker, &mut found, 4, 2, hd);
+    let target = target("sm_80", 163 << 10, true);
+    found.iter().all(|op| plan(op, &target).is_ok())
+}
+
+fn target(arch: &str, shared: usize, tuned: bool) -> Target {
+    Target {
+        sms: 132,
+        shared,
+        bulk: !arch.starts_with("sm_8"),
+        wgmma: arch == "sm_90a",
+        blas: true,
+        tuned,
+        scratch: 1 << 60,
+        tickets: 1 << 50,
+        untouched: true,
+        settled: true,
+    }
+}
+
 /// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block; only the
 /// base shape unless `all`.
 pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
@@ -168,18 +192,7 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
         for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
             for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
                 let mut maker = Maker::new(act, state, bucket);
-                let target = Target {
-                    sms: 132,
-                    shared,
-                    bulk: !arch.starts_with("sm_8"),
-                    wgmma: arch == "sm_90a",
-                    blas: true,
-                    tuned,
-                    scratch: 1 << 60,
-                    tickets: 1 << 50,
-                    untouched: true,
-                    settled: true,
-                };
+                let target = target(arch, shared, tuned);
                 for op in ops(shape, &mut maker) {
                     op.check();
                     let _ = scratch(&op, &target);
