@@ -100,8 +100,8 @@ fn templates_have_what_transformers_gives_them() {
         ("{% if tools is iterable and tools|length > 0 %}t{% else %}n{% endif %}", "n"),
         ("{% if messages[0].tool_calls|length > 0 %}t{% else %}n{% endif %}{{ missing is iterable }}", "nTrue"),
         (
-            "{{ 'x' is sequence }}{{ messages[0] is sequence }}{{ none is sequence }}{{ 1 is sequence }}",
-            "TrueTrueFalseFalse",
+            "{{ 'x' is sequence }}{{ messages[0] is sequence }}{{ none is sequence }}{{ missing is sequence }}",
+            "TrueTrueFalseTrue",
         ),
         ("{% if true %}\r\na\r\n{% endif %}\rb\r\n", "a\nb"),
         ("{%- macro f(x) -%}<{{ x }}>{%- endmacro -%}{{ f(1) }}", "<1>"),

@@ -182,9 +182,10 @@ fn evener(m: usize, k: usize, n: usize, target: &Target) -> bool {
     uneven && ragged && gemv_shape(m, k, n, target).is_some_and(whole)
 }
 
-/// Whether W is better marked for leaving the L2 first. Measured on an H200 with an L2 full of written lines: 145 MiB take 3.5 us
-/// of 47 less, 1 GiB 11 of 260 more. Short ones are not: with them marked too, a state update in a step of nemotron-h-8b took
-/// 11.5 us instead of 6.0, and the step 3.4 % more. Unmarked reads seem to push out what the layers before wrote.
+/// Whether W is marked for leaving the L2 first. Measured on an H200 with an L2 full of written lines: marked, 145 MiB take 3.5 us
+/// of 47 less, 1 GiB 11 of 260 more. In a step the marks cost something: with short products marked too, a state update of
+/// nemotron-h-8b took 11.5 us instead of 6.0 and the step 3.4 % more, since what layers had written stayed in the L2 until the
+/// next layer needed the room, or so it seems.
 fn once(n: usize, k: usize, target: &Target) -> bool {
     long(n, k, target) && 2 * n * k <= 256 << 20
 }

@@ -7,11 +7,11 @@ use minijinja::{
 use minijinja_contrib::pycompat;
 
 /// Replaces tests and filters that answer otherwise than Jinja's: `None` cannot be iterated over, strings and mappings are
-/// sequences too, and what is not defined is empty.
+/// sequences too, and what is not defined is an empty one.
 pub(super) fn correct(env: &mut Environment<'_>) {
     env.add_test("iterable", |v: &Value| !v.is_none() && tests::is_iterable(v));
     env.add_test("sequence", |v: &Value| {
-        matches!(v.kind(), ValueKind::String | ValueKind::Map) || tests::is_sequence(v)
+        matches!(v.kind(), ValueKind::String | ValueKind::Map | ValueKind::Undefined) || tests::is_sequence(v)
     });
     for name in ["length", "count"] {
         env.add_filter(name, |v: &Value| if v.is_undefined() { Ok(0) } else { filters::length(v) });

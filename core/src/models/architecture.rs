@@ -43,7 +43,8 @@ pub struct Norm {
 pub struct SubLayer {
     /// Norm of the stream.
     pub norm: Norm,
-    /// Mixers that read the same normed stream, with the prefix of their tensor names; the first gives the layer its letter.
+    /// Mixers that read the same normed stream, with the prefix of their tensor names; the first gives the layer its letter. A
+    /// mixture of experts comes first, and at most one: routing begins in the order given, the outputs are added in the reverse.
     pub mixers: Vec<(String, Plan)>,
     /// Factor on the mixers' outputs.
     pub residual: f32,
