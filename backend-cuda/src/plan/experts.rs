@@ -6,7 +6,7 @@ use selkie_core::{
     tensor::{DType, Tensor},
 };
 
-use super::{Target, act, vector, wide};
+use super::{BESIDE, Target, act, same_view, vector, wide};
 use crate::{
     launch::{Address, Args, Launch, Work, address},
     spec::{File, Spec},
@@ -15,13 +15,19 @@ use crate::{
 /// Fewer pairs than this are cheaper one by one.
 const FEW_PAIRS: usize = 32;
 
-/// The one block of weights, and pairs of a tile, if the grouped kernel takes this op.
-fn grouped<'a, B: Address>(a: &'a ExpertMatmul<B>, target: &Target) -> Option<(&'a RowBlock<B>, usize)> {
+/// How many experts there are and their weights, if those are in one block.
+fn in_one_block<B: Address>(a: &ExpertMatmul<B>) -> Option<(usize, &RowBlock<B>)> {
     let [ExpertRange { experts, blocks, .. }] = &a.experts[..] else { return None };
     let [block] = &blocks[..] else { return None };
+    Some((*experts, block))
+}
+
+/// The one block of weights, and pairs of a tile, if the grouped kernel takes this op.
+fn grouped<'a, B: Address>(a: &'a ExpertMatmul<B>, target: &Target) -> Option<(&'a RowBlock<B>, usize)> {
+    let (experts, block) = in_one_block(a)?;
     let pairs = a.ids.len();
     let fits = target.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x, &block.w]);
-    fits.then(|| (block, pair_tile(pairs, *experts)))
+    fits.then(|| (block, pair_tile(pairs, experts)))
 }
 
 /// Pairs of a tile, from the mean number of pairs of an expert.
@@ -84,8 +90,7 @@ fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, ta
     };
     let x_bytes = 2 * k * tokens * if combine { top } else { 1 };
     let sums = if combine { 4 * rows * (units + units / top) } else { 0 };
-    // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
-    let room = target.shared.checked_sub((20 << 10) + 4096 + x_bytes + sums)? / STREAM_WARPS;
+    let room = target.shared.checked_sub(BESIDE + 4096 + x_bytes + sums)? / STREAM_WARPS;
     let (stage, needed) = (2 * parts * rows * k, units.div_ceil(STREAM_WARPS));
     let stages = (room / stage).min(needed).min(16);
     let shared = STREAM_WARPS * stages * stage + x_bytes + sums;
@@ -94,8 +99,7 @@ fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, ta
 
 /// Few pairs in a kernel that streams W, with the activation behind it, if it takes this op.
 fn streamed<B: Address>(a: &ExpertMatmul<B>, then: Option<&Activation<B>>, target: &Target) -> Option<Work> {
-    let [ExpertRange { experts, blocks, .. }] = &a.experts[..] else { return None };
-    let [block] = &blocks[..] else { return None };
+    let (experts, block) = in_one_block(a)?;
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
     let few = target.tuned && target.bulk && tokens * top < FEW_PAIRS;
     if !(few && k.is_multiple_of(8) && wide(&[&a.x, &block.w])) {
@@ -121,7 +125,7 @@ fn streamed<B: Address>(a: &ExpertMatmul<B>, then: Option<&Activation<B>>, targe
     let args = Args::new()
         .rows(&a.x)
         .rows(&block.w)
-        .int(*experts as u64)
+        .int(experts as u64)
         .rows(&a.ids)
         .rows(&a.out)
         .maybe_rows(then.map(|t| &t.out))
@@ -140,17 +144,12 @@ pub(super) fn may_go_on<B: Address>(a: &ExpertMatmul<B>, target: &Target) -> boo
 /// Products and the activation that reads all of them, as one kernel.
 pub(super) fn with_activation<B: Address>(a: &ExpertMatmul<B>, then: &Activation<B>, target: &Target) -> Option<Work> {
     let n = a.out.row_len();
-    let same = |t: &Tensor<B>, col: usize, cols: usize| {
-        let of = a.out.cols(col, cols);
-        t.buf.id() == of.buf.id()
-            && t.offset == of.offset
-            && t.dims() == of.dims()
-            && t.row_stride == of.row_stride
-            && t.dtype == of.dtype
-    };
     let reads = match &then.up {
-        Some(up) => n.is_multiple_of(2) && same(&then.gate, 0, n / 2) && same(up, n / 2, n / 2),
-        None => same(&then.gate, 0, n),
+        Some(up) => {
+            let half = n / 2;
+            n.is_multiple_of(2) && same_view(&then.gate, &a.out.cols(0, half)) && same_view(up, &a.out.cols(half, half))
+        }
+        None => same_view(&then.gate, &a.out),
     };
     let read = [&a.x, &a.ids].into_iter().chain(a.experts.iter().flat_map(|r| &r.blocks).map(|b| &b.w));
     let apart = read.chain([&a.out]).all(|t| t.buf.id() != then.out.buf.id());

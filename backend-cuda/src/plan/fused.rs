@@ -10,7 +10,7 @@ use super::{
     Target, experts,
     matmul::{self, Prologue},
     pointwise::norm_access,
-    wide,
+    same_view, wide,
 };
 use crate::launch::{Address, Work};
 
@@ -53,13 +53,9 @@ pub fn fused<B: Address>(ops: &[Op<B>], target: &Target) -> Option<Work> {
 
 /// What comes before a product that reads all of it.
 fn prologue<'a, B: Address>(first: &'a Op<B>, product: &Matmul<B>) -> Option<Prologue<'a, B>> {
-    let reads = |out: &Tensor<B>| {
-        let x = &product.x;
-        x.buf.id() == out.buf.id() && x.offset == out.offset && x.dims() == out.dims() && x.dtype == out.dtype
-    };
     match first {
-        Op::RmsNorm(a) if reads(&a.out) => norm(a),
-        Op::Activation(a) if reads(&a.out) => activation(a),
+        Op::RmsNorm(a) if same_view(&product.x, &a.out) => norm(a),
+        Op::Activation(a) if same_view(&product.x, &a.out) => activation(a),
         _ => None,
     }
 }

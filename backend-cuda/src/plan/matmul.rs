@@ -6,7 +6,7 @@ use selkie_core::{
     tensor::{DType, Tensor},
 };
 
-use super::{Target, act, wide};
+use super::{BESIDE, Target, act, wide};
 use crate::{
     launch::{Address, Args, Gemm, Launch, Work, address},
     spec::{File, Spec},
@@ -97,9 +97,7 @@ fn bulk_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<FewShape>
     let blocks = if k <= 2048 { tiles.div_ceil(target.sms).clamp(1, 4) } else { 1 };
     let fixed = 2 * warps * m * 16 * 4 + 2048;
     let stage = (16 + if resident { 0 } else { m }) * (span + 8) * 2;
-    // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
-    let room =
-        (target.shared.checked_sub(20 << 10)? / blocks).checked_sub(fixed + if resident { x_bytes } else { 0 })?;
+    let room = (target.shared.checked_sub(BESIDE)? / blocks).checked_sub(fixed + if resident { x_bytes } else { 0 })?;
     let stages = (room / stage).min(tiles.div_ceil(target.sms * blocks) * slices).min(16);
     let shared = stages * stage + if resident { x_bytes } else { 0 };
     (stages >= 2.min(slices)).then_some(FewShape { warps, stages, depth, resident, shared, blocks })
@@ -146,8 +144,7 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
 fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Option<GemvShape> {
     let whole = k.next_multiple_of(GEMV_STEP);
     let x_bytes = 2 * m * whole;
-    // Blocks of the small kernels ahead fit beside it, so that it can begin to copy while they run.
-    let room = target.shared.checked_sub((20 << 10) + 4096 + x_bytes)? / GEMV_WARPS;
+    let room = target.shared.checked_sub(BESIDE + 4096 + x_bytes)? / GEMV_WARPS;
     let (share, per_warp) = if split {
         ((whole / GEMV_STEP).div_ceil(GEMV_WARPS) * GEMV_STEP, n.div_ceil(target.sms))
     } else {

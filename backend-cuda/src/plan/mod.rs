@@ -106,6 +106,19 @@ fn vector<B: Address>(dim: usize, tensors: &[&Tensor<B>]) -> usize {
     [8, 4, 2].into_iter().find(|v| fits(*v)).unwrap_or(1)
 }
 
+/// Shared memory of a multiprocessor that a kernel with large rings leaves alone: blocks of the small kernels ahead fit beside
+/// it, so that it can begin to copy while they run.
+const BESIDE: usize = 20 << 10;
+
+/// Whether two views are of the same elements, read as the same type.
+fn same_view<B: Address>(a: &Tensor<B>, b: &Tensor<B>) -> bool {
+    a.buf.id() == b.buf.id()
+        && a.offset == b.offset
+        && a.dims() == b.dims()
+        && (a.rows() <= 1 || a.row_stride == b.row_stride)
+        && a.dtype == b.dtype
+}
+
 /// An error unless every tensor can be read `n` elements at a time.
 fn aligned<B: Address>(op: &str, n: usize, tensors: &[&Tensor<B>]) -> Result<()> {
     match tensors.iter().find(|t| t.offset % n != 0 || (t.rows() > 1 && t.row_stride % n != 0)) {
