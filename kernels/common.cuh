@@ -423,8 +423,9 @@ template <bool HINTED> DEV void bulk_load(void *dst, const void *src, u32 bytes,
                  "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
                  : "memory");
 }
-// Orders what this thread wrote, or saw written, before bulk copies.
-DEV void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders what this thread wrote to shared memory before bulk copies to it. What kernels ahead wrote to global memory needs
+// none after `wait_for_inputs`.
+DEV void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
 // Copies `len` rows of PIECES pieces of 16 bytes to a swizzled tile of ROWS in shared memory, and zeros behind them. For `tid`

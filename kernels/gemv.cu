@@ -21,6 +21,7 @@ constexpr int X_PITCH = STEPS * STEP;
 constexpr int LEAST = SPLIT ? STEPS / WARPS : STEPS % (DEPTH / STEP) == 0 ? DEPTH / STEP : STEPS % (DEPTH / STEP);
 constexpr bool RAGGED = K % STEP != 0;
 constexpr int SUMS = ROWS == 1 ? 2 : ROWS;
+constexpr bool SPARE = ROWS == 1 && STAGES > 2; // a warp copies on before it multiplies
 constexpr int CONSUMERS = 32 * WARPS;
 DEV void sync_consumers() { __syncthreads(); }
 
@@ -35,19 +36,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
     __shared__ float sums[NORM_UNITS];
     __shared__ float parts[SPLIT ? WARPS : 1][M][32];
     __shared__ __align__(8) u64 full[WARPS][STAGES], x_full;
+    // Told that it is the same in all lanes, the compiler computes what copies take once a warp; with ROWS that costs time.
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if constexpr (SPARE) warp = __shfl_sync(0xffffffffu, warp, 0);
     bf16 *resident = reinterpret_cast<bf16 *>(shared), *ring = resident + M * X_PITCH + warp * STAGES * DEPTH;
     // Rows of W: whole turns of the grid block by block, what is left over spread over the blocks.
     int sets = SPLIT ? 1 : WARPS, set = SPLIT ? 0 : warp;
-    int grid = gridDim.x * sets, turns = n / grid, last = turns * grid + set * gridDim.x + blockIdx.x;
+    int grid = gridDim.x * sets, whole = blockIdx.x * sets + set, left = set * gridDim.x + blockIdx.x;
+    int turns = n / grid, last = turns * grid + left;
     int rows = turns + (last < n), total = rows * SLICES;
-    auto row_of = [&](int i) { return i < turns ? (i * (int)gridDim.x + (int)blockIdx.x) * sets + set : last; };
+    auto row_of = [&](int i) { return i < turns ? i * grid + whole : last; };
     // What a warp has of a row.
     int begin = SPLIT ? warp * STEPS / WARPS * STEP : 0, end = SPLIT ? min((warp + 1) * STEPS / WARPS * STEP, K) : K;
     u64 once = evict_first();
-    auto copy = [&](int j) {
+    auto copy = [&](int j, int row) {
         u64 *bar = full[warp] + j % STAGES;
-        int row = row_of(j / SLICES), k0 = begin + j % SLICES * DEPTH;
+        int k0 = begin + j % SLICES * DEPTH;
         u32 bytes = 2 * min(DEPTH, end - k0);
         bulk_expect(bar, bytes);
         bulk_load<ONCE>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
@@ -61,17 +65,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
     }
     // The weight does not wait for the kernels ahead, but for the part of the warp that asks for x.
     if (lane == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(full[warp] + s, 1);
-        if (warp == 0) barrier_init(&x_full, 1);
-        barrier_init_done();
         if (PRE == 0 && warp == 0) {
             // Sooner than most of the weight: nothing is multiplied without it.
+            barrier_init(&x_full, 1);
+            barrier_init_done();
             wait_for_inputs();
-            bulk_fence();
             bulk_expect(&x_full, 2 * M * K);
             for (int m = 0; m < M; m++) bulk_load(resident + m * X_PITCH, x + m * x_stride, 2 * K, &x_full);
         }
-        for (int j = 0; j < min(STAGES, total); j++) copy(j);
+        for (int j = 0; j < STAGES; j++) {
+            barrier_init(full[warp] + j, 1);
+            barrier_init_done();
+            // As `row_of`, but no copy waits for a division.
+            int from = j / SLICES * grid, row = from + (from + grid <= n ? whole : left);
+            if (row < n) copy(j, row);
+        }
     }
     __syncthreads();
     // The sums of up to 32 rows wait for each other, each in a lane, which asks ahead for what goes with its row.
@@ -187,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
         fetch_channel(next + lane);
         fetch_row(next + lane);
     };
+    int next = min(STAGES, total); // the stage to copy next, with SPARE
     for (int j = 0; j < total; j += ROWS) {
         int stage = j % STAGES, slice = j % SLICES;
 #pragma unroll
@@ -196,11 +205,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
 #pragma unroll
             for (int i = 0; i < SUMS * M * 8; i++) acc[i / 8 / M][i / 8 % M][i / 4 % 2][i % 4] = 0.f;
         }
+        // To the stage of before: the one that has come need not be multiplied first. In the end less and less is asked for
+        // ahead, so that what is under way last comes at about the same time everywhere.
+        if (SPARE && next < min(j + 1 + min(STAGES - 1, max(1, (total - j) / 3)), total)) {
+            if (lane == 0) copy(next, row_of(next / SLICES));
+            next++;
+        }
+        __syncwarp();
         int at = begin + slice * DEPTH;
         multiply(stage, at, div_up(min(DEPTH, end - at), STEP));
         __syncwarp();
-        if (lane == 0)
-            for (int next = j + STAGES; next < min(j + STAGES + ROWS, total); next++) copy(next);
+        if (!SPARE && lane == 0)
+            for (int k = j + STAGES; k < min(j + STAGES + ROWS, total); k++) copy(k, row_of(k / SLICES));
         if (slice + 1 == SLICES) keep(j / SLICES);
     }
     if (rows > 0) write_row((rows - 1) / 32 * 32 + lane);

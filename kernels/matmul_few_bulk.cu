@@ -70,7 +70,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
         // The weight does not wait for the kernels ahead.
         for (int j = 0; j < min(STAGES, total); j++) copy(j, true, false);
         wait_for_inputs();
-        bulk_fence();
         if (PRE != 0) {
         } else if (X_RESIDENT) {
             if (lane == 0) bulk_expect(&x_full, 2 * M * K);

@@ -106,6 +106,7 @@ fn bulk_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<FewShape>
 /// How a warp of the kernel for one or two rows streams W.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct GemvShape {
+    warps: usize,
     stages: usize,
     /// Elements of a stage.
     depth: usize,
@@ -117,10 +118,13 @@ struct GemvShape {
     shared: usize,
 }
 
-/// Warps of a block of that kernel.
+/// Warps of a block of that kernel that have rows of their own, and how many can share them.
 const GEMV_WARPS: usize = 8;
+const GEMV_MOST_WARPS: usize = 16;
 /// Elements of a row that its tensor-core operands hold.
 const GEMV_STEP: usize = 256;
+/// Operands of a stage: 4 KiB. Copies of 2 KiB and less are slower, and with larger ones a warp asks for the next ones later.
+const GEMV_STAGE: usize = 8;
 /// Inner dimension from which the warps of a block share its rows: there are too few of them for a warp each, and what a warp
 /// has of a row is still long.
 const GEMV_SPLIT: usize = 16384;
@@ -128,7 +132,7 @@ const GEMV_SPLIT: usize = 16384;
 impl GemvShape {
     /// Blocks for `n` rows of W: as few as need no more turns, so that all have as many rows and end together.
     fn blocks(&self, n: usize, sms: usize) -> usize {
-        let sets = if self.split { 1 } else { GEMV_WARPS };
+        let sets = if self.split { 1 } else { self.warps };
         let turns = n.div_ceil(n.div_ceil(GEMV_WARPS).min(sms) * sets);
         n.div_ceil(turns * sets)
     }
@@ -140,28 +144,36 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
     shared.or_else(|| gemv_cut(m, k, n, false, target))
 }
 
+/// Warps that share rows of `steps` operands: they have as many each, or all but the fewest less.
+fn gemv_warps(steps: usize) -> usize {
+    let shares = steps.div_ceil(GEMV_MOST_WARPS)..=GEMV_STAGE.max(steps.div_ceil(GEMV_MOST_WARPS));
+    shares.rev().map(|share| steps.div_ceil(share)).min_by_key(|warps| steps.next_multiple_of(*warps)).unwrap_or(1)
+}
+
 /// The same with rows shared or not.
 fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Option<GemvShape> {
-    let whole = k.next_multiple_of(GEMV_STEP);
-    let x_bytes = 2 * m * whole;
-    let room = target.shared.checked_sub(BESIDE + 4096 + x_bytes)? / GEMV_WARPS;
-    let (share, per_warp) = if split {
-        ((whole / GEMV_STEP).div_ceil(GEMV_WARPS) * GEMV_STEP, n.div_ceil(target.sms))
-    } else {
-        (whole, n.div_ceil(target.sms * GEMV_WARPS))
-    };
-    let depths: &[usize] = if split { &[share] } else { &[4096, 2048, 1024] };
-    depths.iter().find_map(|&depth| {
-        let depth = share.min(depth);
-        let needed = per_warp * share.div_ceil(depth);
+    let steps = k.div_ceil(GEMV_STEP);
+    let warps = if split { gemv_warps(steps) } else { GEMV_WARPS };
+    let x_bytes = 2 * m * steps * GEMV_STEP;
+    // Ahead of rows that long stands another product, which leaves no room beside it either way.
+    let beside = if split { BESIDE / 2 } else { BESIDE };
+    let room = target.shared.checked_sub(beside + 4096 + x_bytes)? / warps;
+    let (share, per_warp) =
+        if split { (steps.div_ceil(warps), n.div_ceil(target.sms)) } else { (steps, n.div_ceil(target.sms * warps)) };
+    // Whole rows where two can be multiplied side by side, or all that a warp has fits; else pieces of about the same size.
+    let pieces = [2 * GEMV_STAGE, GEMV_STAGE, GEMV_STAGE / 2].map(|most| share.div_ceil(share.div_ceil(most)));
+    let cut = |depth: usize, least: usize| {
+        let depth = GEMV_STEP * depth;
+        let needed = per_warp * (GEMV_STEP * share).div_ceil(depth);
         let fit = (room / (2 * depth)).min(16);
         // Where all of W is there before x, what counts is how long a warp takes from row to row.
-        let rows =
-            if share == depth { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
+        let whole = !split && GEMV_STEP * share == depth;
+        let rows = if whole { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
         let stages = fit.min(needed.next_multiple_of(rows)) / rows * rows;
-        let shared = x_bytes + GEMV_WARPS * stages * 2 * depth;
-        (stages >= needed.min(if split { 2 } else { 3 })).then_some(GemvShape { stages, depth, split, rows, shared })
-    })
+        let shared = x_bytes + warps * stages * 2 * depth;
+        (stages >= needed.min(least)).then_some(GemvShape { warps, stages, depth, split, rows, shared })
+    };
+    if split { cut(share, 2) } else { cut(pieces[0], 4).or_else(|| pieces[1..].iter().find_map(|&d| cut(d, 3))) }
 }
 
 /// Whether W is so large that reading it takes much longer than the kernels around it: about what an L2 holds.
@@ -249,7 +261,7 @@ fn gemv<B: Address>(
     let spec = Spec::new(File::Gemv)
         .int("K", k)
         .int("M", m)
-        .int("WARPS", GEMV_WARPS)
+        .int("WARPS", shape.warps)
         .int("STAGES", shape.stages)
         .int("DEPTH", shape.depth)
         .flag("SPLIT", shape.split)
@@ -257,7 +269,7 @@ fn gemv<B: Address>(
         .flag("ONCE", once(n, k, target));
     let (spec, args) = with_around(spec, a, block, out, ahead, conv, target);
     let grid = [shape.blocks(n, target.sms), 1, 1];
-    Some(Work::Kernel(Launch::new(spec, grid, 32 * GEMV_WARPS, args).with_shared(shape.shared)))
+    Some(Work::Kernel(Launch::new(spec, grid, 32 * shape.warps, args).with_shared(shape.shared)))
 }
 
 /// The kernel for few rows with bulk copies.
@@ -431,22 +443,26 @@ mod tests {
                 assert!(f.blocks * (f.shared + 2 * f.warps * m * 64 + 2048) <= target.shared, "{m} x {n} x {k}: {f:?}");
             }
         }
-        for (m, n, k, split, stages, depth, rows) in [
-            (1, 18560, 4096, false, 3, 4096, 1),
-            (1, 4096, 21504, true, 3, 2816, 1),
-            (1, 6448, 1536, false, 8, 1536, 4),
-            (1, 3376, 768, false, 4, 768, 4),
-            (1, 2048, 2048, false, 2, 2048, 2),
-            (1, 768, 2048, false, 1, 2048, 1),
-            (1, 100, 1000, false, 1, 1024, 1),
-            (1, 4096, 24832, true, 2, 3328, 1),
-            (2, 4096, 21504, true, 2, 2816, 1),
+        for (m, n, k, split, warps, stages, depth, rows) in [
+            (1, 18560, 4096, false, 8, 6, 2048, 1),
+            (1, 131072, 2688, false, 8, 4, 2816, 2),
+            (1, 4096, 21504, true, 12, 4, 1792, 1),
+            (1, 4096, 16384, true, 8, 5, 2048, 1),
+            (1, 6448, 1536, false, 8, 8, 1536, 4),
+            (1, 3376, 768, false, 8, 4, 768, 4),
+            (1, 2048, 2048, false, 8, 2, 2048, 2),
+            (1, 3712, 2688, false, 8, 4, 2816, 2),
+            (1, 768, 2048, false, 8, 1, 2048, 1),
+            (1, 100, 1000, false, 8, 1, 1024, 1),
+            (1, 4096, 24832, true, 14, 3, 1792, 1),
+            (2, 4096, 21504, true, 12, 3, 1792, 1),
             // Too long to be shared.
-            (1, 5120, 49152, false, 3, 2048, 1),
-            (2, 8192, 28672, false, 5, 1024, 1),
+            (1, 5120, 49152, false, 8, 3, 2048, 1),
+            (2, 8192, 28672, false, 8, 5, 1024, 1),
         ] {
             let f = gemv_shape(m, k, n, &target).expect("a common shape");
-            assert_eq!((f.split, f.stages, f.depth, f.rows), (split, stages, depth, rows), "{m} x {n} x {k}");
+            let cut = (f.split, f.warps, f.stages, f.depth, f.rows);
+            assert_eq!(cut, (split, warps, stages, depth, rows), "{m} x {n} x {k}");
             assert!(f.shared + 4096 <= target.shared);
         }
         for (n, k, blocks) in
