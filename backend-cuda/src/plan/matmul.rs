@@ -123,7 +123,7 @@ const GEMV_WARPS: usize = 8;
 const GEMV_MOST_WARPS: usize = 16;
 /// Elements of a row that its tensor-core operands hold.
 const GEMV_STEP: usize = 256;
-/// Operands of a stage: 4 KiB. Copies of 2 KiB and less are slower, and with larger ones a warp asks for the next ones later.
+/// Operands of a stage: 4 KiB. Copies of 2 KiB and less are slower, and with larger ones a warp asks for the next one later.
 const GEMV_STAGE: usize = 8;
 /// Inner dimension from which the warps of a block share its rows: there are too few of them for a warp each, and what a warp
 /// has of a row is still long.
@@ -144,7 +144,7 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
     shared.or_else(|| gemv_cut(m, k, n, false, target))
 }
 
-/// Warps that share rows of `steps` operands: they have as many each, or all but the fewest less.
+/// Warps that share rows of `steps` operands: as many as divide them most evenly.
 fn gemv_warps(steps: usize) -> usize {
     let shares = steps.div_ceil(GEMV_MOST_WARPS)..=GEMV_STAGE.max(steps.div_ceil(GEMV_MOST_WARPS));
     shares.rev().map(|share| steps.div_ceil(share)).min_by_key(|warps| steps.next_multiple_of(*warps)).unwrap_or(1)
@@ -160,7 +160,8 @@ fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Optio
     let room = target.shared.checked_sub(beside + 4096 + x_bytes)? / warps;
     let (share, per_warp) =
         if split { (steps.div_ceil(warps), n.div_ceil(target.sms)) } else { (steps, n.div_ceil(target.sms * warps)) };
-    // Whole rows where two can be multiplied side by side, or all that a warp has fits; else pieces of about the same size.
+    // Pieces of about the same size: whole rows of up to 8 KiB where two can be multiplied side by side, or all that a warp has
+    // fits; else the largest of which there is one to spare.
     let pieces = [2 * GEMV_STAGE, GEMV_STAGE, GEMV_STAGE / 2].map(|most| share.div_ceil(share.div_ceil(most)));
     let cut = |depth: usize, least: usize| {
         let depth = GEMV_STEP * depth;
