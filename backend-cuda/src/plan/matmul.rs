@@ -146,8 +146,9 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
 
 /// Warps that share rows of `steps` operands: as many as divide them most evenly.
 fn gemv_warps(steps: usize) -> usize {
-    let shares = steps.div_ceil(GEMV_MOST_WARPS)..=GEMV_STAGE.max(steps.div_ceil(GEMV_MOST_WARPS));
-    shares.rev().map(|share| steps.div_ceil(share)).min_by_key(|warps| steps.next_multiple_of(*warps)).unwrap_or(1)
+    let least = steps.div_ceil(GEMV_MOST_WARPS);
+    let warps = (least..=least.max(GEMV_STAGE)).rev().map(|share| steps.div_ceil(share));
+    warps.min_by_key(|warps| steps.next_multiple_of(*warps)).unwrap_or(1)
 }
 
 /// The same with rows shared or not.
