@@ -138,7 +138,7 @@ impl GemvShape {
     }
 }
 
-/// Cuts `n` rows of W for `m` rows of x, if x fits; long rows are shared where two of them fit beside it.
+/// Cuts `n` rows of W for `m` rows of x, if x fits; long rows are shared where three of them fit beside it.
 fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape> {
     let shared = if k >= GEMV_SPLIT { gemv_cut(m, k, n, true, target) } else { None };
     shared.or_else(|| gemv_cut(m, k, n, false, target))
@@ -161,9 +161,6 @@ fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Optio
     let room = target.shared.checked_sub(beside + 4096 + x_bytes)? / warps;
     let (share, per_warp) =
         if split { (steps.div_ceil(warps), n.div_ceil(target.sms)) } else { (steps, n.div_ceil(target.sms * warps)) };
-    // Pieces of about the same size: whole rows of up to 8 KiB where two can be multiplied side by side, or all that a warp has
-    // fits; else the largest of which there is one to spare.
-    let pieces = [2 * GEMV_STAGE, GEMV_STAGE, GEMV_STAGE / 2].map(|most| share.div_ceil(share.div_ceil(most)));
     let cut = |depth: usize, least: usize| {
         let depth = GEMV_STEP * depth;
         let needed = per_warp * (GEMV_STEP * share).div_ceil(depth);
@@ -175,7 +172,13 @@ fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Optio
         let shared = x_bytes + warps * stages * 2 * depth;
         (stages >= needed.min(least)).then_some(GemvShape { warps, stages, depth, split, rows, shared })
     };
-    if split { cut(share, 2) } else { cut(pieces[0], 4).or_else(|| pieces[1..].iter().find_map(|&d| cut(d, 3))) }
+    if split {
+        return cut(share, 3);
+    }
+    // Whole rows of up to 8 KiB where two can be multiplied side by side, or all that a warp has fits; else pieces.
+    let whole = if share <= 2 * GEMV_STAGE { cut(share, 4) } else { None };
+    let piece = |most: usize| cut(share.div_ceil(share.div_ceil(most)), 3);
+    whole.or_else(|| piece(GEMV_STAGE)).or_else(|| piece(GEMV_STAGE / 2))
 }
 
 /// Whether W is so large that reading it takes much longer than the kernels around it: about what an L2 holds.
@@ -458,7 +461,9 @@ mod tests {
             (1, 100, 1000, false, 8, 1, 1024, 1),
             (1, 4096, 24832, true, 14, 3, 1792, 1),
             (2, 4096, 21504, true, 12, 3, 1792, 1),
-            // Too long to be shared.
+            // A row of several pieces, and one too long to be shared.
+            (1, 8192, 5120, false, 8, 6, 1792, 1),
+            (1, 2740, 28680, false, 8, 4, 2048, 1),
             (1, 5120, 49152, false, 8, 3, 2048, 1),
             (2, 8192, 28672, false, 8, 5, 1024, 1),
         ] {
