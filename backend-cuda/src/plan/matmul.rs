@@ -144,13 +144,6 @@ fn gemv_shape(m: usize, k: usize, n: usize, target: &Target) -> Option<GemvShape
     shared.or_else(|| gemv_cut(m, k, n, false, target))
 }
 
-/// Warps that share rows of `steps` operands: as many as divide them most evenly.
-fn gemv_warps(steps: usize) -> usize {
-    let least = steps.div_ceil(GEMV_MOST_WARPS);
-    let warps = (least..=least.max(GEMV_STAGE)).rev().map(|share| steps.div_ceil(share));
-    warps.min_by_key(|warps| steps.next_multiple_of(*warps)).unwrap_or(1)
-}
-
 /// The same with rows shared or not.
 fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Option<GemvShape> {
     let steps = k.div_ceil(GEMV_STEP);
@@ -161,13 +154,14 @@ fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Optio
     let room = target.shared.checked_sub(beside + 4096 + x_bytes)? / warps;
     let (share, per_warp) =
         if split { (steps.div_ceil(warps), n.div_ceil(target.sms)) } else { (steps, n.div_ceil(target.sms * warps)) };
-    let cut = |depth: usize, least: usize| {
-        let depth = GEMV_STEP * depth;
-        let needed = per_warp * (GEMV_STEP * share).div_ceil(depth);
+    // In stages of `piece` operands, if as many as `least` or all that a warp needs fit.
+    let cut = |piece: usize, least: usize| {
+        let depth = GEMV_STEP * piece;
+        let needed = per_warp * share.div_ceil(piece);
         let fit = (room / (2 * depth)).min(16);
         // Where all of W is there before x, what counts is how long a warp takes from row to row.
-        let whole = !split && GEMV_STEP * share == depth;
-        let rows = if whole { [4, 2].into_iter().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1) } else { 1 };
+        let abreast = if !split && piece == share { [4, 2].as_slice() } else { &[] };
+        let rows = abreast.iter().copied().find(|&r| r <= needed && 2 * r <= fit).unwrap_or(1);
         let stages = fit.min(needed.next_multiple_of(rows)) / rows * rows;
         let shared = x_bytes + warps * stages * 2 * depth;
         (stages >= needed.min(least)).then_some(GemvShape { warps, stages, depth, split, rows, shared })
@@ -177,8 +171,15 @@ fn gemv_cut(m: usize, k: usize, n: usize, split: bool, target: &Target) -> Optio
     }
     // Whole rows of up to 8 KiB where two can be multiplied side by side, or all that a warp has fits; else pieces.
     let whole = if share <= 2 * GEMV_STAGE { cut(share, 4) } else { None };
-    let piece = |most: usize| cut(share.div_ceil(share.div_ceil(most)), 3);
-    whole.or_else(|| piece(GEMV_STAGE)).or_else(|| piece(GEMV_STAGE / 2))
+    let pieces = |most: usize| cut(share.div_ceil(share.div_ceil(most)), 3);
+    whole.or_else(|| pieces(GEMV_STAGE)).or_else(|| pieces(GEMV_STAGE / 2))
+}
+
+/// Warps that share rows of `steps` operands: as many as divide them most evenly.
+fn gemv_warps(steps: usize) -> usize {
+    let least = steps.div_ceil(GEMV_MOST_WARPS);
+    let warps = (least..=least.max(GEMV_STAGE)).rev().map(|share| steps.div_ceil(share));
+    warps.min_by_key(|warps| steps.next_multiple_of(*warps)).unwrap_or(1)
 }
 
 /// Whether W is so large that reading it takes much longer than the kernels around it: about what an L2 holds.
