@@ -13,6 +13,7 @@ pub mod cpu;
 pub mod engine;
 pub mod error;
 pub mod generation;
+pub mod layer;
 pub mod model_dir;
 pub mod models;
 pub mod ops;

@@ -48,6 +48,25 @@ pub struct ExpertParts {
     pub each: Vec<(String, usize)>,
 }
 
+/// How the stored weight of a norm is to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// The factor itself.
+    Plain,
+    /// The factor minus 1.
+    ZeroCentred,
+}
+
+impl NormKind {
+    /// The factor for a stored weight.
+    pub fn weight(self, stored: f32) -> f32 {
+        match self {
+            Self::Plain => stored,
+            Self::ZeroCentred => 1.0 + stored,
+        }
+    }
+}
+
 /// A linear layer on the device: `scale * x Wᵀ + bias`.
 #[derive(Clone, Debug)]
 pub struct Linear<Buf> {

@@ -6,11 +6,11 @@ use crate::{
     Result,
     backend::{Backend, Handle},
     config::Heads,
-    models::{KvShape, LayerPools, LayerState, NormKind},
+    layer::{KvShape, LayerPools, LayerState},
     ops::{self, Act, Activation, RopeKv},
     rope::Rope,
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, NormKind, Part},
 };
 
 /// An attention layer, as data.

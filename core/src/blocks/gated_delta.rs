@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Result,
     backend::{Backend, Handle},
-    models::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState},
     ops::{self, Act, Gate, RmsNorm},
     tensor::Tensor,
     weights::{Linear, Loader, Part},

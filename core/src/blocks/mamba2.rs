@@ -5,7 +5,7 @@ use super::{Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    models::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState},
     ops::{Act, Conv1d, Gate, RmsNorm, ScanForm, SelectiveScan},
     tensor::Tensor,
     weights::{Linear, Loader, Part},

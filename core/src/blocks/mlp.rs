@@ -4,7 +4,7 @@ use super::{Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    models::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState},
     ops::{Act, Activation},
     tensor::Tensor,
     weights::{Linear, Loader, Part},

@@ -12,7 +12,7 @@ pub mod moe;
 use crate::{
     Result,
     backend::{Backend, Handle, Ops},
-    models::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState},
     ops::{Matmul, Op},
     step::Step,
     tensor::{DType, Tensor},
@@ -162,7 +162,7 @@ macro_rules! mixers {
         })*
 
         impl Plan {
-            /// The letter of [`crate::models::ModelSpec::layer_map`].
+            /// Its letter in a model's layer map.
             pub fn letter(&self) -> char {
                 match self { $(Self::$name(_) => $letter,)* }
             }

@@ -5,7 +5,7 @@ use super::{Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    models::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState},
     ops::{Act, Activation, ExpertMatmul, ExpertRange, Route, Router},
     tensor::Tensor,
     weights::{ExpertParts, Linear, Loader, Part},

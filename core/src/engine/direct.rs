@@ -7,7 +7,8 @@ use crate::{
     Error, Result,
     backend::{Backend, Measure},
     engine::pools,
-    models::{LayerPools, Limits, Model},
+    layer::LayerPools,
+    models::{Limits, Model},
     step::{Bucket, CARRY, Chunk, PAGE, Row, Step, bucket_of, encode},
     tensor::{DType, Tensor},
 };

@@ -7,7 +7,8 @@
 use crate::{
     Error, Result,
     backend::{Backend, Caps},
-    models::{LayerPools, LayerState, ModelSpec},
+    layer::{LayerPools, LayerState},
+    models::ModelSpec,
     ops::KvPool,
     step::PAGE,
     tensor::{DType, Tensor},

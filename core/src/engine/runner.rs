@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::backend::{Backend, Measure, Ops};
 use crate::error::Result;
-use crate::models::{LayerPools, Model};
+use crate::layer::LayerPools;
+use crate::models::Model;
 use crate::ops::{LANE_WORDS, Sample};
 use crate::sample::Sampling;
 use crate::step::{Bucket, Row, Step, bucket_of, encode};

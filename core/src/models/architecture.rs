@@ -4,28 +4,11 @@ use crate::{
     Result,
     blocks::{Plan, mamba2},
     config::{Config, Heads},
-    models::{LayerState, ModelSpec},
+    layer::LayerState,
+    models::ModelSpec,
     ops::Act,
+    weights::NormKind,
 };
-
-/// How the stored weight of a norm is meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NormKind {
-    /// The factor itself.
-    Plain,
-    /// The factor minus 1.
-    ZeroCentred,
-}
-
-impl NormKind {
-    /// The factor for a stored weight.
-    pub fn weight(self, stored: f32) -> f32 {
-        match self {
-            Self::Plain => stored,
-            Self::ZeroCentred => 1.0 + stored,
-        }
-    }
-}
 
 /// An RMS norm over the model width.
 #[derive(Clone, Debug)]

@@ -1,10 +1,11 @@
 //! The one decoder: embeds, runs every residual step of every layer, and computes the logits of the wanted positions.
 
-use super::{Architecture, LayerPools, Limits, Model, ModelSpec, Norm};
+use super::{Architecture, Limits, Model, ModelSpec, Norm};
 use crate::{
     Result,
     backend::{Backend, Ops},
     blocks::{Mixer, Pass, Scratch, Widths, Workspace},
+    layer::LayerPools,
     ops::{Embed, Gather, Matmul, RmsNorm, Weight},
     step::{Bucket, Step},
     tensor::{DType, Tensor},

@@ -12,15 +12,17 @@ mod nemotron_h;
 mod qwen3;
 mod qwen3_next;
 
-pub use architecture::{Architecture, Norm, NormKind, SubLayer};
+pub use architecture::{Architecture, Norm, SubLayer};
 
 use crate::backend::{Backend, Ops};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::ops::KvPool;
+use crate::layer::{LayerPools, LayerState};
 use crate::step::Step;
 use crate::tensor::Tensor;
 use crate::weights::Loader;
+
+pub use crate::weights::NormKind;
 
 /// A kind of model that can be loaded.
 #[derive(Clone, Copy, Debug)]
@@ -89,26 +91,6 @@ pub async fn build<B: Backend>(
     Ok(Box::new(decoder::Decoder::load(architecture, loader, limits).await?))
 }
 
-/// What one layer keeps per sequence, in any combination. Nothing else knows that a model is hybrid.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LayerState {
-    /// Keys and values per token.
-    pub kv: Option<KvShape>,
-    /// `[C, K - 1]`: the last raw inputs of a convolution.
-    pub conv: Option<[usize; 2]>,
-    /// `[H, P, N]`: a recurrent state (`[Hv, dk, dv]` for Gated DeltaNet, `[DI, 1, N]` for Mamba-1).
-    pub recurrent: Option<[usize; 3]>,
-}
-
-/// Heads and head dim of a KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvShape {
-    /// KV heads.
-    pub heads: usize,
-    /// Elements of a key or value.
-    pub head_dim: usize,
-}
-
 /// Facts about a model that need no weights: what `inspect` shows and what the pools are sized from.
 #[derive(Clone, Debug)]
 pub struct ModelSpec {
@@ -129,17 +111,6 @@ pub struct ModelSpec {
     pub eos: Vec<u32>,
     /// Number of weights.
     pub parameters: u64,
-}
-
-/// The device memory of one layer's states, split so that every piece can be bound: see `crate::engine::pools`.
-#[derive(Clone, Debug)]
-pub struct LayerPools<Buf> {
-    /// Blocks of KV heads, in order; empty without attention.
-    pub kv: Vec<KvPool<Buf>>,
-    /// `[S, channels of the block, K - 1]`, blocks in order.
-    pub conv: Vec<Tensor<Buf>>,
-    /// `[S, heads of the block, P, N]`, blocks in order.
-    pub recurrent: Vec<Tensor<Buf>>,
 }
 
 /// A loaded model on a backend. One virtual call a step.
