@@ -18,7 +18,21 @@ use crate::{
 };
 
 mod chart;
+#[cfg(feature = "bench-ops")]
 mod ops;
+#[cfg(not(feature = "bench-ops"))]
+mod ops {
+    use crate::{
+        args::BenchOpsArgs,
+        failure::{Failure, Outcome},
+    };
+
+    /// Says how to get it.
+    pub fn run(_: &BenchOpsArgs) -> Outcome {
+        let build = "cargo build --release --features bench-ops";
+        Err(Failure::Usage(format!("this selkie was built without `bench ops`; `{build}` makes one that has it")))
+    }
+}
 mod overhead;
 mod prefix;
 mod speed;

@@ -490,6 +490,16 @@ fn bf16_states_are_refused_where_there_are_none() {
 }
 
 #[test]
+#[cfg(not(feature = "bench-ops"))]
+fn bench_ops_names_the_feature_that_it_needs() {
+    let out = run(&["bench", "ops"]);
+    assert_eq!(out.status.code(), Some(2));
+    let message = String::from_utf8(out.stderr).unwrap();
+    assert!(message.contains("--features bench-ops"), "{message}");
+}
+
+#[test]
+#[cfg(feature = "bench-ops")]
 fn bench_ops_times_shapes_whose_op_passes_its_cases() {
     let report: Value =
         serde_json::from_str(&stdout(run_cpu(&["bench", "ops", "conv1d/decode of 1", "--json"]))).unwrap();

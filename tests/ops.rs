@@ -1,4 +1,4 @@
-//! Every op on every backend against the f64 references of `selkie_core::cases`.
+//! Every op on every backend against the f64 references of `selkie_cases`.
 //!
 //! `cargo test --test ops` runs what fits the machine; `-- --include-ignored cpu` adds the shapes of published models, which
 //! take long on a CPU.
@@ -6,8 +6,8 @@
 mod common;
 
 use libtest_mimic::{Arguments, Failed, Trial};
+use selkie_cases::{self as cases, Size};
 use selkie_core::backend::Backend;
-use selkie_core::cases::{self, Size};
 use selkie_core::cpu::CpuBackend;
 use selkie_core::tensor::{DType, Tensor};
 use selkie_core::{Error, Result};

@@ -5,7 +5,6 @@
 
 pub mod backend;
 pub mod blocks;
-pub mod cases;
 pub mod chat;
 pub mod checkpoint;
 pub mod config;

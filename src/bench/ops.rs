@@ -2,13 +2,13 @@
 
 use std::{ops::RangeInclusive, time::Instant};
 
+use selkie_cases::{
+    self as cases, Case, Dtypes, OpReport, Size,
+    timed::{Shape, shapes},
+};
 use selkie_core::{
     Error, Result,
     backend::{Backend, Ops},
-    cases::{
-        self, Case, Dtypes, OpReport, Size,
-        timed::{Shape, shapes},
-    },
     cpu::probe,
     tensor::DType,
     timer::Timer,

@@ -4,9 +4,9 @@
 
 #[cfg(target_arch = "wasm32")]
 mod ops {
+    use selkie_cases::{self as cases, Case, Size};
     use selkie_core::{
         backend::Backend,
-        cases::{self, Case, Size},
         cpu::{CpuBackend, simd, simd::bits::everything},
     };
     use selkie_wgpu::{Options, WgpuBackend};

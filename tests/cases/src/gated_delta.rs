@@ -3,10 +3,10 @@
 use super::batch::{Batch, Tables, cut, row, stateful};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Decay, Size, Spec, Table, sigmoid, softplus};
-use crate::backend::Handle;
-use crate::ops::{GatedDelta, Op};
-use crate::step::CARRY;
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{GatedDelta, Op};
+use selkie_core::step::CARRY;
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Delta {
@@ -181,7 +181,7 @@ pub(super) fn cases(to: &mut Table) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::tests::{F32, assert_close, near};
+    use crate::tests::{F32, assert_close, near};
 
     fn spec(batch: Batch) -> Delta {
         Delta {

@@ -3,9 +3,9 @@
 use super::batch::{Batch, Tables, cut, stateful};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, silu};
-use crate::backend::Handle;
-use crate::ops::{Act, Conv1d, Op};
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Act, Conv1d, Op};
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Conv {

@@ -3,9 +3,9 @@
 use super::batch::{Batch, Tables, cut};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
-use crate::backend::Handle;
-use crate::ops::{LANE_WORDS, Op, Sample};
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{LANE_WORDS, Op, Sample};
+use selkie_core::tensor::DType;
 
 /// Relative distance to another outcome below which rounding may decide.
 const MARGIN: f64 = 3e-5;
@@ -42,11 +42,11 @@ impl Draw {
         for (i, &lane) in self.lanes.iter().enumerate() {
             if i > 0 && self.lanes[i - 1] == lane {
                 // Verification: several outputs of one row.
-                let r: &mut crate::step::Row = rows.last_mut().expect("an earlier row");
+                let r: &mut selkie_core::step::Row = rows.last_mut().expect("an earlier row");
                 r.outputs.push(r.outputs.len() as u32);
                 let n = r.outputs.len() as u32;
                 let outputs = std::mem::take(&mut r.outputs);
-                *r = crate::step::Row { lane, outputs, ..cut(r.first_position, n, 0, &[]) };
+                *r = selkie_core::step::Row { lane, outputs, ..cut(r.first_position, n, 0, &[]) };
             } else {
                 let mut r = cut(10 + 37 * i as u32, 1, 0, &[]);
                 (r.lane, r.outputs) = (lane, vec![0]);
@@ -273,7 +273,7 @@ pub(super) fn cases(to: &mut Table) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::tests::F32;
+    use crate::tests::F32;
 
     #[test]
     fn rounding_decides_seldom() {

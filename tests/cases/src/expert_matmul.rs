@@ -2,10 +2,10 @@
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, dot};
-use crate::backend::Handle;
-use crate::ops::{ExpertMatmul, ExpertRange, Op, RowBlock};
-use crate::step::NONE;
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{ExpertMatmul, ExpertRange, Op, RowBlock};
+use selkie_core::step::NONE;
+use selkie_core::tensor::DType;
 
 /// How tokens choose.
 #[derive(Clone, Copy, PartialEq)]

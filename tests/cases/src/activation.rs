@@ -2,8 +2,8 @@
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, act, sigmoid};
-use crate::backend::Handle;
-use crate::ops::{Act, Activation, AllReduce, Op};
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Act, Activation, AllReduce, Op};
 
 #[derive(Clone)]
 pub(super) struct Glu {

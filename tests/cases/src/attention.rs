@@ -3,9 +3,9 @@
 use super::batch::{Batch, Tables, cut, paged, with_pages};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
-use crate::backend::Handle;
-use crate::ops::{Attention, KvPool, Op};
-use crate::step::PAGE;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Attention, KvPool, Op};
+use selkie_core::step::PAGE;
 
 /// Stands in the pages where no sequence has a token yet; finite, as stale keys are, but fatal if used.
 const NOISE: f32 = 3e4;
@@ -16,7 +16,7 @@ pub(super) fn pages(
     rng: &mut Rng,
     batch: &Batch,
     (kv_heads, hd): (usize, usize),
-    until: impl Fn(&crate::step::Row) -> usize,
+    until: impl Fn(&selkie_core::step::Row) -> usize,
 ) -> Vec<f32> {
     let len = kv_heads * PAGE * hd;
     let mut v = vec![f32::NAN; batch.pages() * len];
@@ -65,7 +65,7 @@ impl Spec for Attn {
         h.step(&self.batch);
         h.float("q", d.act, &[t, cols], rng.tokens(&self.batch, cols, 1.5));
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
-        let end = |r: &crate::step::Row| r.first_position as usize + r.ids.len();
+        let end = |r: &selkie_core::step::Row| r.first_position as usize + r.ids.len();
         for name in ["k_pages", "v_pages"] {
             h.float(name, d.kv, &dims, pages(rng, &self.batch, (self.kv_heads, self.hd), end));
         }
@@ -182,8 +182,8 @@ pub(super) fn cases(to: &mut Table) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::tests::{F32, assert_close, near};
-    use crate::tensor::DType;
+    use crate::tests::{F32, assert_close, near};
+    use selkie_core::tensor::DType;
 
     #[test]
     fn equal_scores_average_the_window() {

@@ -3,10 +3,10 @@
 use super::batch::{Batch, Tables, cut};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, sigmoid};
-use crate::backend::Handle;
-use crate::ops::{Op, Route, Router};
-use crate::step::NONE;
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Op, Route, Router};
+use selkie_core::step::NONE;
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Routing {
@@ -208,7 +208,7 @@ pub(super) fn cases(to: &mut Table) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::tests::assert_close;
+    use crate::tests::assert_close;
 
     #[test]
     fn groups_hide_the_best_expert() {

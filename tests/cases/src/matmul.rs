@@ -2,9 +2,9 @@
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, dot};
-use crate::backend::Handle;
-use crate::ops::{Matmul, Op, RowBlock, Weight};
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Matmul, Op, RowBlock, Weight};
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Product {

@@ -2,9 +2,9 @@
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, act};
-use crate::backend::Handle;
-use crate::ops::{Act, Gate, Op, RmsNorm};
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Act, Gate, Op, RmsNorm};
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Norm {
@@ -128,7 +128,7 @@ pub(super) fn cases(to: &mut Table) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::tests::{assert_close, near};
+    use crate::tests::{assert_close, near};
 
     #[test]
     fn hand_computed_groups() {

@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use crate::{
+use selkie_core::{
     Error, Result,
     backend::{Backend, Handle},
     ops::{Act, Attention, Conv1d, Cost, GatedDelta, KvPool, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
@@ -319,11 +319,11 @@ fn timed<Buf: Handle>(op: impl Into<Op<Buf>>, bytes: usize, flops: usize) -> Tim
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::CpuBackend;
+    use selkie_core::cpu::CpuBackend;
 
     #[test]
     fn shapes_have_cases_and_names_of_their_own() {
-        let cases = crate::cases::all();
+        let cases = crate::all();
         let mut ids: Vec<String> = shapes().iter().map(Shape::id).collect();
         assert!(shapes().iter().all(|s| cases.iter().any(|c| c.op == s.op)));
         let count = ids.len();
@@ -338,6 +338,6 @@ mod tests {
         let shape = shapes().into_iter().find(|s| s.id() == "conv1d/decode of 1").unwrap();
         let timed = shape.load(&backend).unwrap();
         assert!(timed.op.cost().bytes >= timed.cost.bytes);
-        backend.run(|ops| crate::backend::Ops::op(ops, timed.op.clone())).unwrap();
+        backend.run(|ops| selkie_core::backend::Ops::op(ops, timed.op.clone())).unwrap();
     }
 }

@@ -2,11 +2,11 @@
 //! one by one.
 
 use super::host::Rng;
-use crate::backend::{Backend, Ops};
-use crate::error::Result;
-use crate::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
-use crate::step::{Chunk, Row, Step, bucket_of, encode};
-use crate::tensor::{DType, Tensor};
+use selkie_core::Result;
+use selkie_core::backend::{Backend, Ops};
+use selkie_core::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
+use selkie_core::step::{Chunk, Row, Step, bucket_of, encode};
+use selkie_core::tensor::{DType, Tensor};
 
 /// Relative to 1 + |x|: the order of a sum may change.
 const LIMIT: f32 = 1e-4;

@@ -3,10 +3,10 @@
 use super::batch::{Batch, Tables, cut, row};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
-use crate::backend::Handle;
-use crate::ops::{Embed, Gather, Op, RowBlock, Weight};
-use crate::step::FROM_DEVICE;
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Embed, Gather, Op, RowBlock, Weight};
+use selkie_core::step::FROM_DEVICE;
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Lookup {
@@ -163,7 +163,7 @@ pub(super) fn cases(to: &mut Table) {
 }
 
 pub(super) fn gather(to: &mut Table) {
-    let wanted = |mut r: crate::step::Row, outputs: &[u32], lane: u32| {
+    let wanted = |mut r: selkie_core::step::Row, outputs: &[u32], lane: u32| {
         r.outputs = outputs.to_vec();
         r.lane = lane;
         r

@@ -29,9 +29,9 @@ pub use run::{CaseReport, Check, Loaded, run};
 #[cfg(not(target_arch = "wasm32"))]
 pub use run::{OpReport, run_all};
 
-use crate::backend::Handle;
-use crate::ops::{Act, Op};
 use host::{Bound, Host, Rng, Wants};
+use selkie_core::backend::Handle;
+use selkie_core::ops::{Act, Op};
 
 /// How much work a case is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,7 +68,7 @@ impl Case {
 
     /// The op over handles without bytes behind them: for what depends on shapes only, on f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
-        let d = crate::tensor::DType::F32;
+        let d = selkie_core::tensor::DType::F32;
         let host = self.spec.host(&Dtypes { act: d, products: d, kv: d, conv: d, state: d }, &mut Rng::new(&self.id()));
         let handle = |(id, image): (usize, Vec<u8>)| Some(Plain { id, bytes: image.len() as u64 });
         let bufs = host.images().into_iter().enumerate().map(handle).collect();
@@ -289,7 +289,7 @@ mod tests {
 
     use super::host::Want;
     use super::*;
-    use crate::tensor::DType;
+    use selkie_core::tensor::DType;
 
     pub(super) const F32: Dtypes =
         Dtypes { act: DType::F32, products: DType::F32, kv: DType::F32, conv: DType::F32, state: DType::F32 };

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use super::host::{Array, Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Case, Size, Spec};
-use crate::backend::{Backend, Ops};
-use crate::error::Result;
-use crate::ops::Op;
-use crate::source::Bytes;
-use crate::tensor::{DType, Tensor};
+use selkie_core::Result;
+use selkie_core::backend::{Backend, Ops};
+use selkie_core::ops::Op;
+use selkie_core::source::Bytes;
+use selkie_core::tensor::{DType, Tensor};
 
 /// Largest RMS error over RMS value, of an output or of one slot: for f32, and where activations or the array have 16
 /// bits. A single element may be off by ten times that.
@@ -285,7 +285,7 @@ pub struct OpReport {
 pub async fn run_all<B: Backend>(backend: &B, cases: &[Case], dtypes: Dtypes) -> Result<OpReport> {
     use rayon::prelude::*;
     let mut report = OpReport { cases: cases.len(), failures: Vec::new() };
-    for part in cases.chunks(crate::cpu::par::threads()) {
+    for part in cases.chunks(selkie_core::cpu::par::threads()) {
         let prepared: Vec<Prepared> = part.par_iter().map(|c| Prepared::new(c, dtypes)).collect();
         for (case, prepared) in part.iter().zip(prepared) {
             let result = run_prepared(backend, case, prepared).await?;
@@ -343,8 +343,8 @@ async fn run_prepared<B: Backend>(backend: &B, case: &Case, p: Prepared) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::all;
-    use crate::cases::tests::F32;
+    use crate::all;
+    use crate::tests::F32;
 
     const BF16: Dtypes =
         Dtypes { act: DType::Bf16, products: DType::Bf16, kv: DType::Bf16, conv: DType::Bf16, state: DType::F32 };

@@ -4,10 +4,10 @@ use super::attention::pages;
 use super::batch::{Batch, Tables, cut, paged, with_pages};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
-use crate::backend::Handle;
-use crate::ops::{KvPool, Op, RopeKv};
-use crate::step::PAGE;
-use crate::tensor::DType;
+use selkie_core::backend::Handle;
+use selkie_core::ops::{KvPool, Op, RopeKv};
+use selkie_core::step::PAGE;
+use selkie_core::tensor::DType;
 
 #[derive(Clone)]
 pub(super) struct Rope {
@@ -63,7 +63,7 @@ impl Spec for Rope {
         h.out("q_out", d.act, &[t, q]);
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
         for name in ["k_pages", "v_pages"] {
-            let before = |r: &crate::step::Row| r.first_position as usize;
+            let before = |r: &selkie_core::step::Row| r.first_position as usize;
             h.float(name, d.kv, &dims, pages(rng, &self.batch, (self.kv_heads, self.hd), before));
         }
         // Eight buffers are all that WebGPU binds, scratch included.
@@ -156,7 +156,7 @@ pub(super) fn cases(to: &mut Table) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::tests::assert_close;
+    use crate::tests::assert_close;
 
     #[test]
     fn a_quarter_turn() {

@@ -1,6 +1,6 @@
 //! Batches for the cases: rows with their chunks and pages, and the tables as an op finds them.
 
-use crate::step::{Bucket, CARRY, CHUNK_WORDS, Chunk, NONE, PAGE, ROW_WORDS, Row, bucket_of, encode};
+use selkie_core::step::{Bucket, CARRY, CHUNK_WORDS, Chunk, NONE, PAGE, ROW_WORDS, Row, bucket_of, encode};
 
 /// The rows of one step and the bucket that they are encoded for.
 #[derive(Clone, Debug)]
@@ -177,7 +177,7 @@ pub(super) fn paged() -> Vec<(&'static str, Batch)> {
     ]
 }
 
-/// The tables of a step as words, read as `crate::step` lays them out.
+/// The tables of a step as words, read as `selkie_core::step` lays them out.
 pub(super) struct Tables<'a> {
     words: &'a [u32],
     pub bucket: Bucket,

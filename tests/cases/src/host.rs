@@ -3,9 +3,9 @@
 use half::{bf16, f16};
 
 use super::batch::Batch;
-use crate::backend::Caps;
-use crate::step::{Bucket, Step};
-use crate::tensor::{DType, Tensor};
+use selkie_core::backend::Caps;
+use selkie_core::step::{Bucket, Step};
+use selkie_core::tensor::{DType, Tensor};
 
 /// Fills whatever an op has no business with: a NaN as f32, bf16 and f16, and as u32 a number that no index is.
 const POISON: [u8; 4] = [0xa5, 0xff, 0xa5, 0xff];
