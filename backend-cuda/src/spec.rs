@@ -11,10 +11,10 @@ use std::{
 use selkie_core::tensor::DType;
 
 /// What every kernel includes.
-const COMMON: &str = include_str!("../../kernels/common.cuh");
+const COMMON: &str = selkie_kernels::text("common.cuh");
 /// What some kernels include as well.
 const HEADERS: [(&str, &str); 2] =
-    [("around.cuh", include_str!("../../kernels/around.cuh")), ("wgmma.cuh", include_str!("../../kernels/wgmma.cuh"))];
+    [("around.cuh", selkie_kernels::text("around.cuh")), ("wgmma.cuh", selkie_kernels::text("wgmma.cuh"))];
 
 /// The folder whose files stand in for those of the binary, for trying a kernel without a build: `SELKIE_KERNELS`.
 static FOLDER: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::var_os("SELKIE_KERNELS").map(PathBuf::from));
@@ -44,7 +44,7 @@ macro_rules! kernels {
 
             fn source(self) -> Cow<'static, str> {
                 match self { $(Self::$name => {
-                    text_of(concat!($file, ".cu"), include_str!(concat!("../../kernels/", $file, ".cu")))
+                    text_of(concat!($file, ".cu"), const { selkie_kernels::text(concat!($file, ".cu")) })
                 })* }
             }
         }
