@@ -1,4 +1,4 @@
-//! The CPU as a [`Backend`]: runs the ops' references at once.
+//! The CPU as a [`Backend`]: runs ops at once.
 
 use std::cell::Cell;
 use std::future::{Ready, ready};
@@ -68,7 +68,7 @@ impl Ops<Buf> for Rec<'_> {
         op.check();
         match &mut self.tape {
             Some(ops) => ops.push(op),
-            None => op.reference(),
+            None => op.run(),
         }
         Ok(())
     }
@@ -134,7 +134,7 @@ impl Backend for CpuBackend {
     }
 
     fn play(&self, tape: &Tape) -> Result<()> {
-        tape.0.iter().for_each(Op::reference);
+        tape.0.iter().for_each(Op::run);
         Ok(())
     }
 

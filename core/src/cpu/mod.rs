@@ -5,16 +5,17 @@ mod buf;
 pub mod dot;
 pub mod gemm;
 pub mod math;
+mod ops;
 pub mod par;
 pub mod probe;
 pub mod simd;
-pub(crate) mod state;
-pub(crate) mod tables;
+mod state;
+mod tables;
 #[cfg(not(target_arch = "wasm32"))]
 mod team;
 mod tile;
-pub(crate) mod view;
-pub(crate) mod weight;
+mod view;
+mod weight;
 
 pub use backend::{CpuBackend, Rec, Tape};
 pub use buf::Buf;

@@ -2,7 +2,6 @@
 
 use super::{Access, Cost, moved};
 use crate::backend::Handle;
-use crate::cpu;
 use crate::tensor::Tensor;
 
 /// `x ← Σ over ranks of x`, after a row-parallel product.
@@ -22,9 +21,4 @@ impl<Buf: Handle> AllReduce<Buf> {
     }
 
     pub(super) fn check(&self) {}
-}
-
-impl AllReduce<cpu::Buf> {
-    /// One device holds the whole sum.
-    pub(super) fn reference(&self) {}
 }

@@ -2,11 +2,8 @@
 
 use super::{Access, Cost, Weight, ensure, expect};
 use crate::backend::Handle;
-use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
-use crate::cpu::tables::Tables;
-use crate::cpu::{self, view, weight};
-use crate::step::{FROM_DEVICE, Step};
-use crate::tensor::{DType, Tensor};
+use crate::step::Step;
+use crate::tensor::Tensor;
 
 /// Looks up the rows of the step's token ids. Padding tokens leave their output row as it is.
 #[derive(Clone, Debug)]
@@ -40,32 +37,5 @@ impl<Buf: Handle> Embed<Buf> {
         expect("embed", "out", &self.out, &[self.step.bucket.tokens, self.table.k]);
         ensure!("embed", self.last.dims().len() == 1, "last is not a vector");
         self.table.check("embed");
-    }
-}
-
-impl Embed<cpu::Buf> {
-    pub(super) fn reference(&self) {
-        let tables = Tables::of(&self.step);
-        let last = view::read::<u32>(&self.last);
-        let blocks: Vec<_> = self.table.blocks.iter().map(|b| (b.col, view::read_bytes(&b.w))).collect();
-        let mut out = view::write(&self.out);
-        let mut out = out.rows();
-        for (t, &id) in tables.ids().iter().enumerate() {
-            if tables.is_padding(t) {
-                continue;
-            }
-            let id = if id & FROM_DEVICE != 0 { last.flat()[(id & !FROM_DEVICE) as usize] } else { id } as usize;
-            let block = blocks.iter().find(|(col, rows)| (*col..col + rows.rows()).contains(&id));
-            let Some((col, rows)) = block else { panic!("embed: token id {id} of {}", self.table.n) };
-            let row = rows.row(id - col);
-            dispatch!(Isa::best(), |s| scaled(s, row, rows.dtype, self.scale, out.row_mut(t)));
-        }
-    }
-}
-
-#[inline(always)]
-fn scaled<S: Simd>(s: S, row: &[u8], dtype: DType, scale: f32, out: &mut [f32]) {
-    for (row, out) in row.chunks(LANES * dtype.bytes()).zip(out.chunks_mut(LANES)) {
-        s.store_partial(s.mul(weight::load(s, row, dtype), s.splat(scale)), out);
     }
 }

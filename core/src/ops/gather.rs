@@ -2,9 +2,7 @@
 
 use super::{Access, Cost, expect};
 use crate::backend::Handle;
-use crate::cpu::tables::Tables;
-use crate::cpu::{self, view};
-use crate::step::{NONE, Step};
+use crate::step::Step;
 use crate::tensor::Tensor;
 
 /// `out[o] = x[output_token[o]]`; rows of padding outputs receive 0.
@@ -31,20 +29,5 @@ impl<Buf: Handle> Gather<Buf> {
         let d = self.x.row_len();
         expect("gather", "x", &self.x, &[self.step.bucket.tokens, d]);
         expect("gather", "out", &self.out, &[self.step.bucket.outputs, d]);
-    }
-}
-
-impl Gather<cpu::Buf> {
-    pub(super) fn reference(&self) {
-        let tables = Tables::of(&self.step);
-        let x = view::read::<f32>(&self.x);
-        let mut out = view::write(&self.out);
-        let mut out = out.rows();
-        for (o, &token) in tables.output_token().iter().enumerate() {
-            match token {
-                NONE => out.row_mut(o).fill(0.0),
-                token => out.row_mut(o).copy_from_slice(x.row(token as usize)),
-            }
-        }
     }
 }

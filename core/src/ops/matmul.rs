@@ -2,8 +2,6 @@
 
 use super::{Access, Cost, ensure, expect, moved};
 use crate::backend::Handle;
-use crate::cpu::gemm::{self, Product};
-use crate::cpu::{self, view};
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive output rows of a weight: a view of stored bytes, and the output column of its first row.
@@ -87,31 +85,5 @@ impl<Buf: Handle> Matmul<Buf> {
             expect("matmul", "bias", b, &[self.w.n]);
             ensure!("matmul", b.dtype == DType::F32, "bias is not f32");
         }
-    }
-}
-
-impl Matmul<cpu::Buf> {
-    pub(super) fn reference(&self) {
-        let x = view::read::<f32>(&self.x);
-        let bias = self.bias.as_ref().map(view::read::<f32>);
-        let weights: Vec<_> = self.w.blocks.iter().map(|b| (b.col, view::read_bytes(&b.w))).collect();
-        let blocks: Vec<_> = weights.iter().map(|(col, w)| w.block(0, w.rows(), *col)).collect();
-        let mut out = view::write(&self.out);
-        let (x_ptr, x_stride) = x.raw();
-        let (out_ptr, out_stride) = out.raw();
-        let product = Product {
-            x: x_ptr,
-            x_stride,
-            w: &blocks,
-            out: out_ptr,
-            out_stride,
-            m: x.rows(),
-            k: self.w.k,
-            scale: self.scale,
-            bias: bias.as_ref().map_or(std::ptr::null(), |b| b.flat().as_ptr()),
-            accumulate: self.accumulate,
-        };
-        // SAFETY: `check` compared the shapes; the views above hold the leases of all five until the product is done.
-        unsafe { gemm::matmul(&product) };
     }
 }

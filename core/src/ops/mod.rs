@@ -1,9 +1,9 @@
 //! The ops: fused, semantic steps that every backend implements, one file and one stem each.
 //!
-//! A file holds the arguments with their shapes, [`check`](Op::check), the cost, and the plain f32 reference that the
-//! CPU backend runs and every kernel is compared with. Dims are written outermost first with these letters: T packed
-//! tokens, O outputs, D model width, H heads, P Mamba head dim, N state size, G groups, C channels, K conv width or a
-//! product's inner dim, E experts, V vocabulary, S slots, L lanes.
+//! A file holds the contract: the formula, the arguments with their shapes, [`check`](Op::check) and the cost. The plain f64
+//! references that every backend is compared with are the op cases (`tests/cases`). Dims are written outermost first
+//! with these letters: T packed tokens, O outputs, D model width, H heads, P Mamba head dim, N state size, G groups,
+//! C channels, K conv width or a product's inner dim, E experts, V vocabulary, S slots, L lanes.
 
 mod activation;
 mod all_reduce;
@@ -36,7 +36,6 @@ pub use sample::{LANE_WORDS, Sample};
 pub use selective_scan::{ScanForm, SelectiveScan};
 
 use crate::backend::Handle;
-use crate::cpu;
 use crate::tensor::Tensor;
 
 /// How an op uses a tensor.
@@ -91,13 +90,6 @@ macro_rules! ops {
 
             fn check_shapes(&self) {
                 match self { $(Self::$name(op) => op.check(),)* }
-            }
-        }
-
-        impl Op<cpu::Buf> {
-            /// Runs the op's reference on the calling thread and its helpers. The op has passed [`Op::check`].
-            pub(crate) fn reference(&self) {
-                match self { $(Self::$name(op) => op.reference(),)* }
             }
         }
     };

@@ -3,10 +3,7 @@
 
 use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
-use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
-use crate::cpu::tables::Tables;
-use crate::cpu::{self, view};
-use crate::step::{NONE, PAGE, Step};
+use crate::step::{PAGE, Step};
 use crate::tensor::{DType, Tensor};
 
 /// The KV pages of some heads of one layer.
@@ -81,62 +78,5 @@ impl<Buf: Handle> RopeKv<Buf> {
         if let Some(f) = &self.inv_freq {
             ensure!("rope_kv", f.dtype == DType::F32 && 2 * f.len() <= hd, "{} pairs of {hd}", f.len());
         }
-    }
-}
-
-impl RopeKv<cpu::Buf> {
-    pub(super) fn reference(&self) {
-        let hd = self.head_dim;
-        let tables = Tables::of(&self.step);
-        let (q, k, v) = (view::read::<f32>(&self.q), view::read::<f32>(&self.k), view::read::<f32>(&self.v));
-        let norm = self.norm.as_ref().map(|(n, eps)| (view::read::<f32>(n), *eps));
-        let norm = |i: usize| norm.as_ref().map(|(n, eps)| (n.row(i), *eps));
-        let inv_freq = self.inv_freq.as_ref().map(view::read::<f32>);
-        let (mut q_out, mut k_pool, mut v_pool) =
-            (view::write(&self.q_out), view::write(&self.pool.k), view::write(&self.pool.v));
-        let (mut q_out, mut k_pool, mut v_pool) = (q_out.rows(), k_pool.rows(), v_pool.rows());
-        let mut angles = Vec::new();
-        for (t, (&row, &position)) in tables.token_row().iter().zip(tables.positions()).enumerate() {
-            if row == NONE {
-                continue;
-            }
-            if let Some(f) = &inv_freq {
-                angles.clear();
-                angles.extend(f.flat().iter().map(|f| (position as f32 * f).sin_cos()));
-            }
-            for (q, out) in q.row(t).chunks(hd).zip(q_out.row_mut(t).chunks_mut(hd)) {
-                out.copy_from_slice(q);
-                dispatch!(Isa::best(), |s| rotate(s, norm(0), &angles, out));
-            }
-            let page = tables.pages(row as usize)[position as usize / PAGE] as usize;
-            let offset = position as usize % PAGE;
-            let (keys, values) = (k_pool.row_mut(page), v_pool.row_mut(page));
-            for (h, (k, v)) in k.row(t).chunks(hd).zip(v.row(t).chunks(hd)).enumerate() {
-                let at = (h * PAGE + offset) * hd;
-                let out = &mut keys[at..at + hd];
-                out.copy_from_slice(k);
-                dispatch!(Isa::best(), |s| rotate(s, norm(1), &angles, out));
-                values[at..at + hd].copy_from_slice(v);
-            }
-        }
-    }
-}
-
-/// Norm and rotation of one head in place; `angles` holds (sin, cos) of each rotated pair.
-#[inline(always)]
-fn rotate<S: Simd>(s: S, norm: Option<(&[f32], f32)>, angles: &[(f32, f32)], head: &mut [f32]) {
-    if let Some((weight, eps)) = norm {
-        let mut sum = s.zero();
-        for x in head.chunks(LANES) {
-            sum = s.fma(s.load_partial(x), s.load_partial(x), sum);
-        }
-        let scale = s.splat(1.0 / (s.reduce_sum(sum) / head.len() as f32 + eps).sqrt());
-        for (x, w) in head.chunks_mut(LANES).zip(weight.chunks(LANES)) {
-            s.store_partial(s.mul(s.mul(s.load_partial(x), scale), s.load_partial(w)), x);
-        }
-    }
-    let (a, b) = head[..2 * angles.len()].split_at_mut(angles.len());
-    for ((a, b), (sin, cos)) in a.iter_mut().zip(b).zip(angles) {
-        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
     }
 }

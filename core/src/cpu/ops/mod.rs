@@ -1,0 +1,40 @@
+//! The ops on the CPU, one file and one stem each: f32 vectors, tasks over the threads of the pool.
+
+mod activation;
+mod attention;
+mod conv1d;
+mod embed;
+mod expert_matmul;
+mod gated_delta;
+mod gather;
+mod matmul;
+mod rms_norm;
+mod rope_kv;
+mod route;
+mod sample;
+mod selective_scan;
+
+use super::Buf;
+use crate::ops::Op;
+
+impl Op<Buf> {
+    /// Runs the op on the calling thread and its helpers. The op has passed [`Op::check`].
+    pub(super) fn run(&self) {
+        match self {
+            Self::Embed(op) => op.run(),
+            Self::RmsNorm(op) => op.run(),
+            Self::Matmul(op) => op.run(),
+            Self::Activation(op) => op.run(),
+            Self::RopeKv(op) => op.run(),
+            Self::Attention(op) => op.run(),
+            Self::Conv1d(op) => op.run(),
+            Self::SelectiveScan(op) => op.run(),
+            Self::GatedDelta(op) => op.run(),
+            Self::Route(op) => op.run(),
+            Self::ExpertMatmul(op) => op.run(),
+            Self::Gather(op) => op.run(),
+            Self::Sample(op) => op.run(),
+            Self::AllReduce(_) => {}
+        }
+    }
+}
