@@ -180,6 +180,18 @@ mod tests {
     }
 
     #[test]
+    fn linear_scaling_divides_every_position() {
+        for text in [
+            r#"{"rope_scaling": {"type": "linear", "factor": 4.0}}"#,
+            r#"{"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}"#,
+        ] {
+            let rope = read(text, 8).unwrap();
+            assert_eq!(rope.scaling, RopeScaling::Linear { factor: 4.0 });
+            assert_eq!(rope.inv_freq(), [0.25, 0.025, 0.0025, 0.000_25]);
+        }
+    }
+
+    #[test]
     fn what_is_not_known_or_not_possible_is_refused() {
         for (text, expected) in [
             (r#"{"rope_scaling": {"type": "yarn", "factor": 4}}"#, "RoPE scaling of type \"yarn\" is not supported"),

@@ -492,3 +492,7 @@ impl<B: Backend> ExpertGather<B> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[path = "weights_tests.rs"]
+mod tests;

@@ -4,7 +4,7 @@ mod sim;
 
 use selkie_core::{
     engine::Request,
-    state::{CacheEvent, CapturePolicy, GRID, Limits, PrefixHash, Reason, StateShape},
+    state::{CacheEvent, CapturePolicy, GRID, Limits, PrefixHash, Reason, StateShape, cache::Evictions},
 };
 use sim::{Job, Outcome, Sim, check_outcome, reference};
 
@@ -209,6 +209,39 @@ fn an_eviction_is_named() {
 }
 
 #[test]
+fn the_state_used_least_recently_is_evicted() {
+    // A text of 300 tokens leaves one state, at 256, and needs two slots while it runs.
+    let mut small = sim(HYBRID, Limits { slots: 3, ..limits() });
+    let jobs = [1, 2, 1, 3, 1].map(|i| job(text(i, 300), 3));
+    assert_eq!(reused(&mut small, &jobs), [0, 0, 256, 0, 256]);
+}
+
+#[test]
+fn the_leaf_used_least_recently_is_evicted() {
+    // A text of 300 tokens needs five pages and leaves four.
+    for pages in 9..=12 {
+        let mut small = sim(ATTENTION, Limits { pages, ..limits() });
+        let jobs = [1, 2, 1, 3, 1].map(|i| job(text(i, 300), 3));
+        assert_eq!(reused(&mut small, &jobs), [0, 0, 256, 0, 256], "{pages} pages");
+    }
+}
+
+#[test]
+fn evictions_are_counted() {
+    let evictions = |limits| {
+        let mut small = sim(HYBRID, limits);
+        one_by_one(&mut small, &[1, 2, 3].map(|i| job(text(i, 300), 3)));
+        small.scheduler.stats().evictions
+    };
+    assert_eq!(evictions(limits()), Evictions { slots: 0, nodes: 0 });
+    // The third text finds two of three slots taken: one state goes, no page.
+    assert_eq!(evictions(Limits { slots: 3, ..limits() }), Evictions { slots: 1, nodes: 0 });
+    // Each text needs five of six pages: the second takes three of the first's four, the third the last of these and
+    // three of the second's. The deepest of each go with their states.
+    assert_eq!(evictions(Limits { pages: 6, ..limits() }), Evictions { slots: 2, nodes: 7 });
+}
+
+#[test]
 fn a_request_that_does_not_fit_yet_evicts_nothing() {
     let mut small = sim(HYBRID, Limits { pages: 10, ..limits() });
     reused(&mut small, &[job(text(1, 150), 1), job(text(2, 70), 1)]);
@@ -248,10 +281,56 @@ fn the_cap_drops_the_shallowest_but_never_the_first() {
     assert_eq!(reused(&mut sim, &[upto(980)]), [960]);
 }
 
+/// A text that leaves the first at 128 tokens and has message ends at 70 and 200.
+fn branching() -> Job {
+    let mut job = job([text(1, 128), text(2, 472)].concat(), 1);
+    job.request.boundaries = vec![70, 200];
+    job
+}
+
+#[test]
+fn the_cap_never_drops_a_branch() {
+    let mut sim = sim(HYBRID, Limits { path_cap: 3, ..limits() });
+    reused(&mut sim, &[job(text(1, 300), 1), branching()]);
+    // Wanted are 64, 128 where the texts part, 192 and 576: of these 192 goes.
+    let known = branching().request.prompt;
+    let upto = |n: usize| job([&known[..n], &text(3, 30)].concat(), 1);
+    assert_eq!(reused(&mut sim, &[upto(130)]), [128]);
+    let outcome = one_by_one(&mut sim, &[upto(200)]).remove(0).report.unwrap();
+    assert_eq!((outcome.matched, outcome.reused, outcome.reason), (192, 128, Reason::Policy));
+}
+
+#[test]
+fn short_of_slots_the_branch_is_captured_first() {
+    let known = branching().request.prompt;
+    let upto = |n: usize| job([&known[..n], &text(3, 30)].concat(), 1);
+    // One slot is written, the others are for captures: the branch, then the deepest.
+    for (slots, at_branch, deepest) in [(2, 128, 128), (3, 128, 576)] {
+        for (job, expected) in [(upto(130), at_branch), (upto(590), deepest)] {
+            let mut small = sim(HYBRID, Limits { slots, step_tokens: 1024, ..limits() });
+            assert_eq!(
+                reused(&mut small, &[self::job(text(1, 300), 1), branching(), job])[2],
+                expected,
+                "{slots} slots"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_decode_state_about_to_be_replaced_does_not_count_for_the_cap() {
+    let mut sim = sim(HYBRID, Limits { path_cap: 3, ..limits() });
+    let mut long = job(text(1, 130), 140);
+    long.request.boundaries = vec![70];
+    // 64 and 128 from the prompt; 256 replaces 192.
+    reused(&mut sim, &[long]);
+    assert_eq!(sim.scheduler.cached_states(), 3);
+    assert_eq!(reused(&mut sim, &[job([text(1, 130), text(2, 20)].concat(), 1)]), [128]);
+}
+
 #[test]
 fn events_tell_the_tree() {
     let mut sim = sim(HYBRID, limits());
-    sim.scheduler.subscribe(true);
     reused(&mut sim, &[job(text(1, 150), 2)]);
     let root = PrefixHash::root(b"sim", "");
     let (first, second) = (root.child(&text(1, 64)), root.child(&text(1, 64)).child(&text(1, 128)[64..]));
@@ -262,9 +341,31 @@ fn events_tell_the_tree() {
         has_state,
     };
     let expected = [stored(first, root, 0, false), stored(second, first, 64, false), stored(second, first, 64, true)];
-    assert_eq!(sim.scheduler.take_events(), expected);
-    sim.scheduler.clear_cache();
-    assert_eq!(sim.scheduler.take_events(), [CacheEvent::Cleared]);
+    assert_eq!(sim.take_events(), expected);
+    sim.clear_cache();
+    assert_eq!(sim.take_events(), [CacheEvent::Cleared]);
+}
+
+#[test]
+fn events_tell_what_was_evicted() {
+    // Short of slots: the page of the first text stays and loses its state.
+    let mut small = sim(HYBRID, Limits { slots: 2, ..limits() });
+    reused(&mut small, &[job(text(1, 70), 1)]);
+    small.take_events();
+    reused(&mut small, &[job(text(2, 70), 1)]);
+    let root = PrefixHash::root(b"sim", "");
+    let stored = |of, has_state| {
+        let tokens: Box<[u32]> = text(of, 64).into();
+        CacheEvent::Stored { hash: root.child(&tokens), parent: root, tokens, has_state }
+    };
+    assert_eq!(small.take_events(), [stored(1, false), stored(2, false), stored(2, true)]);
+    // Short of pages: it goes.
+    let mut small = sim(HYBRID, Limits { pages: 2, ..limits() });
+    reused(&mut small, &[job(text(1, 70), 1)]);
+    small.take_events();
+    reused(&mut small, &[job(text(2, 70), 1)]);
+    let removed = CacheEvent::Removed { hash: root.child(&text(1, 64)) };
+    assert_eq!(small.take_events(), [removed, stored(2, false), stored(2, true)]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Text in and out over the engine, with the demo model and one without a tokenizer.
 
-use std::{collections::HashMap, rc::Rc};
+use std::{collections::HashMap, fs, path::PathBuf, rc::Rc};
 
 use selkie_core::{
     chat::Message,
@@ -78,6 +78,21 @@ fn a_stop_string_ends_the_request_and_is_never_shown() {
     assert_eq!((pieces.concat().as_str(), completion.finish), ("17 + 25 =", FinishReason::Length));
 }
 
+/// Tokens beyond the stop string would be computed for nobody.
+#[test]
+fn nothing_is_computed_after_a_stop_string() {
+    let mut s = demo();
+    let ask = |stop: &[&str]| Ask { stop: stop.iter().map(|s| s.to_string()).collect(), ..chat("What is 17 + 25?") };
+    let id = s.submit(ask(&[])).unwrap();
+    assert_eq!(finish(&mut s)[&id].1.ids.len(), 12);
+    let before = s.engine().stats().tokens_generated;
+    let id = s.submit(ask(&[" +"])).unwrap();
+    let (_, completion) = finish(&mut s).remove(&id).unwrap();
+    assert_eq!((completion.text.as_deref(), completion.finish), (Some("17"), FinishReason::Stop));
+    assert_eq!(completion.ids.len(), 3);
+    assert_eq!(s.engine().stats().tokens_generated - before, 3);
+}
+
 #[test]
 fn a_cancelled_request_ends_with_what_it_has() {
     let mut s = demo();
@@ -105,6 +120,90 @@ fn the_next_turn_reuses_the_one_before() {
     let id = s.submit(Ask { prompt: Prompt::Messages(messages), ..Ask::default() }).unwrap();
     let (_, second) = finish(&mut s).remove(&id).unwrap();
     assert_eq!(second.reused(), (first.end.prompt_tokens - 1) / 64 * 64);
+}
+
+/// Message ends are looked for among the newest messages, and at the end of the first.
+#[test]
+fn a_chat_of_many_messages_keeps_the_end_of_its_system_prompt() {
+    let s = demo();
+    let encode = |messages: &[Message]| {
+        s.files().chat().unwrap().encode(s.files().tokenizer().unwrap(), messages, true).unwrap()
+    };
+    let mut messages = vec![Message::new("system", "Answer in one short sentence.")];
+    for turn in 0..20 {
+        messages.push(Message::new("user", format!("What is {turn} + 25?")));
+        messages.push(Message::new("assistant", format!("{}.", turn + 25)));
+    }
+    messages.pop();
+    assert_eq!(messages.len(), 40);
+    let long = encode(&messages);
+    let short = encode(&[messages[0].clone(), Message::new("user", "Hello!")]);
+    assert_eq!(long.boundaries[0], short.boundaries[0]);
+    assert_eq!(long.ids[..long.boundaries[0]], short.ids[..short.boundaries[0]]);
+    assert!(long.boundaries.len() > 30, "{:?}", long.boundaries);
+}
+
+/// The small random model with a tokenizer whose token `n` is `text(n)`, one word each.
+fn with_words(name: &str, decoder: &str, text: impl Fn(usize) -> String) -> (PathBuf, Session<CpuBackend>) {
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama");
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.{}", std::process::id()));
+    fs::create_dir_all(&dir).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(format!("{golden}/{file}"), dir.join(file)).unwrap();
+    }
+    let vocab: Vec<String> = (0..320).map(|n| format!("{:?}: {n}", text(n))).collect();
+    let tokenizer = format!(
+        r#"{{"version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": {decoder},
+            "pre_tokenizer": {{"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}},
+            "model": {{"type": "WordLevel", "unk_token": {:?}, "vocab": {{{}}}}}}}"#,
+        text(0),
+        vocab.join(", "),
+    );
+    fs::write(dir.join("tokenizer.json"), tokenizer).unwrap();
+    let session = session(dir.to_str().unwrap());
+    (dir, session)
+}
+
+/// Many decoders drop the space before the first word. Text that goes on from a prompt needs it, an answer that stands alone
+/// does not.
+#[test]
+fn a_continued_text_keeps_its_first_space() {
+    let decoder = r#"{"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}"#;
+    let (dir, mut s) = with_words("first_space", decoder, |n| format!("▁w{n}"));
+    let (text, ids) = (Prompt::Text("w5 w6 w7".into()), Prompt::Ids(vec![5, 6, 7]));
+    let mut answers = Vec::new();
+    for prompt in [text, ids] {
+        let id = s.submit(Ask { prompt, max_tokens: Some(3), ..Ask::default() }).unwrap();
+        let (pieces, completion) = finish(&mut s).remove(&id).unwrap();
+        assert_eq!(completion.ids.len(), 3);
+        let words: Vec<String> = completion.ids.iter().map(|id| format!("w{id}")).collect();
+        answers.push((pieces.concat(), words.join(" ")));
+    }
+    assert_eq!(answers[0].0, format!(" {}", answers[0].1));
+    assert_eq!(answers[1].0, answers[1].1);
+    assert_eq!(answers[0].1, answers[1].1);
+    fs::remove_dir_all(dir).unwrap();
+}
+
+/// A token that ends within a character is held back until the next one; at the end of the answer it is text like any other.
+#[test]
+fn a_stop_string_in_the_last_piece_is_found() {
+    let decoder = r#"{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}"#;
+    // In the alphabet of this decoder Ã is the byte C3, the first of two.
+    let (dir, mut s) = with_words("last_piece", decoder, |n| format!("x{n}abcÃ"));
+    let mut answer = |stop: &[&str]| {
+        let stop = stop.iter().map(|s| s.to_string()).collect();
+        let ask = Ask { prompt: Prompt::Ids(vec![5, 6, 7]), max_tokens: Some(1), stop, ..Ask::default() };
+        let id = s.submit(ask).unwrap();
+        let (pieces, completion) = finish(&mut s).remove(&id).unwrap();
+        assert_eq!(Some(pieces.concat()), completion.text);
+        (pieces.concat(), completion.finish)
+    };
+    let (whole, end) = answer(&[]);
+    assert_eq!(end, FinishReason::Length);
+    let start = whole.strip_suffix("bc\u{fffd}").unwrap();
+    assert_eq!(answer(&["bc"]), (start.to_owned(), FinishReason::Stop));
+    fs::remove_dir_all(dir).unwrap();
 }
 
 #[test]

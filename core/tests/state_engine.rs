@@ -13,7 +13,7 @@ use proptest::{
 };
 use selkie_core::{
     engine::{Request, Stats},
-    state::{CapturePolicy, GRID, Limits, Reason, StateShape},
+    state::{CacheEvent, CapturePolicy, GRID, Limits, Reason, StateShape},
 };
 use sim::{Job, Sim, check_outcome, reference};
 
@@ -159,6 +159,13 @@ fn run_case(specs: &[Spec], setup: &Setup) -> Stats {
     for reason in Reason::ALL {
         let count = outcomes.iter().filter(|o| o.report.is_some_and(|r| r.reason == reason)).count();
         assert_eq!(stats.reason(reason), count as u64);
+    }
+    let removed = sim.take_events().iter().filter(|e| matches!(e, CacheEvent::Removed { .. })).count() as u64;
+    if shape.has_pages() {
+        assert_eq!(removed, stats.evictions.nodes);
+    } else {
+        // A node without a page goes with its state, whatever that went for.
+        assert!(removed >= stats.evictions.nodes);
     }
     sim.assert_empty();
     stats

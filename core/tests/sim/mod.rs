@@ -2,11 +2,14 @@
 //! plan on it checks every rule of the state contract, and what it samples depends on what it read, so that a wrong
 //! state gives a wrong text.
 
+mod mirror;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use mirror::Mirror;
 use selkie_core::{
     engine::{Commit, Plan, PlanRow, Request, Scheduler, SeqId, Src, TokenRef},
-    state::{GRID, Limits, Pool, Reason, Report, StateShape},
+    state::{CacheEvent, GRID, Limits, Pool, Reason, Report, StateShape},
 };
 
 const START: u64 = 0x9e37_79b9;
@@ -74,6 +77,8 @@ struct Live {
     decoding: bool,
     /// How each prompt position was served first: computed (true) or reused (false).
     computed: Vec<Option<bool>>,
+    /// Positions computed or reused at least once; a pre-emption does not reset it.
+    reached: usize,
 }
 
 /// Scheduler, device and driver.
@@ -92,11 +97,16 @@ pub struct Sim {
     pub preempted: bool,
     /// The tree is cleared before this step.
     pub clear_at: Option<usize>,
+    /// Positions computed again after a pre-emption.
+    recomputed: u64,
+    /// What a subscriber knows of the tree.
+    mirror: Mirror,
 }
 
 impl Sim {
     pub fn new(shape: StateShape, limits: Limits, depth: usize) -> Self {
-        let scheduler = Scheduler::new(shape, limits.clone(), b"sim").unwrap();
+        let mut scheduler = Scheduler::new(shape, limits.clone(), b"sim").unwrap();
+        scheduler.subscribe(true);
         Self {
             slots: vec![None; scheduler.slots().capacity() + 1],
             pages: vec![[None; GRID]; scheduler.pages().capacity() + 1],
@@ -106,6 +116,8 @@ impl Sim {
             depth,
             preempted: false,
             clear_at: None,
+            recomputed: 0,
+            mirror: Mirror::default(),
             scheduler,
             shape,
             limits,
@@ -138,8 +150,7 @@ impl Sim {
                 self.finish(id, true, &mut outcomes);
             }
             if self.clear_at == Some(now) {
-                self.scheduler.clear_cache();
-                self.audit();
+                self.clear_cache();
                 self.poison();
             }
             let planned = self.step();
@@ -165,8 +176,7 @@ impl Sim {
 
     /// After everything ended: with an empty tree nothing is in use.
     pub fn assert_empty(&mut self) {
-        self.scheduler.clear_cache();
-        self.audit();
+        self.clear_cache();
         assert_eq!(self.scheduler.slots().used(), 0, "leaked slots");
         assert_eq!(self.scheduler.pages().used(), 0, "leaked pages");
         assert_eq!((self.scheduler.cached_pages(), self.scheduler.cached_states()), (0, 0));
@@ -184,9 +194,21 @@ impl Sim {
             done: 0,
             decoding: false,
             computed: vec![None; job.request.prompt.len()],
+            reached: 0,
         };
         self.live.insert(id, live);
         id
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.mirror.take_log()
+    }
+
+    /// Forgets all prefixes.
+    pub fn clear_cache(&mut self) {
+        self.scheduler.clear_cache();
+        self.audit();
     }
 
     fn finish(&mut self, id: SeqId, cancelled: bool, outcomes: &mut [Option<Outcome>]) {
@@ -234,6 +256,7 @@ impl Sim {
             let live = self.live.get_mut(id).unwrap();
             assert_eq!(live.lane.replace(row.lane), None);
             live.done = row.first_position as usize;
+            live.reached = live.reached.max(live.done);
             assert!(live.done.is_multiple_of(GRID) && live.done < live.truth.len());
             for position in live.computed.iter_mut().take(live.done) {
                 position.get_or_insert(false);
@@ -242,8 +265,13 @@ impl Sim {
         if plan.preempted.is_empty() {
             self.check_single_holders(&plan, &before, &before_pages);
         }
+        if !plan.preempted.is_empty() && !plan.admitted.is_empty() {
+            // Room was short: a request is admitted only where the step would be empty without it.
+            assert_eq!(plan.rows.len(), 1, "a step that pre-empted admits beside other rows");
+        }
         self.check_plan(&plan);
         let sampled = self.execute(&plan);
+        assert_eq!(self.scheduler.stats().tokens_recomputed, self.recomputed);
         self.poison();
         if !sampled.is_empty() {
             self.pending.push_back(sampled);
@@ -376,6 +404,8 @@ impl Sim {
             for p in start..end.min(live.prompt_len) {
                 live.computed[p].get_or_insert(true);
             }
+            self.recomputed += (live.reached.min(end).max(start) - start) as u64;
+            live.reached = live.reached.max(end);
             live.done = end;
             if !row.outputs.is_empty() {
                 let token = next_token(state_of(&live.truth));
@@ -401,8 +431,9 @@ impl Sim {
         }
     }
 
-    fn audit(&self) {
+    fn audit(&mut self) {
         self.scheduler.audit().unwrap();
+        self.mirror.follow(&mut self.scheduler, self.shape.has_slots());
     }
 }
 
