@@ -1,4 +1,4 @@
-// out = act(gate) * up * sigmoid(row_gate). A thread per four elements.
+// out = act(gate) * up * sigmoid(row_gate). One thread per four elements.
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

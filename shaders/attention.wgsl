@@ -1,9 +1,9 @@
-// Attention of few tokens over the row's pages: a workgroup takes one token, HEADS query heads of one KV head and P.per
-// consecutive pages, page by page with a running softmax. Where the pages of a token are split over workgroups
-// (PARTIAL), attention_merge puts their results together.
+// Attention for rows of few tokens (decode). A workgroup handles one token, HEADS query heads of one KV head and P.per
+// consecutive pages; it walks the pages with a running softmax. If the pages of a token are split over workgroups
+// (PARTIAL), attention_merge combines the partial results.
 
 const QUADS: u32 = HEAD_DIM / 4u;
-// Threads that hold the same quad of a head, for different keys of a page.
+// Threads that hold the same quad of a head, each for a different key of the page.
 const TEAMS: u32 = 256u / QUADS;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUADS>;
@@ -53,8 +53,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let low = block * PAGE;
         let keys_first = page * P.keys_row + (kv * PAGE + key) * HEAD_DIM + 4u * lane;
         let values_first = page * P.values_row + (kv * PAGE + team) * HEAD_DIM + 4u * quad;
-        // Nobody wrote what lies outside of the range. `&`, not `&&`: a branch for each operand multiplies the time that
-        // SwiftShader compiles for by three with every load.
+        // Positions outside the range are uninitialised. `&`, not `&&`: with a branch per operand, every load triples
+        // SwiftShader's compile time.
         let seen = (low + key >= begin) & (low + key < end);
 #for i HELD
         var k$i = vec4<f32>();
@@ -72,7 +72,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for h HEADS
         var product$h = 0.0;
 #for i HELD
-        // A quad past the last one is multiplied by a zero key.
+        // A quad past the end is multiplied by a zero key.
         product$h += dot(k$i, query[$hu * QUADS + min(4u * $iu + lane, QUADS - 1u)]);
 #end
 #end

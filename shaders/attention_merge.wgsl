@@ -1,11 +1,11 @@
-// Puts together what attention made of the parts of a token's pages: a workgroup of 256 threads per token and head, a thread
-// per quad of the head and every TEAMS-th part.
+// Combines the partial attention results of a token's page splits. One workgroup of 256 threads per token and head; a thread
+// handles one quad of the head and every TEAMS-th split.
 
 const QUADS: u32 = HEAD_DIM / 4u;
 const TEAMS: u32 = 256u / QUADS;
 
 var<workgroup> sums: array<vec4<f32>, 256>;
-// Largest score and sum of weights of a part.
+// Largest score and sum of weights of a split.
 var<workgroup> largest: array<f32, SPLITS>;
 var<workgroup> totals: array<f32, SPLITS>;
 

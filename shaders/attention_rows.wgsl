@@ -1,5 +1,5 @@
-// Attention without a barrier: a thread takes one query head of one token through all its keys with a running softmax. For
-// devices that are a program on the CPU; neighbours in a workgroup are tokens of one head, which read the same keys.
+// Attention without barriers, for software devices: a thread handles one query head of one token and walks all its keys with
+// a running softmax. Adjacent threads of a workgroup are tokens of one head, which read the same keys.
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

@@ -1,7 +1,6 @@
-// Attention of many tokens: a workgroup takes the query heads of one KV head for a tile of TOKENS tokens, 64 queries or
-// fewer, and walks the keys a page at a time with a running maximum. A thread makes 4 queries x 4 keys of the products,
-// over slices of 32 of the head dim, and then 4 queries x COLUMNS quads of the result, over slices of DEPTH keys. Taken where
-// rows have several tokens.
+// Attention for rows of several tokens (prefill). A workgroup handles the query heads of one KV head for a tile of TOKENS
+// tokens, at most 64 queries, and walks the keys page by page with a running maximum. A thread computes 4 queries x 4 keys
+// of the scores, in slices of 32 of the head dim, then 4 queries x COLUMNS quads of the output, in slices of DEPTH keys.
 
 const HEAD_QUADS: u32 = HEAD_DIM / 4u;
 const SLICE: u32 = 32u;
@@ -9,7 +8,7 @@ const SLICES: u32 = (HEAD_DIM + SLICE - 1u) / SLICE;
 // Quads of a row of values in workgroup memory.
 const SPAN: u32 = 16u * COLUMNS;
 
-// In turn: a slice of queries and one of keys, each transposed; the maxima; a slice of weights and one of values.
+// Holds in turn: a slice of queries and one of keys, both transposed; the maxima; a slice of weights and one of values.
 var<workgroup> tile: array<vec4<f32>, 1024>;
 
 // The first position that a query at `position` sees.
@@ -17,7 +16,7 @@ fn window_begin(position: u32) -> u32 {
     return select(0u, position + 1u - P.window, position + 1u > P.window);
 }
 
-// 4 elements from d on of the query with number q in the tile.
+// Elements d to d + 3 of query q of the tile.
 fn query(t0: u32, kv: u32, q: u32, d: u32) -> vec4<f32> {
     let t = min(t0 + q / GROUP, P.tokens - 1u);
     return P.scale * q_v4(t * P.q_row + (kv * GROUP + q % GROUP) * HEAD_DIM + d);
@@ -47,12 +46,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
     let kv = index % P.kv_heads;
-    // The last tokens see the most keys: they start first.
+    // The last tokens attend to the most keys, so they start first.
     let t0 = (P.groups / P.kv_heads - 1u - index / P.kv_heads) * TOKENS;
     let count = min(TOKENS, P.tokens - t0);
     let tm = thread / 16u;
     let tn = thread % 16u;
-    // Of the thread's 4 queries: the row of the batch, and the positions that they see.
+    // For each of the thread's 4 queries: the row of the batch and the range of visible positions.
     var rows = vec4<u32>(NONE);
     var begin = vec4<u32>();
     var end = vec4<u32>();
@@ -70,7 +69,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for c COLUMNS
     var acc$c = mat4x4<f32>();
 #end
-    // The tile's tokens row by row: they share pages.
+    // Row by row, because tokens of one row share pages.
     var first = 0u;
     while first < count {
         let row = ints_at(P.token_row + t0 + first);
@@ -93,7 +92,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 var s = mat4x4<f32>();
                 for (var slice = 0u; slice < SLICES; slice++) {
                     workgroupBarrier();
-                    // Columns are shuffled so that threads that store together hit different banks.
+                    // Columns are swizzled so that threads storing together hit different banks.
                     let at = thread / 128u * 512u + thread % 8u * 64u + ((thread / 8u % 16u) ^ (thread % 8u));
 #for j 4
                     tile[at + $ju * 16u] = next[$j];
@@ -143,7 +142,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
                     }
                     for (var i = thread; i < DEPTH * SPAN; i += 256u) {
-                        // Nobody wrote what lies outside of the range.
+                        // Positions outside the range are uninitialised.
                         var v = vec4<f32>();
                         let key = base + i / SPAN;
                         if k0 + key >= low && k0 + key < high && i % SPAN < HEAD_QUADS {

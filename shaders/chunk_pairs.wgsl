@@ -1,7 +1,7 @@
-// What heads share in the chunked forms of the scans: C B' of all pairs of tokens of a chunk, for one group of heads after
-// the other, in rows of INNER. A workgroup takes a chunk and a group; a thread makes 8 x 4 products.
+// The part of the chunked scans that heads of a group share: C B' for all pairs of tokens of a chunk, with rows of INNER.
+// One workgroup per chunk and group; a thread computes 8 x 4 products.
 
-// 64 tokens of 8 quads, columns shuffled so that rows next to each other lie in different banks.
+// 64 tokens of 8 quads, columns swizzled so that adjacent rows lie in different banks.
 var<workgroup> cs: array<vec4<f32>, 512>;
 var<workgroup> bs: array<vec4<f32>, 512>;
 
@@ -30,7 +30,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         {
             let t = $iu * 16u + thread / 8u;
             let q = thread % 8u;
-            // Tokens past the chunk's end repeat the last one; nobody looks at them.
+            // Tokens past the end of the chunk repeat the last one; their results are not used.
             let at = start + min(t, len - 1u);
             let col = (P.first_group + g) * INNER + n + 4u * q;
             cs[8u * t + (q ^ (t & 7u))] = c_v4(at * P.c_row + col);

@@ -1,4 +1,4 @@
-// Part of every module, after the constants and bindings that the host generates.
+// Included in every module, after the constants and bindings that the host generates.
 
 const NONE: u32 = 0xffffffffu;
 const CARRY: u32 = 0xffffffffu;
@@ -6,7 +6,7 @@ const FROM_DEVICE: u32 = 0x80000000u;
 const PAGE: u32 = 64u;
 const LOWEST: f32 = -3.4028234e38;
 
-// Number of this workgroup; the grid wraps at 65535 groups, and the groups past P.groups have nothing to do.
+// Index of this workgroup. The grid wraps at 65535 groups; groups from P.groups on do nothing.
 fn group_index(group: vec3<u32>, groups: vec3<u32>) -> u32 {
     return group.x + group.y * groups.x;
 }
@@ -23,7 +23,7 @@ fn sigmoid(x: f32) -> f32 {
     return 1.0 / (1.0 + exp(-max(x, -80.0)));
 }
 
-// ln(1 + exp(x)) without overflow, and exact where exp(x) is far below 1.
+// ln(1 + exp(x)) without overflow, accurate also where exp(x) is far below 1.
 fn softplus(x: f32) -> f32 {
     let e = exp(-abs(x));
     let series = e * (1.0 - e * (0.5 - e * (0.33333333 - 0.25 * e)));

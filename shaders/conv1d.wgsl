@@ -1,5 +1,5 @@
-// Causal convolution of few tokens per row: a thread walks the tokens of one row and channel in order, with the last
-// inputs in registers, and writes the states on its way. Taken for decode and verification.
+// Causal convolution for few tokens per row (decode, verification): a thread walks the tokens of one row and channel in
+// order, keeps the last inputs in registers and writes the states as it passes them.
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

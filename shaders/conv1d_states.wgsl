@@ -1,5 +1,5 @@
-// The states that a convolution leaves: a thread per chunk and channel stores the last inputs up to the chunk's end. It
-// reads all of them before it writes, so that a row of one chunk may be in place.
+// The states after a convolution: one thread per chunk and channel stores the last inputs before the chunk's end. It reads
+// all of them before it writes, so a row of one chunk may be updated in place.
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
@@ -21,7 +21,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let src = ints_at(P.chunk_table + 5u * ints_at(entry + 2u) + 3u);
     var state: array<f32, TAPS>;
     for (var j = 0u; j + 1u < TAPS; j++) {
-        // The input `back` tokens before the end.
+        // The input `back` tokens before the chunk's end.
         let back = TAPS - 1u - j;
         if end >= first + back {
             state[j] = x_at((end - back) * P.x_row + c);

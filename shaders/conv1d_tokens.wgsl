@@ -1,6 +1,6 @@
-// Causal convolution of many tokens: a thread takes four channels of RUN consecutive tokens. Taps reach back through the
-// tokens of the same row, then into the state that the row starts from. The states are written by conv1d_states, later: it
-// may overwrite them.
+// Causal convolution for many tokens: a thread handles four channels of RUN consecutive tokens. Taps reach back through the
+// tokens of the same row, then into the row's initial state. conv1d_states writes the states in a later dispatch, because
+// it may overwrite the initial ones.
 
 fn kernel(c: u32, tap: u32) -> vec4<f32> {
     let at = c * P.weight_row + tap;

@@ -1,4 +1,4 @@
-// out[t] = P.scale * table[id(t)] for the ids of one row block. A workgroup per token.
+// out[t] = P.scale * table[id(t)] for the ids of one row block. One workgroup per token.
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

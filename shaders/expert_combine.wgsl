@@ -1,5 +1,5 @@
-// out[t] (+)= P.scale * Σ_j combine[t, j] products[t * choices + j], in ascending j, without choices that are NONE: a thread
-// per four elements.
+// out[t] (+)= P.scale * Σ_j combine[t, j] products[t * choices + j], in ascending j, skipping choices that are NONE. One
+// thread per four elements.
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

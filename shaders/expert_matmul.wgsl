@@ -1,5 +1,5 @@
-// One output row's columns of a product with a chosen expert, or with COMBINE of the weighted sum over a token's choices,
-// for the experts of one range and row block. A workgroup makes 256 / LANES columns; LANES threads share a weight row.
+// Product with the chosen expert for one output row, or with COMBINE the weighted sum over a token's choices, for the
+// experts of one range and row block. A workgroup computes 256 / LANES columns; LANES threads share a weight row.
 
 const COLUMNS: u32 = 256u / LANES;
 

@@ -1,10 +1,10 @@
-// The choices of all tokens in the order of their experts, in tiles of BM that have one expert each: one workgroup. Choices
-// of one expert come in any order, and what is left of its last tile is NONE. Tiles past the last one have expert NONE.
+// Sorts the choices of all tokens by expert into tiles of BM choices with one expert each. One workgroup in all. The order
+// within an expert is unspecified; the rest of its last tile is NONE, and so is the expert of unused tiles.
 
 const WG: u32 = 256u;
 const HELD: u32 = (EXPERTS + WG - 1u) / WG;
 
-// How often an expert was chosen, then where its next choice goes.
+// First how often each expert was chosen, then the position of its next choice.
 var<workgroup> counts: array<atomic<u32>, EXPERTS>;
 var<workgroup> sums: array<u32, WG>;
 
@@ -25,7 +25,7 @@ fn main(@builtin(local_invocation_index) thread: u32) {
         }
     }
     workgroupBarrier();
-    // Tiles of the experts before the thread's own.
+    // Number of tiles of the experts before this thread's.
     var mine = 0u;
     for (var e = thread * HELD; e < min((thread + 1u) * HELD, EXPERTS); e++) {
         mine += (atomicLoad(&counts[e]) + BM - 1u) / BM;

@@ -1,6 +1,6 @@
-// The gated delta rule, token by token with the state in registers: right for any chunk table. A workgroup takes one row
-// of the batch and 32 columns of one head's state; 8 threads share a column and hold every eighth of its KEY elements.
-// Queries and keys are normed for a tile of 4 tokens at once. With the decayed state S, k'S and q'S are summed together:
+// Gated delta rule, token by token with the state in registers; works for any chunk table. A workgroup handles one row of
+// the batch and 32 columns of one head's state; 8 threads share a column and hold every eighth of its KEY elements.
+// Queries and keys are normalised for a tile of 4 tokens at once. With the decayed state S, k'S and q'S are summed together:
 // the output is q'S + (q'k) delta.
 
 const LANES: u32 = 8u;
@@ -12,7 +12,7 @@ var<workgroup> keys: array<f32, KEY * TILE>;
 var<workgroup> queries: array<f32, KEY * TILE>;
 var<workgroup> norms: array<f32, 256>;
 var<workgroup> products: array<f32, 128>;
-// Sums of alternate tokens, so that one barrier per token is enough.
+// Double-buffered by token parity, so that one barrier per token is enough.
 var<workgroup> sums: array<vec2<f32>, 512>;
 
 @compute @workgroup_size(256)
@@ -55,7 +55,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         for (var tile = 0u; tile < len; tile += TILE) {
             let count = min(TILE, len - tile);
             workgroupBarrier();
-            // 32 threads for each query and each key of the tile.
+            // 32 threads per query and per key of the tile.
             let token = thread / 64u;
             let is_query = thread / 32u % 2u == 0u;
             let part = thread % 32u;

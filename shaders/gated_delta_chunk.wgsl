@@ -1,10 +1,11 @@
-// The gated delta rule of long rows in the chunked form, for keys of 128. A workgroup takes one row of the batch and 32
-// columns of one head's state, of which a thread holds 4 rows of a quad, and goes through the row's chunks. With what
-// gated_delta_prepare.wgsl left of a chunk (A, M, the inverses of blocks of 16) and S the state before it, per token t:
+// Gated delta rule for long rows in the chunked form, key dim 128. A workgroup handles one row of the batch and 32 columns
+// of one head's state, of which a thread holds 4 rows of a quad, and walks the row's chunks. gated_delta_prepare.wgsl
+// computed A, M and the inverses of the diagonal blocks of 16 of each chunk. With S the state before the chunk, per token t:
 //     R_t = b_t (v_t - exp(c_t) k_t S),    D_t = R_t - sum over s < t of A_ts D_s,
 //     out_t = exp(c_t) q_t S + sum over s <= t of M_ts D_s,    S = exp(c_end) S + sum over s of exp(c_end - c_s) k_s' D_s
-// A thread of the first side has R, then D, of 4 tokens and 4 columns, one of the second side their outputs. K, Q and S
-// pass through workgroup memory 16 of the keys at a time, A, M, D and K 16 tokens at a time, fetched one slice ahead.
+// A thread of the first half holds R, then D, of 4 tokens and 4 columns; a thread of the second half holds their outputs.
+// K, Q and S pass through workgroup memory in slices of 16 key elements, A, M, D and K in slices of 16 tokens; the next
+// slice is fetched while one is used.
 
 const KEY: u32 = 128u;
 const WORDS: u32 = 152u;
@@ -41,9 +42,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let last = first + max(tokens, 1u) - 1u;
     let key = (P.first_head + h) / P.heads_per_key * KEY;
 
-    // Lanes are dealt so that those next to each other, or two apart, share what they read.
+    // Lane order: lanes next to each other, or two apart, read the same data.
     let sub = (thread & 1u) | ((thread >> 1u) & 6u);
-    // Of the state: rows 4 sr ..; of R and the outputs: tokens tm, tm + 16 ..; of both the quad sub of columns.
+    // The thread's part. State: rows 4 sr ..; R and outputs: tokens tm, tm + 16 ..; both: quad `sub` of the columns.
     let sr = thread / 64u * 8u + (((thread >> 1u) & 1u) | ((thread >> 3u) & 6u));
     let tm = ((thread >> 1u) & 1u) | ((thread >> 3u) & 14u);
     let side = thread / 128u;
@@ -52,7 +53,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for p 4
     var state$p = vec4<f32>();
 #end
-    // What comes next. Tokens past the row's end repeat the last one; nobody looks at them.
+    // Fetches the next slice. Tokens past the row's end repeat the last one; their results are not used.
     let quarter = thread / 4u;
     let word = 4u * (thread % 4u);
     var next = k_v4(min(first + quarter, last) * P.k_row + key + word);
@@ -159,7 +160,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for j 4
                 let d$j = solved[32u * q + 8u * $ju + sub];
 #end
-                // Nothing from here on reaches the tokens before it.
+                // Later tokens do not affect earlier ones.
                 if s0 < 32u {
 #for i 2
                     let m$i = wide[256u * side + 4u * tm + 64u * $iu + q];

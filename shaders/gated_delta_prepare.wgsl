@@ -1,9 +1,9 @@
-// What the chunked gated delta rule needs of a chunk and a head, from K K' and Q K' of its tokens (chunk_pairs.wgsl): with k
-// and q normed and c the running sum of the decays' logarithms, per token t
-//     64 words  -A_ts = -b_t (k_t k_s) exp(c_t - c_s), without the blocks of 16 on the diagonal
+// Per chunk and head, the inputs of gated_delta_chunk.wgsl, computed from K K' and Q K' of chunk_pairs.wgsl. With k and q
+// normalised and c the running sum of the decays' logarithms, per token t:
+//     64 words  -A_ts = -b_t (k_t k_s) exp(c_t - c_s), without the diagonal blocks of 16
 //     64 words  M_ts = (q_t k_s) exp(c_t - c_s)
-//     16 words  its row of the inverse of I + A in its block on the diagonal
-//      4 words  what scales k_t and q_t against the state before the chunk, k_t against the one behind it; b_t
+//     16 words  the token's row of the inverse of I + A within its diagonal block
+//      4 words  factors of k_t and q_t for the state before the chunk, of k_t for the state after it; b_t
 //      4 words  the decay of the whole chunk
 
 const WORDS: u32 = 152u;
@@ -14,7 +14,7 @@ var<workgroup> sums: array<f32, 64>;
 var<workgroup> betas: array<f32, 64>;
 var<workgroup> k_norms: array<f32, 64>;
 var<workgroup> q_norms: array<f32, 64>;
-// -A in the blocks on the diagonal: 64 rows of 4 quads.
+// -A in the diagonal blocks: 64 rows of 4 quads.
 var<workgroup> diagonal: array<vec4<f32>, 256>;
 
 @compute @workgroup_size(128)
@@ -34,10 +34,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let key = (P.first_head + h) / P.heads_per_key;
     let pair = (key - P.first_key) * 64u;
     let t = thread & 63u;
-    // Tokens past the chunk's end repeat the last one; nothing is kept of them.
+    // Tokens past the chunk's end repeat the last one; their results are not stored.
     let at = start + min(t, len - 1u);
     if thread < 64u {
-        // 2^-150 is 0 already; sums of larger ones would cost the tokens behind their precision.
+        // exp2(-150) is already 0 in f32; larger running sums would lose precision for later tokens.
         gates[t] = max(par_at(h) * LOG2E * softplus(a_at(at * P.a_row + h) + par_at(P.par_row + h)), -150.0);
         betas[t] = P.beta_scale * sigmoid(b_at(at * P.b_row + h));
         k_norms[t] = inverseSqrt(bitcast<f32>(kk_at(at * P.kk_row + pair + at - start)) + 1e-6);
@@ -85,7 +85,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     workgroupBarrier();
     if thread < len {
-        // A row of a block's inverse, from its end.
+        // One row of a block's inverse, computed from its end.
         let block = t & 48u;
         var x: array<f32, 16>;
         for (var back = 0u; back < 16u; back++) {

@@ -1,4 +1,4 @@
-// out[o] = x[output_token[o]], 0 for padding. A workgroup per output.
+// out[o] = x[output_token[o]], 0 for padding. One workgroup per output.
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

@@ -1,20 +1,21 @@
-// out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup makes a
-// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, over slices of BK of K in workgroup memory; the next
-// AHEAD slices, of which K is a multiple, are on their way into registers while one is used. x was packed by matmul_pack: f16
-// rows, whole tiles, each row with a power of two taken out. With SPLIT K is cut into parts of P.k_part, whose sums, whole
-// tiles, matmul_sum adds up.
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] with cooperative matrices of 16 x 16: f16 factors, f32 sums. A workgroup computes a
+// tile of BM x BN, each of its SM x SN subgroups XT x WT matrices of it, in slices of BK of K in workgroup memory. While one
+// slice is used, the next AHEAD slices are loaded into registers; K is a multiple of AHEAD slices. x was packed by
+// matmul_pack: f16 rows in whole tiles, each row scaled by a power of two. With SPLIT, K is cut into parts of P.k_part;
+// matmul_sum adds up their sums, which are whole tiles.
 
 const BM: u32 = 16u * XT * SM;
 const BN: u32 = 16u * WT * SN;
 const WG: u32 = 32u * SM * SN;
 const BAND: u32 = 8u;
 const BK: u32 = 16u * STEPS;
-// Threads of a row of a slice, which move 8 elements each.
+// Threads per row of a slice; each moves 8 elements.
 const TR: u32 = BK / 8u;
-// Vectors of 4 elements in a row of a slice, with a gap that spreads rows over the banks.
+// Vectors of 4 elements per row of a slice, with padding that spreads the rows over the banks.
 const ROW: u32 = BK / 4u + 2u;
 
-// One slice, not two stages: all workgroups of a processor share about 48 KiB on the devices measured, and one alone waits too much.
+// One slice, no double buffering: on the devices measured all workgroups of a multiprocessor share about 48 KiB, and a single
+// resident workgroup stalls too much.
 var<workgroup> tile: array<vec4<f16>, (BM + BN) * ROW>;
 #if SPLIT
 #else
@@ -37,8 +38,8 @@ fn x_slice(m: u32, k: u32) -> vec4<u32> {
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
-    // Matrices need uniform control flow, so that a group too many repeats the last one and stores nothing, or
-    // the same sums again.
+    // Cooperative matrices need uniform control flow: a surplus group repeats the last one and stores nothing, or the same
+    // sums again.
     let number = group_index(group, groups);
     let index = min(number, P.groups - 1u) % (P.m_tiles * P.n_tiles);
 #if SPLIT
@@ -50,7 +51,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let k_end = P.k;
     let rows = select(0u, P.m, number < P.groups);
 #endif
-    // Neighbouring groups share rows and the columns of a weight: bands of BAND tiles in m, in which m counts up first.
+    // Adjacent groups share rows of x and columns of w: bands of BAND tiles in m, m fastest within a band.
     let first = index / (BAND * P.n_tiles) * BAND;
     let high = min(BAND, P.m_tiles - first);
     let m0 = (first + (index - first * P.n_tiles) % high) * BM;

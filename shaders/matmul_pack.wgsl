@@ -1,6 +1,6 @@
-// Rows of x as f16 for matmul_coop: a workgroup per row, which its threads hold, HELD times eight elements each. A power of
-// two is taken out of each row so that its largest element lies in [2^14, 2^15): nothing overflows, and what underflows is
-// 2^-38 of the row's largest.
+// Converts rows of x to f16 for matmul_coop. One workgroup per row; a thread holds HELD times eight elements. Each row is
+// scaled by a power of two so that its largest element lies in [2^14, 2^15): nothing overflows, and only elements below
+// 2^-38 of the row's largest underflow.
 
 var<workgroup> largest: array<f32, WG>;
 
@@ -30,7 +30,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
         workgroupBarrier();
     }
-    // 2^(14 - e) for a row whose largest element has exponent e; its inverse goes beside the row.
+    // 2^(14 - e) for a row whose largest element has exponent e; the inverse is stored with the row.
     let exponent = clamp(bitcast<u32>(largest[0]) >> 23u, 20u, 254u);
     let factor = bitcast<f32>((268u - exponent) << 23u);
 #for i HELD

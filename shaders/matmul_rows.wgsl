@@ -1,5 +1,5 @@
-// out[m, n] = P.scale * Σ x[m, k] w[n, k] without a barrier: a thread makes ROWS columns of MR rows. For devices that are a
-// program on the CPU, where a barrier costs as much as a hundred products.
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] without barriers: a thread computes ROWS columns of MR rows. For software devices,
+// where a barrier costs as much as a hundred multiplications.
 
 fn dot8(x: mat2x4<f32>, w: mat2x4<f32>) -> f32 {
     let p = x[0] * w[0] + x[1] * w[1];
@@ -19,7 +19,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if first_m >= P.m {
         return;
     }
-    // Rows past the last one are computed from it and not stored.
+    // Rows past the end repeat the last one and are not stored.
 #for r ROWS
     let row$r = min(first + $ru, P.n - 1u) * P.w_row;
 #for m MR

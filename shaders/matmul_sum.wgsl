@@ -1,5 +1,5 @@
-// What matmul_coop leaves undone where its sums go through the arena: the sum of P.parts sums of P.part_rows rows, each row with the power
-// of two that was taken out of x, 4 columns a thread.
+// Second pass of matmul_coop with SPLIT: adds up the P.parts partial sums of P.part_rows rows from the arena and undoes the
+// row scale of matmul_pack. Four columns per thread.
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

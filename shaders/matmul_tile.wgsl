@@ -1,7 +1,7 @@
-// out[m, n] = P.scale * Σ x[m, k] w[n, k] for many rows: a workgroup makes a tile of BM x BN, every thread XQ x WQ blocks
-// of 4 x 4 of it, over slices of BK of K that pass through workgroup memory, transposed. The next slice is fetched into
-// registers while this one is used. With GROUPED a row of the product is a choice of an expert: expert_order says which rows
-// a tile has and with whose weights.
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] for many rows. A workgroup computes a tile of BM x BN, every thread XQ x WQ blocks
+// of 4 x 4 of it, in slices of BK of K that pass through workgroup memory, transposed. The next slice is fetched into
+// registers while this one is used. With GROUPED, a row of the product is one choice of an expert: expert_order gives the
+// rows and the expert of each tile.
 
 const BN: u32 = 64u * WQ;
 const TM: u32 = BM / (4u * XQ);
@@ -18,7 +18,7 @@ var<workgroup> ws: array<vec4<f32>, BK * WS>;
 var<workgroup> expert_of: u32;
 var<private> w_first: u32;
 
-// Where the row of x begins that belongs to row m of the product.
+// Offset of the row of x for row m of the product.
 fn x_begin(m: u32) -> u32 {
     let choice = order_at(m);
     return select(choice / P.share, 0u, choice == NONE) * P.x_row;
@@ -37,8 +37,8 @@ fn w_begin(n: u32) -> u32 {
 }
 #endif
 
-// Block i of the slice from k0 on, 4 rows of x or w of 4 elements, transposed. Rows past the end repeat the last one:
-// nobody stores what comes of them.
+// Block i of the slice that starts at k0: 4 rows of x or w of 4 elements, transposed. Rows past the end repeat the last one;
+// their results are not stored.
 fn fetch(i: u32, m0: u32, n0: u32, k0: u32) -> mat4x4<f32> {
     if i < X_BLOCKS {
         let k = k0 + i % (BK / 4u) * 4u;
@@ -58,7 +58,7 @@ fn fetch(i: u32, m0: u32, n0: u32, k0: u32) -> mat4x4<f32> {
     return mat4x4<f32>();
 }
 
-// Columns are shuffled so that the threads that store a block's rows of K hit different banks.
+// Columns are swizzled so that the threads that store a block's rows of K hit different banks.
 fn column(k: u32, i: u32, width: u32) -> u32 {
     return i ^ ((k / 4u * (32u / BK)) & (width - 1u));
 }
@@ -86,7 +86,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if index >= P.groups {
         return;
     }
-    // Neighbouring groups share the columns of a weight, which are read from memory once then.
+    // Adjacent groups share columns of w, which are then read from memory only once.
     let m0 = index % P.m_tiles * BM;
     let n0 = index / P.m_tiles * BN;
 #if GROUPED

@@ -1,15 +1,17 @@
-// out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. LANES threads, a team, share ROWS weight rows and split K; every
-// thread takes eight elements of K at a time and all MR rows of x, with DEEP loads of every weight row in flight. A workgroup
-// makes WG / LANES * ROWS columns of MR rows.
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. A team of LANES threads shares ROWS weight rows and splits K; every
+// thread handles eight elements of K at a time for all MR rows of x, with DEEP loads per weight row in flight. A workgroup
+// computes WG / LANES * ROWS columns of MR rows.
 //
-// NORM: x is normed on its way in, u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm; to KEEP u the first team writes
-// it. ACTIVATE: mid = act(out) is written too; with SIDES = 2 mid = act(out of the first half) * out of the second half.
-// CONV: P.channels columns of the one token are convolved with the inputs in its state, as in conv1d.
+// Fusion:
+//   NORM      x is normalised as it is read: u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm.
+//   KEEP      the first team also writes u.
+//   ACTIVATE  also writes mid = act(out); with SIDES = 2, mid = act(first half of out) * second half of out.
+//   CONV      P.channels columns of the single token are convolved with the inputs in its state, as in conv1d.
 
 const SPAN: u32 = 8u * LANES;
 const TEAMS: u32 = WG / LANES;
 
-// a + x · w. Several rows are nothing but fused products; one waits for memory, and has the shorter chain.
+// a + x · w. For several rows a chain of fma is fastest; a single row is limited by memory latency and uses a shorter chain.
 fn mac8(a: f32, x: mat2x4<f32>, w: mat2x4<f32>) -> f32 {
     if MR == 1u {
         let p = x[0] * w[0] + x[1] * w[1];
@@ -47,7 +49,7 @@ const LAST_PARTS: u32 = min(PARTS, 16u);
 #endif
 var<workgroup> sums: array<f32, TEAMS * PARTS * MR>;
 
-// Adds up the teams' sums of row m to what `team_sum` reads. Everybody takes part; a barrier has to follow.
+// Reduces the teams' sums of row m for `team_sum`. All threads must call it, and a barrier must follow.
 fn collect(thread: u32, m: u32, part: f32) {
     let lane = thread % LANES;
     let at = (thread / LANES * MR + m) * PARTS;
@@ -71,7 +73,7 @@ fn team_sum(thread: u32, m: u32) -> f32 {
     return sum;
 }
 
-// Where a team has many partial sums, 16 threads per row bring them down to 16.
+// If a team has many partial sums, 16 threads per row reduce them to 16.
 fn narrow(thread: u32) {
 #if SUBGROUP
 #else
@@ -96,7 +98,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let lane = thread % LANES;
     let first = (index * TEAMS + thread / LANES) * (ROWS / SIDES);
 #for r ROWS
-    // Rows past the last one are computed from it and not stored.
+    // Rows past the end repeat the last one and are not stored.
     let row$r = (min(first + $ru / SIDES, P.n - 1u) + $ru % SIDES * P.n) * P.w_row;
 #for m MR
     var acc$r_$m = 0.0;
@@ -222,7 +224,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 }
 
-// Stores column n of one half and returns it; `before` is that column of the half before.
+// Stores column n of one half and returns it; `before` is the same column of the previous half.
 fn store(m: u32, n: u32, half: u32, value: f32, before: f32) -> f32 {
     var v = value;
     let c = P.col + half * P.n + n;
@@ -249,7 +251,7 @@ fn store(m: u32, n: u32, half: u32, value: f32, before: f32) -> f32 {
 }
 
 #if CONV
-// The step of channel c for the only token of row 0; 0 if it is padding.
+// The convolution of channel c for the only token of row 0; 0 for padding.
 fn convolve(c: u32, x: f32) {
     if ints_at(P.row_table + 1u) == 0u {
         mid_set(c, 0.0);

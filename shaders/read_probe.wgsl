@@ -1,5 +1,5 @@
-// Reads a whole buffer, as fast as the device can: 16 vectors a thread, a workgroup's next to each other. The sum is stored
-// where it cannot be, so that nobody leaves the reads out.
+// Reads a whole buffer as fast as the device can: 16 vectors per thread, contiguous per workgroup. The sum is stored under a
+// condition that never holds, so that the compiler cannot remove the reads.
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

@@ -1,5 +1,5 @@
-// x += P.add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight with a gate before or after. A workgroup of WG
-// threads per group of a row of P.len elements; every thread keeps HELD quads, all loaded before the first is used.
+// x += P.add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight, with a gate before or after. One workgroup of WG threads
+// per group of P.len elements of a row; a thread holds HELD quads and loads all of them before it uses the first.
 
 #if SUBGROUP
 var<workgroup> sums: array<f32, (WG + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE>;
@@ -7,7 +7,7 @@ var<workgroup> sums: array<f32, (WG + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE>;
 var<workgroup> sums: array<f32, WG>;
 #endif
 
-// The sum over the workgroup, for everybody.
+// The sum over the workgroup, returned to every thread.
 fn sum_all(thread: u32, part: f32) -> f32 {
 #if SUBGROUP
     let of_subgroup = shuffled(part);
@@ -23,7 +23,7 @@ fn sum_all(thread: u32, part: f32) -> f32 {
 #else
     sums[thread] = part;
     workgroupBarrier();
-    // 16 threads add up, then everybody adds their sums.
+    // 16 threads reduce, then every thread adds up their sums.
     if thread < 16u {
         for (var j = thread + 16u; j < WG; j += 16u) {
             sums[thread] += sums[j];

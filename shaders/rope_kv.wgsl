@@ -1,4 +1,4 @@
-// Norm and rotation of the heads of q and k, and the write of k and v into their pages. A workgroup per token and head;
+// Norm and rotary embedding of the heads of q and k; writes k and v into their pages. One workgroup per token and head;
 // heads are numbered q, k, v.
 
 var<workgroup> head: array<f32, HEAD_DIM>;

@@ -1,14 +1,14 @@
-// The experts of a token and their weights: a workgroup of 64 threads per token. The k best are found one after the
-// other; ties go to the lower expert, and NaN counts as the least.
+// The experts of a token and their weights: one workgroup of 64 threads per token. The k best are found one at a time; ties
+// go to the lower expert, and NaN ranks last.
 
 const RULE_SOFTMAX_TOP_K: u32 = 0u;
 const RULE_TOP_K_SOFTMAX: u32 = 1u;
 const RULE_SIGMOID: u32 = 2u;
 
-// What experts are ranked by, and what their weights are made of.
+// The values that rank the experts, and those that become their weights.
 var<workgroup> rank: array<f32, EXPERTS>;
 var<workgroup> score: array<f32, EXPERTS>;
-// 0: in the running, 1: chosen, 2: in a group that was dropped.
+// 0: candidate, 1: chosen, 2: in a dropped group.
 var<workgroup> state: array<u32, EXPERTS>;
 var<workgroup> group_rank: array<f32, GROUPS>;
 var<workgroup> group_kept: array<u32, GROUPS>;
@@ -39,7 +39,7 @@ fn all_sum(lane: u32, value: f32) -> f32 {
 }
 
 fn least_if_nan(x: f32) -> f32 {
-    // The bits, since compilers may take x == x for true.
+    // Tests the bits, because compilers may fold x == x to true.
     return select(x, LOWEST, (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u);
 }
 

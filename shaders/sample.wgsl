@@ -1,6 +1,7 @@
-// One token per output row, by the rule of core/src/sample.rs: a workgroup of 256 threads per output. Thresholds are found
-// on keys, the scores' bits in an order that u32 comparison follows, four bits at a time; sums are made in a fixed order.
-// Of a large vocabulary a dispatch before (FIND) takes the best of every PART ids, a workgroup each (FOUND).
+// One token per output row, by the rule of core/src/sample.rs; one workgroup of 256 threads per output. Thresholds are found
+// by radix selection, four bits at a time, on keys: the scores' bits mapped so that u32 order is score order. Sums have a
+// fixed order. For a large vocabulary a first dispatch (FIND) takes the best of every PART ids, one workgroup each, and the
+// second one reads its results (FOUND).
 
 const LOWEST_KEY: u32 = 0x007fffffu;
 
@@ -12,7 +13,7 @@ var<workgroup> shared_key: u32;
 var<workgroup> shared_float: f32;
 
 fn key_of(x: f32) -> u32 {
-    // Both zeros are equal.
+    // -0 and +0 get the same key.
     let raw = bitcast<u32>(x);
     let bits = select(raw, 0u, raw == 0x80000000u);
     return select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u);
@@ -52,8 +53,8 @@ fn uniform_number(seed_low: u32, seed_high: u32, position: u32) -> f32 {
     return f32(mix_bits(h) >> 8u) / 16777216.0;
 }
 
-// The number of scores, or with `weighted` the sum of their weights, per value of four bits below a known prefix; thread i
-// of the first 16 gets bin i. Scores below `least` are left out.
+// Histogram over the next four bits of keys with a known prefix: the number of scores or, with `weighted`, the sum of their
+// weights. Thread i of the first 16 returns bin i. Scores below `least` are skipped.
 fn histogram(o: u32, lane: u32, thread: u32, penalty: f32, prefix: u32, shift: u32, least: u32, scale: f32, largest: f32,
              weighted: bool) {
     var mine: array<f32, 16>;
@@ -90,7 +91,7 @@ fn histogram(o: u32, lane: u32, thread: u32, penalty: f32, prefix: u32, shift: u
     }
 }
 
-// The largest key whose scores from it on number (or weigh) at least `target`.
+// The largest key such that the scores with this or a larger key number (or weigh) at least `target`.
 fn find_key(o: u32, lane: u32, thread: u32, penalty: f32, least: u32, scale: f32, largest: f32, weighted: bool,
             target_sum: f32) -> u32 {
     var prefix = 0u;
@@ -99,7 +100,7 @@ fn find_key(o: u32, lane: u32, thread: u32, penalty: f32, least: u32, scale: f32
         let shift = 28u - 4u * level;
         histogram(o, lane, thread, penalty, prefix, shift, least, scale, largest, weighted);
         if thread == 0u {
-            // Where rounding leaves the target out of reach, the lowest bin with anything in it.
+            // If rounding puts the target out of reach: the lowest bin that is not empty.
             var bin = 0u;
             var sum = above;
             for (var b = 16u; b > 0u; b--) {
@@ -111,7 +112,7 @@ fn find_key(o: u32, lane: u32, thread: u32, penalty: f32, least: u32, scale: f32
                     sum += floats[b - 1u];
                 }
             }
-            // Out of reach: everything above the lowest bin stays above.
+            // Out of reach: the count above the lowest bin is kept.
             if bin < 15u {
                 sum = above;
                 for (var b = 15u; b > bin; b--) {
@@ -143,7 +144,7 @@ fn sum_all(thread: u32, value: f32) -> f32 {
     return result;
 }
 
-// The largest of all threads' keys with its id to words[0] and floats[0], the lowest id among equals.
+// Stores the largest key of all threads in words[0] and its id in floats[0]; ties go to the lowest id.
 fn best_of_all(thread: u32, largest: u32, best: u32) {
     words[thread] = largest;
     floats[thread] = bitcast<f32>(best);
@@ -216,7 +217,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let penalty = bitcast<f32>(lanes_at(parameters + 3u));
     let top_k = lanes_at(parameters + 4u);
 
-    // The largest score, the lowest id among equals.
+    // The largest score; ties go to the lowest id.
     var largest = LOWEST_KEY;
     var best = 0u;
 #if FOUND
@@ -273,7 +274,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             let floor_key = key_of(top + log(min_p) * temperature);
             least = max(least, select(largest, floor_key, min_p < 1.0));
         }
-        // A block of ids per thread, so that the running sum follows the ids.
+        // Each thread takes a block of consecutive ids, so that the running sum is in the order of ids.
         let block = (P.vocab + 255u) / 256u;
         let first = min(thread * block, P.vocab);
         let last = min(first + block, P.vocab);
@@ -291,7 +292,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
             let position = ints_at(P.positions + token) + 1u;
             let target_sum = uniform_number(lanes_at(parameters + 5u), lanes_at(parameters + 6u), position) * sum;
-            // The block in which the sum passes the target; rounding may leave it to the last block with anything in it.
+            // The block in which the sum passes the target; after rounding it may be the last block that is not empty.
             var before = 0.0;
             var found = 0u;
             var start = 0.0;
@@ -322,7 +323,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let id = chosen;
         ids_set(o * P.ids_row, id);
         seen_or(lane * P.seen_row + id / 32u, 1u << (id & 31u));
-        // Of several outputs of a lane the last one counts.
+        // If a lane has several outputs, the last one counts.
         var follows = false;
         if o + 1u < P.groups {
             follows = ints_at(P.output_token + o + 1u) != NONE && ints_at(P.output_lane + o + 1u) == lane;

@@ -1,6 +1,6 @@
-// The selective scan, token by token with the state in registers: right for any chunk table. A workgroup takes one row of
-// the batch and 256 / LANES rows of the state (rows are heads times head dims); LANES threads share a row of N and each
-// holds VECTORS quads of it. Sums over N are shuffled within a subgroup, or added up for a tile of TILE tokens at once.
+// Selective scan, token by token with the state in registers; works for any chunk table. A workgroup handles one row of the
+// batch and 256 / LANES rows of the state (rows are heads times head dims); LANES threads share a row of N and hold VECTORS
+// quads of it each. Sums over N use subgroup shuffles, or workgroup memory for TILE tokens at once.
 
 const STATE_ROWS: u32 = 256u / LANES;
 const TILE: u32 = 8u;
@@ -10,7 +10,7 @@ const TILE: u32 = 8u;
 var<workgroup> sums: array<f32, 256u * TILE>;
 #endif
 
-// The output of a token for a row of the state, of which `y` is the part from the state.
+// The output of a token for a row of the state; `y` is the contribution of the state.
 fn finish(t: u32, r: u32, y: f32) {
 #if PER_CHANNEL
     let d = par_at(STATE * P.par_row + r);
@@ -30,7 +30,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let row = index / P.parts;
     let part = index % P.parts;
     let lane = thread % LANES;
-    // Row of the state, and the head it belongs to.
+    // The row of the state and its head.
     let r = part * STATE_ROWS + thread / LANES;
     let active_row = r < P.state_rows;
     let h = min(r, P.state_rows - 1u) / HEAD_DIM;

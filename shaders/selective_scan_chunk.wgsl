@@ -1,22 +1,22 @@
-// The selective scan of long rows in the chunked form, one A and dt per head. A workgroup takes one row of the batch and 32
-// rows of one head's state, of which a thread holds 8 rows of a quad of N, and goes through the row's chunks:
+// Selective scan for long rows in the chunked form, one A and dt per head. A workgroup handles one row of the batch and 32
+// rows of one head's state, of which a thread holds 8 rows of a quad of N, and walks the row's chunks:
 //     y_t = exp(a_t) C_t S' + sum over s <= t of M_ts x_s,    M_ts = C_t B_s exp(a_t - a_s) dt_s, and D where s = t
 //     S   = exp(a_end) S + sum over s of x_s' (B_s exp(a_end - a_s) dt_s)
-// with a the running sum of dt A, so that no exponent is positive. C B' is chunk_pairs.wgsl's. C and S pass through
-// workgroup memory 32 of N at a time, B and M 16 tokens at a time, and C, B, x and C B' are fetched one such slice ahead.
-// A thread has 8 x 4 outputs over one of PARTS parts of the inner dimensions; the parts are added up at the end.
+// where a is the running sum of dt A, so no exponent is positive. chunk_pairs.wgsl computed C B'. C and S pass through
+// workgroup memory in slices of 32 of N, B and M in slices of 16 tokens; C, B, x and C B' of the next slice are fetched
+// while one is used. A thread computes 8 x 4 outputs over one of PARTS parts of N; the parts are added up at the end.
 
 const WG: u32 = STATE;
 const QUADS: u32 = STATE / 4u;
 const LOG2E: f32 = 1.44269504;
 
-// C: 64 tokens of 8 quads, shuffled so that rows next to each other lie in different banks; B: 16 tokens of QUADS; outputs of
-// the other part.
+// C: 64 tokens of 8 quads, swizzled so that adjacent rows lie in different banks; B: 16 tokens of QUADS; outputs of the
+// other part.
 var<workgroup> wide: array<vec4<f32>, 512>;
 // S: 32 rows of 8 quads; M: 64 tokens of 4 quads.
 var<workgroup> narrow: array<vec4<f32>, 256>;
 var<workgroup> xs: array<vec4<f32>, 128>;
-// Of each token: dt A, its sum over the block of 8 up to here, and dt with the sum over the chunk up to here.
+// Per token: dt A, its running sum within the block of 8, and dt with the running sum within the chunk.
 var<workgroup> logs: array<f32, 64>;
 var<workgroup> blocks: array<f32, 64>;
 var<workgroup> steps: array<vec2<f32>, 64>;
@@ -46,9 +46,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let g = (P.first_head + h) / P.heads_per_group;
     let pair_first = (g - P.first_group) * 64u;
 
-    // Lanes are dealt so that those next to each other, or two apart, share what they read.
+    // Lane order: lanes next to each other, or two apart, read the same data.
     let sub = (thread & 1u) | ((thread >> 1u) & 6u);
-    // Of the state: rows 8 sp .. and quad sq of N. Of the outputs: tokens tm, tm + 8 .. and quad sub of x.
+    // The thread's part. State: rows 8 sp .. and quad sq of N; outputs: tokens tm, tm + 8 .. and quad `sub` of x.
     let sp = ((thread >> 1u) & 1u) | ((thread >> 3u) & 2u);
     let slice = thread / 32u;
     let sq = 8u * slice + sub;
@@ -59,7 +59,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var lo$p = vec4<f32>();
     var hi$p = vec4<f32>();
 #end
-    // What comes next: C or B, C B', and x. Tokens past the row's end repeat the last one; nobody looks at them.
+    // The next slice: C or B, C B', and x. Tokens past the row's end repeat the last one; their results are not used.
     let c_token = thread / 8u;
     let c_at = g * STATE + 4u * (thread % 8u);
     let b_token = thread / QUADS;
@@ -99,7 +99,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             if thread < len {
                 dt = clamp(softplus(next_dt + dt_bias), P.dt_low, P.dt_high);
             }
-            // 2^-150 is 0 already; sums of larger ones would cost the tokens behind their precision.
+            // exp2(-150) is already 0 in f32; larger running sums would lose precision for later tokens.
             logs[thread] = max(dt * a, -150.0);
         }
 #for i 4
@@ -232,7 +232,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for j 4
                 let x_$j = xs[32u * q + 8u * $ju + sub];
 #end
-                // Nothing from here on reaches the tokens before it.
+                // Later tokens do not affect earlier ones.
                 if s0 < 32u {
 #for i 4
                     let ma$i = narrow[4u * tm + 32u * $iu + q];

@@ -1,6 +1,7 @@
-// The selective scan of many tokens, one A and dt per head: a workgroup takes one row of the batch and ROWS rows of one
+// Selective scan for many tokens, one A and dt per head. A workgroup handles one row of the batch and ROWS rows of one
 // head's state, which stays in registers. A thread holds 4 rows of VECTORS quads of N; LANES threads share those rows. B, C
-// and x pass through workgroup memory TILE tokens at a time, fetched one tile ahead; sums over N are added up per tile.
+// and x pass through workgroup memory in tiles of TILE tokens, each fetched during the previous one; sums over N are added
+// up per tile.
 
 const QUADS: u32 = STATE / 4u;
 const ROW_QUADS: u32 = ROWS / 4u;
@@ -49,7 +50,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var state$p_$v = vec4<f32>();
 #end
 #end
-    // Tokens past the row's end repeat the last one; nobody looks at them.
+    // Tokens past the row's end repeat the last one; their results are not used.
 #for i BC_FETCHES
     let bc_token$i = min((thread + $iu * WG) / QUADS, TILE - 1u);
     let bc_at$i = bc + 4u * ((thread + $iu * WG) % QUADS);

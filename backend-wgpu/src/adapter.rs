@@ -1,4 +1,4 @@
-//! Which adapters there are, and opening one.
+//! Lists the adapters and opens one.
 
 use selkie_core::backend::DeviceInfo;
 use selkie_core::error::{Error, Result};
@@ -14,12 +14,13 @@ pub struct Options {
     pub no_subgroups: bool,
     /// Products in f32 even where the adapter has faster ones with f16 factors.
     pub f32: bool,
-    /// Choose shaders as for a browser's software device, where barriers are dear (`true`), or as for hardware (`false`),
-    /// whatever the adapter is.
+    /// Overrides the choice of shaders: `true` as for a browser's software device, where barriers are expensive, `false` as
+    /// for hardware. `None` decides by the adapter.
     pub few_barriers: Option<bool>,
 }
 
-/// Adapters in order of preference: discrete, integrated, virtual, software. Where the browser chooses there is one.
+/// Adapters in order of preference: discrete, integrated, virtual, software. In a browser at most one, which the browser
+/// chooses.
 pub(crate) async fn list() -> Vec<wgpu::Adapter> {
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
     if cfg!(target_arch = "wasm32") {
@@ -44,19 +45,19 @@ fn rank(kind: wgpu::DeviceType) -> usize {
     }
 }
 
-/// Whether the adapter is a program on the CPU.
+/// Whether the adapter is emulated on the CPU.
 pub(crate) fn is_software(info: &wgpu::AdapterInfo) -> bool {
     info.device_type == wgpu::DeviceType::Cpu
 }
 
-/// Name, driver interface and, said so, a software device.
+/// Name and driver interface; software devices are marked.
 pub(crate) fn describe(info: &wgpu::AdapterInfo) -> String {
     let software = if is_software(info) { ", software" } else { "" };
     format!("{} ({:?}{software})", info.name, info.backend)
 }
 
-/// Whether the adapter multiplies matrices as `shaders/matmul_coop.wgsl` wants them: 16 x 16 x 16 in subgroups of 32, f16
-/// factors, f32 sums, and workgroup memory for its tiles.
+/// Whether the adapter has what `shaders/matmul_coop.wgsl` needs: cooperative matrices of 16 x 16 x 16 in subgroups of 32 with
+/// f16 factors and f32 sums, and enough workgroup memory for its tiles.
 pub(crate) fn has_cooperative_matrices(adapter: &wgpu::Adapter) -> bool {
     let info = adapter.get_info();
     let wanted = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_F16;
@@ -71,7 +72,7 @@ pub(crate) fn has_cooperative_matrices(adapter: &wgpu::Adapter) -> bool {
         })
 }
 
-/// Why the engine cannot run on an adapter, if so.
+/// `Err` with the reason if the engine cannot run on the adapter.
 fn usable(adapter: &wgpu::Adapter) -> Result<(), String> {
     let (has, needs) = (adapter.limits(), wgpu::Limits::default());
     let checks = [
@@ -93,19 +94,19 @@ fn usable(adapter: &wgpu::Adapter) -> Result<(), String> {
         ),
     ];
     match checks.into_iter().find(|(_, has, needs)| has < needs) {
-        Some((what, has, needs)) => Err(format!("it has {has} {what}, and {needs} are needed")),
+        Some((what, has, needs)) => Err(format!("it has {has} {what}, but {needs} are needed")),
         None => Ok(()),
     }
 }
 
-/// Whether it is worth looking for a GPU. On Linux one shows as a device file, and asking the drivers takes a third of a
-/// second and makes some of them print; elsewhere the answer is always yes.
+/// Whether a search for a GPU can succeed. On Linux a GPU has a device file; without one the search is skipped, because it
+/// takes a third of a second and makes some drivers print messages. On other systems always true.
 pub fn may_have_hardware() -> bool {
     !cfg!(target_os = "linux")
         || ["/dev/dri", "/dev/nvidia0", "/dev/dxg"].iter().any(|p| std::path::Path::new(p).exists())
 }
 
-/// The devices of this backend: discrete first, software last. One that says why if there is none.
+/// The devices of this backend: discrete first, software last. Without any, a single entry that gives the reason.
 pub async fn devices() -> Vec<DeviceInfo> {
     let adapters = list().await;
     let info = |(index, adapter): (usize, &wgpu::Adapter)| DeviceInfo {
@@ -128,7 +129,7 @@ pub async fn devices() -> Vec<DeviceInfo> {
     all
 }
 
-/// The adapter called `which`: its number in [`devices`], or a part of its name in any case. Without a name the first.
+/// Finds an adapter by its number in [`devices`] or by a part of its name, ignoring case. Without a name, the first usable one.
 pub(crate) async fn find(which: Option<&str>) -> Result<wgpu::Adapter> {
     let no_device = |why: String| Error::NoDevice { backend: "wgpu", why };
     let adapters = list().await;
@@ -146,7 +147,7 @@ pub(crate) async fn find(which: Option<&str>) -> Result<wgpu::Adapter> {
             let by_name = || adapters.iter().position(matches);
             by_number.or_else(by_name).ok_or_else(|| {
                 no_device(format!(
-                    "no adapter is called {name:?}; there are {}",
+                    "no adapter is called {name:?}; available: {}",
                     names().collect::<Vec<_>>().join(", ")
                 ))
             })?

@@ -1,4 +1,4 @@
-//! The [`Backend`]: buffers, steps, tapes.
+//! The [`Backend`] implementation: buffers, steps, tapes.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -18,29 +18,30 @@ use crate::kernel::Kernel;
 use crate::lower::{self, Facts, lower_step};
 use crate::pipelines::{Dispatch, Pipelines};
 
-/// Features that are used where the adapter has them.
+/// Optional features, used if the adapter has them.
 const WANTED: wgpu::Features =
     wgpu::Features::PIPELINE_CACHE.union(wgpu::Features::TIMESTAMP_QUERY).union(wgpu::Features::SUBGROUP);
 
-/// Submissions of a step that is encoded on the spot, and the dispatches that are worth one: it costs 25 to 40 µs.
+/// A step that is not a tape is split into at most this many submissions, each of at least [`LEAST_PART`] dispatches: a
+/// submission costs 25 to 40 µs.
 const MOST_PARTS: usize = 6;
 const LEAST_PART: usize = 48;
 
-/// A GPU through Vulkan, Metal, DirectX 12 or the browser. Activations, KV pages and states in f32; weights as they are
-/// stored.
+/// A GPU through Vulkan, Metal, DirectX 12 or the browser. Activations, KV pages and states are f32; weights keep their
+/// stored dtype.
 pub struct WgpuBackend {
     caps: Caps,
     facts: Facts,
     pub(crate) gpu: Arc<Gpu>,
     pipelines: RefCell<Pipelines>,
-    /// Ops whose shaders are compiled at load.
+    /// Ops of the measured steps; their shaders are compiled at load.
     measured: RefCell<Vec<Op<Buf>>>,
-    /// Dispatches of the last tape played and of all, and the host's time for them.
+    /// Dispatches of the last tape, dispatches of all tapes played, and the host time of all.
     #[cfg(not(target_arch = "wasm32"))]
     played: Cell<(usize, usize, std::time::Duration)>,
-    /// Where ops keep what only their own dispatches need.
+    /// Scratch memory; its contents are valid within one op only.
     arena: RefCell<Option<Buf>>,
-    /// Written between measurements.
+    /// Overwritten between measurements to flush the caches.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) flush: RefCell<Option<Buf>>,
     next_id: Cell<usize>,
@@ -54,15 +55,16 @@ pub struct Rec {
     ops: Vec<Op<Buf>>,
 }
 
-/// A recorded step: dispatches, and handles to what they touch.
+/// A recorded step: dispatches, and handles to the buffers that they use.
 pub struct Tape {
     pub(crate) dispatches: Vec<Dispatch>,
-    /// The next replay, encoded while the device was busy with the last one: a command buffer can be submitted once only.
+    /// The commands of the next replay, encoded while the device ran the last one. A command buffer can be submitted only
+    /// once.
     ready: RefCell<Option<wgpu::CommandBuffer>>,
     _bufs: Vec<Buf>,
 }
 
-/// The device's queue: uploads and steps in order.
+/// The device's queue, which runs uploads and steps in order.
 #[cfg(target_arch = "wasm32")]
 #[derive(Clone)]
 pub struct Queue(Arc<Gpu>);
@@ -75,7 +77,7 @@ impl Queue {
     }
 }
 
-/// A page's buffers would live until its garbage is collected.
+/// Frees the device's memory at once; otherwise it would stay until the page's garbage collection.
 #[cfg(target_arch = "wasm32")]
 impl Drop for WgpuBackend {
     fn drop(&mut self) {
@@ -84,7 +86,7 @@ impl Drop for WgpuBackend {
 }
 
 impl WgpuBackend {
-    /// Opens an adapter: its number in [`crate::devices`], or a part of its name; without either the first usable one.
+    /// Opens an adapter by its number in [`crate::devices`] or a part of its name; with `None`, the first usable one.
     ///
     /// # Errors
     /// [`Error::NoDevice`] with the reason.
@@ -104,7 +106,7 @@ impl WgpuBackend {
                 label: Some("selkie"),
                 required_features: adapter.features() & features,
                 required_limits: limits.clone(),
-                // SAFETY: the only experimental feature asked for is the matrices', and only where they are used.
+                // SAFETY: the only experimental feature requested is cooperative matrices, and only where they are used.
                 experimental_features: unsafe { wgpu::ExperimentalFeatures::enabled() },
                 ..Default::default()
             })
@@ -128,7 +130,7 @@ impl WgpuBackend {
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP) && one_size && !options.no_subgroups;
         let subgroup = subgroups.then_some(info.subgroup_min_size as usize);
         let software = adapter::is_software(&info);
-        // The browsers' own software device; a native one stands in for hardware in tests.
+        // Only for the browsers' software device: native software adapters stand in for hardware in tests.
         let few_barriers = options.few_barriers.unwrap_or(software && cfg!(target_arch = "wasm32"));
         let cache = CacheFile::open(&device, &info);
         let gpu = Arc::new(Gpu::new(device, queue));
@@ -151,7 +153,7 @@ impl WgpuBackend {
         })
     }
 
-    /// Whether the device is a program on the CPU, which nobody wants unless they ask for it.
+    /// Whether the device is emulated on the CPU. Such a device is used only on request.
     pub fn is_software(&self) -> bool {
         self.software
     }
@@ -161,7 +163,7 @@ impl WgpuBackend {
         self.pipelines.borrow().len()
     }
 
-    /// Destroys the device under the backend, as a driver's reset does: for tests of what follows.
+    /// Destroys the device as a driver reset does, for tests of the error path.
     pub fn lose(&self) {
         self.gpu.device.destroy();
     }
@@ -174,17 +176,17 @@ impl WgpuBackend {
         self.gpu.queue.submit([encoder.finish()]);
     }
 
-    /// Waits until the browser has compiled all shaders and made all buffers asked for so far; tells `report` how many of
-    /// how many.
+    /// Waits until the browser has compiled all shaders and allocated all buffers requested so far; calls `report` with the
+    /// number done and the total.
     ///
     /// # Errors
-    /// [`Error::Compile`], [`Error::OutOfMemory`] and whatever else went wrong since the device was opened.
+    /// [`Error::Compile`], [`Error::OutOfMemory`] and any other error since the device was opened.
     #[cfg(target_arch = "wasm32")]
     pub async fn settle(&self, report: &mut dyn FnMut(usize, usize)) -> Result<()> {
         self.gpu.settle(report).await
     }
 
-    /// To wait for the device without holding the backend.
+    /// A handle for waiting for the device without borrowing the backend.
     #[cfg(target_arch = "wasm32")]
     pub fn queue(&self) -> Queue {
         Queue(self.gpu.clone())
@@ -218,7 +220,7 @@ impl WgpuBackend {
         Ok(Tape { dispatches, ready: RefCell::default(), _bufs: bufs })
     }
 
-    /// What benches say about pipelines and tapes.
+    /// Lines about pipelines and tapes for benchmark output.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn counts(&self) -> Vec<String> {
         let pipelines = self.pipelines.borrow();
@@ -296,12 +298,12 @@ impl Backend for WgpuBackend {
         let error = |why: String| Error::Device { op: "write".into(), why };
         let end = at.checked_add(bytes.len() as u64).filter(|end| *end <= dst.bytes());
         let end = end.ok_or_else(|| error(format!("{} bytes at {at} of a buffer of {}", bytes.len(), dst.bytes())))?;
-        // The device writes words; a last part of one is padded where nothing follows.
+        // The device writes whole words; at the end of the buffer a partial word is padded.
         let (words, rest) = bytes.split_at(bytes.len() / 4 * 4);
         if !at.is_multiple_of(4) || (!rest.is_empty() && end != dst.bytes()) {
             return Err(Error::Unsupported {
                 what: format!("{} bytes at byte {at} of a buffer on the wgpu backend", bytes.len()),
-                why: "they are no whole words of 4 bytes; the rows of matrices must be a multiple of 4 elements".into(),
+                why: "writes must be whole words of 4 bytes: the row length of matrices must be a multiple of 4".into(),
             });
         }
         if !words.is_empty() {
@@ -332,7 +334,7 @@ impl Backend for WgpuBackend {
         self.gpu.deferred.check()?;
         let kernels = self.lowered(f)?;
         let dispatches = self.dispatches(&kernels)?;
-        // In parts, so that the device starts while the rest is encoded: that takes 1 to 2.5 µs a dispatch.
+        // Submitted in parts, so that the device starts while the rest is encoded, which takes 1 to 2.5 µs per dispatch.
         for part in dispatches.chunks(dispatches.len().div_ceil(MOST_PARTS).max(LEAST_PART)) {
             self.gpu.queue.submit([self.encode(part)]);
         }

@@ -1,4 +1,4 @@
-//! Device memory behind a counted handle, and reads of it.
+//! Reference-counted device buffers, and reads from them.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -12,7 +12,7 @@ use selkie_core::error::{Error, Result};
 
 use crate::device::{Gpu, lock};
 
-/// A counted handle to a device buffer.
+/// A reference-counted handle to a device buffer.
 #[derive(Clone)]
 pub struct Buf(Rc<Inner>);
 
@@ -20,12 +20,12 @@ struct Inner {
     buffer: wgpu::Buffer,
     id: usize,
     bytes: u64,
-    /// Ids of buffers that are gone, for whoever keeps something by id.
+    /// Collects the ids of dropped buffers, so that maps keyed by id can remove their entries.
     gone: Rc<RefCell<Vec<usize>>>,
 }
 
 impl Buf {
-    /// A handle to `buffer`, of whose bytes the first `bytes` were asked for.
+    /// A handle to `buffer`; the caller asked for `bytes` bytes, the buffer may be larger.
     pub(crate) fn new(buffer: wgpu::Buffer, id: usize, bytes: u64, gone: &Rc<RefCell<Vec<usize>>>) -> Self {
         Self(Rc::new(Inner { buffer, id, bytes, gone: gone.clone() }))
     }
@@ -37,7 +37,7 @@ impl Buf {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // A page would keep the memory until its garbage is collected. What was submitted still runs.
+        // In a browser the memory would otherwise stay until garbage collection. Submitted work still completes.
         #[cfg(target_arch = "wasm32")]
         self.buffer.destroy();
         self.gone.borrow_mut().push(self.id);
@@ -79,12 +79,12 @@ impl Read {
         Self(State::Failed(Some(e)))
     }
 
-    /// Submits the copy of `len` bytes from byte `at` of `buffer` on, after everything submitted before.
+    /// Submits a copy of `len` bytes from byte `at` of `buffer`, after everything submitted earlier.
     pub(crate) fn new(gpu: &Arc<Gpu>, buffer: &wgpu::Buffer, at: u64, len: usize) -> Self {
         if let Err(e) = gpu.deferred.check() {
             return Self::failed(e);
         }
-        // Copies are made in words.
+        // Copies are in whole words.
         let from = at / 4 * 4;
         let size = (at + len as u64).next_multiple_of(4).max(from + 4) - from;
         let staging = gpu.device.create_buffer(&wgpu::BufferDescriptor {
@@ -123,15 +123,15 @@ impl Future for Read {
                     return Poll::Pending;
                 };
                 gpu.deferred.check()?;
-                // The buffer is this read's own and nothing unmaps it: mapping fails only on a device that is gone, which a
-                // browser may tell later.
+                // Only this read uses the buffer and nothing unmaps it, so mapping fails only if the device is lost. A browser
+                // may report the loss later.
                 let lost =
                     |why: String| Error::Device { op: "device".into(), why: format!("the device was lost: {why}") };
                 done.clone().map_err(|e| lost(e.to_string()))?;
                 let view = staging.slice(..).get_mapped_range().map_err(|e| lost(e.to_string()))?;
                 let bytes = view[*skip..*skip + *len].to_vec();
                 drop(view);
-                // A page would keep the buffer until its garbage is collected.
+                // In a browser the buffer would otherwise stay until garbage collection.
                 staging.destroy();
                 Poll::Ready(Ok(bytes))
             }

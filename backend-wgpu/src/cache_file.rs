@@ -1,4 +1,4 @@
-//! The driver's compiled pipelines in a file, where the device can save them: the second start compiles nothing.
+//! Saves the driver's compiled pipelines in a file, if the device supports it, so that later starts compile nothing.
 
 #[cfg(not(target_arch = "wasm32"))]
 pub use native::CacheFile;
@@ -8,10 +8,10 @@ mod native {
     use std::cell::Cell;
     use std::path::PathBuf;
 
-    /// A pipeline cache and the file it is kept in.
+    /// A pipeline cache and its file.
     pub struct CacheFile {
         cache: Option<(wgpu::PipelineCache, PathBuf)>,
-        /// The file was there.
+        /// Whether the file existed.
         warm: bool,
         changed: Cell<bool>,
     }
@@ -32,17 +32,17 @@ mod native {
             Self { cache, warm: data.is_some(), changed: Cell::new(false) }
         }
 
-        /// Whether the file was there.
+        /// Whether the file of an earlier run was read.
         pub fn warm(&self) -> bool {
             self.warm
         }
 
-        /// What pipelines are compiled with.
+        /// The cache to compile pipelines with.
         pub fn get(&self) -> Option<&wgpu::PipelineCache> {
             self.cache.as_ref().map(|(cache, _)| cache)
         }
 
-        /// Pipelines were compiled: the file is written at the end.
+        /// Call after pipelines were compiled: the file is then written on drop.
         pub fn changed(&self) {
             self.changed.set(true);
         }
@@ -52,7 +52,7 @@ mod native {
         fn drop(&mut self) {
             let Some((cache, path)) = self.cache.as_ref().filter(|_| self.changed.get()) else { return };
             let Some(data) = cache.get_data() else { return };
-            // Written aside and renamed, so that no other process reads half of it.
+            // Written to a temporary file and renamed, so that other processes never read an incomplete file.
             let aside = path.with_extension(std::process::id().to_string());
             let dir = path.parent().map_or(Ok(()), std::fs::create_dir_all);
             let written = dir.and_then(|()| std::fs::write(&aside, data)).and_then(|()| std::fs::rename(&aside, path));
@@ -75,7 +75,7 @@ mod native {
     }
 }
 
-/// Browsers keep compiled shaders themselves.
+/// Browsers cache compiled shaders themselves.
 #[cfg(target_arch = "wasm32")]
 pub struct CacheFile;
 

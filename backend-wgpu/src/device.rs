@@ -1,4 +1,4 @@
-//! The device behind the backend: errors that arrive late, waiting for results, uploads.
+//! The wgpu device: asynchronous errors, waiting for results, uploads.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,18 +7,18 @@ use selkie_core::error::{Error, Result};
 #[cfg(target_arch = "wasm32")]
 use crate::signal::Signal;
 
-/// Uploads are handed to the device in portions of this size, so that their staging memory is reused.
+/// Uploads are submitted in portions of this size, so that their staging memory is reused.
 const SUBMIT_BYTES: u64 = 8 << 20;
 
-/// The first error that nobody was waiting for; it fails the next call that can report one.
+/// The first asynchronous error. It fails the next call that can report an error.
 #[derive(Default)]
 pub struct Deferred(Mutex<Option<Fault>>);
 
-/// Makes an error as often as somebody asks.
+/// Creates the error; called once per report, because errors cannot be cloned.
 type Fault = Box<dyn Fn() -> Error + Send>;
 
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What the locks guard is valid at every moment.
+    // A panic while a lock is held leaves its data valid.
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -34,7 +34,7 @@ impl Deferred {
         lock(&self.0).get_or_insert_with(|| Box::new(error));
     }
 
-    /// The error, if there is one. It stays: after it no result can be trusted.
+    /// Fails if an error occurred. The error is kept, because no later result can be trusted.
     pub fn check(&self) -> Result<()> {
         match &*lock(&self.0) {
             Some(error) => Err(error()),
@@ -43,19 +43,19 @@ impl Deferred {
     }
 }
 
-/// The op that a wgpu message is about, by the label of a pipeline, bind group or buffer in it.
+/// The op that a wgpu message refers to, from the label of a pipeline, bind group or buffer in the message.
 fn op_of(message: &str) -> String {
     let label = message.split("'").nth(1).map(str::trim).filter(|l| !l.is_empty() && l.len() < 80);
     label.unwrap_or("wgpu").split('.').next().unwrap_or("wgpu").to_owned()
 }
 
-/// Device, queue and what must outlive both.
+/// Device and queue, with the objects that must outlive them.
 pub struct Gpu {
     /// The device.
     pub device: wgpu::Device,
     /// Its queue.
     pub queue: wgpu::Queue,
-    /// Errors that nobody waited for.
+    /// Asynchronous errors.
     pub deferred: Arc<Deferred>,
     /// Bytes written since the last submission.
     pending: Mutex<u64>,
@@ -67,7 +67,7 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Takes a device over: its errors come here from now on.
+    /// Wraps a device and registers handlers for its errors.
     pub fn new(device: wgpu::Device, queue: wgpu::Queue) -> Self {
         let deferred = Arc::new(Deferred::default());
         let d = deferred.clone();
@@ -105,7 +105,7 @@ impl Gpu {
         }
     }
 
-    /// Waits until a portion is copied: uploads would otherwise pile up in host memory.
+    /// Waits until a portion is copied. Otherwise uploads would accumulate in host memory.
     #[cfg(not(target_arch = "wasm32"))]
     fn limit_staging(&self, submitted: wgpu::SubmissionIndex) {
         let wait = wgpu::PollType::Wait { submission_index: Some(submitted), timeout: None };
@@ -117,11 +117,11 @@ impl Gpu {
     #[cfg(target_arch = "wasm32")]
     fn limit_staging(&self, _: wgpu::SubmissionIndex) {}
 
-    /// Calls `f` within an error scope of each filter and returns what it made, or `error` of the scopes' message. The
-    /// browser answers later than that: there the error is deferred, and [`Gpu::settle`] waits for the answer.
+    /// Calls `f` within one error scope per filter and returns its result. A browser answers the scopes later: there an error
+    /// is deferred, and [`Gpu::settle`] waits for the answers.
     ///
     /// # Errors
-    /// `error`.
+    /// `error(message)` if a scope caught an error.
     pub fn scoped<T>(
         &self,
         filters: &[wgpu::ErrorFilter],
@@ -163,7 +163,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Waits for the answers of all error scopes, telling `report` how many of how many are there.
+    /// Waits for the answers of all error scopes; calls `report` with the number answered and the total.
     ///
     /// # Errors
     /// The first error that was deferred.
@@ -187,7 +187,7 @@ impl Gpu {
         done
     }
 
-    /// Has callbacks run soon after a submission is done, and not only when everything submitted later is.
+    /// Makes callbacks run soon after this submission is done, instead of after everything submitted later.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn watch(&self, submitted: wgpu::SubmissionIndex) {
         self.waiter.watch(submitted);
@@ -227,14 +227,14 @@ mod waiter {
             };
             let thread = std::thread::Builder::new().name("wgpu wait".into()).spawn(run);
             if let Err(e) = &thread {
-                deferred.set("device", format!("no thread to wait for it: {e}"));
+                deferred.set("device", format!("the thread that waits for the device did not start: {e}"));
             }
             Self { submissions: Some(submissions), thread: thread.ok() }
         }
 
         pub fn watch(&self, submitted: wgpu::SubmissionIndex) {
             if let Some(submissions) = &self.submissions {
-                // Fails without the thread only, which every read reports.
+                // Fails only if the thread is gone; every read reports that.
                 let _ = submissions.send(submitted);
             }
         }

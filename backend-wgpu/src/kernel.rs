@@ -1,9 +1,9 @@
-//! A dispatch as data: the shader with its constants, the views that it touches, its parameters and its grid.
+//! A dispatch as data: the shader with its constants, its views, its parameters and its grid.
 //!
-//! Buffers are bound whole (storage offsets need 256-byte alignment) and each buffer once, however many views an op has of
-//! it; offsets and row strides are parameters. The WGSL declarations and the accessors of every view (`x_at(i)`,
-//! `x_v4(i)`, `y_set(i, v)`, ...; `i` counts elements from the view's start) are generated here, so that shaders name
-//! views and never bindings. All of it works on any [`Handle`], so that tests build every kernel without a device.
+//! A buffer is bound whole (storage offsets need 256-byte alignment) and only once, even if an op has several views of it;
+//! offsets and row strides are parameters. The WGSL declarations and the accessors of every view (`x_at(i)`, `x_v4(i)`,
+//! `y_set(i, v)`, ...; `i` counts elements from the view's start) are generated here, so shaders name views, not bindings.
+//! Everything is generic over [`Handle`], so tests build every kernel without a device.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -16,10 +16,10 @@ use selkie_core::tensor::{DType, Tensor};
 
 /// Workgroups per grid axis that WebGPU guarantees.
 const MAX_GROUPS: usize = 65535;
-/// Bytes of a parameter block: one dynamic offset step of the strictest device.
+/// Bytes of a parameter block: the largest alignment that a device may require of dynamic offsets.
 pub const PARAM_BYTES: usize = 256;
 
-/// Steps of a sum over a subgroup, for shaders that make one.
+/// Name of the constant with the number of shuffle steps of a subgroup sum.
 const SHUFFLES: &str = "SHUFFLES";
 
 /// A shader file.
@@ -39,7 +39,7 @@ macro_rules! shader {
 }
 pub(crate) use shader;
 
-/// A shader's text: that of a file in the folder `SELKIE_SHADERS`, for development, or the one in the binary.
+/// A shader's text: the file in the folder `SELKIE_SHADERS` if it exists (for development), else the built-in text.
 fn source_of(shader: Shader) -> Cow<'static, str> {
     let file = std::env::var_os("SELKIE_SHADERS").map(|dir| Path::new(&dir).join(format!("{}.wgsl", shader.stem)));
     file.and_then(|file| std::fs::read_to_string(file).ok()).map_or(shader.text.into(), Cow::Owned)
@@ -84,7 +84,7 @@ enum Const {
     Bool(bool),
 }
 
-/// What a pipeline is compiled from. Equal specs share one pipeline.
+/// Everything that a pipeline is compiled from. Equal specs share one pipeline.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
     shader: Shader,
@@ -161,16 +161,16 @@ impl Spec {
         s
     }
 
-    /// The constant `name`, for lines that are repeated.
+    /// The value of the integer constant `name`, for `#for`.
     fn count(&self, name: &str) -> usize {
         let value = self.consts.iter().find(|(n, _)| *n == name);
         let Some((_, Const::U32(n))) = value else { panic!("{}: no constant {name}", self.shader.stem) };
         *n as usize
     }
 
-    /// The file's text, with lines between `#if FLAG`, `#else` and `#endif` as the flags say: what is left out may name views
-    /// that the op does not have. Lines between `#for i COUNT` and `#end` are repeated with `$i` as 0, 1, ..: loads that
-    /// stand one after the other are in flight together, whatever a driver makes of loops.
+    /// Appends the file's text. Lines between `#if FLAG`, `#else` and `#endif` are kept as the flags say, so that skipped lines
+    /// may name views that the op does not have. Lines between `#for i COUNT` and `#end` are repeated with `$i` as 0, 1, ..:
+    /// unrolled loads are in flight together whether or not the driver unrolls loops.
     fn text(&self, s: &mut String) {
         let file = source_of(self.shader);
         let lines: Vec<&str> = file.lines().collect();
@@ -178,7 +178,7 @@ impl Spec {
         assert!(rest.is_empty(), "{}: {} without its beginning", self.shader.stem, rest[0].trim());
     }
 
-    /// Adds lines up to the end of a block, if they are kept, and returns what follows from that end on.
+    /// Appends the lines of a block if `keep`, and returns the rest, starting at the line that ends the block.
     fn block<'t>(&self, mut lines: &'t [&'t str], vars: &[(&str, usize)], keep: bool, s: &mut String) -> &'t [&'t str] {
         while let Some((line, rest)) = lines.split_first() {
             let here = lines;
@@ -190,7 +190,7 @@ impl Spec {
                     let value = self.consts.iter().find(|(name, _)| *name == flag);
                     let on = match value {
                         Some((_, Const::Bool(on))) => *on,
-                        // Flags may depend on those around them.
+                        // In a skipped block a flag may be undefined.
                         _ if !keep => false,
                         _ => panic!("{}: no flag {flag}", self.shader.stem),
                     };
@@ -212,7 +212,7 @@ impl Spec {
                     assert!(!lines.is_empty(), "{}: #for without #end", self.shader.stem);
                     lines = &lines[1..];
                 }
-                // The caller looks at the end itself.
+                // The caller handles the end of the block.
                 Some("#else" | "#endif" | "#end") => return here,
                 _ if keep => {
                     let mut line = (*line).to_owned();
@@ -230,7 +230,7 @@ impl Spec {
 }
 
 impl ViewSpec {
-    /// The functions through which the shader reads and writes the view.
+    /// Writes the functions that read and write the view.
     fn accessors(&self, binding: &BindingSpec, s: &mut String) {
         let (n, b) = (self.name, self.binding);
         let at = format!("P.{n}_off + i");
@@ -297,7 +297,7 @@ impl ViewSpec {
         }
         if self.access != ViewAccess::Read {
             if binding.wide {
-                // No single elements: another thread may own the rest of the vector.
+                // No setter for single elements: another thread may own the rest of the vector.
                 f(format!("fn {n}_set4(i: u32, v: vec4<{t}>) {{ b{b}[({at}) >> 2u] = v; }}"));
             } else {
                 f(format!("fn {n}_set(i: u32, v: {t}) {{ b{b}[{at}] = v; }}"));
@@ -309,7 +309,7 @@ impl ViewSpec {
         }
     }
 
-    /// The function that stores a cooperative matrix of sums.
+    /// Writes the function that stores a cooperative matrix of sums.
     fn matrix_accessor(&self, binding: &BindingSpec, s: &mut String) {
         let (n, b) = (self.name, self.binding);
         if self.elem == Elem::F32 && self.access == ViewAccess::Write && binding.wide {
@@ -327,13 +327,13 @@ impl ViewSpec {
 pub struct Kernel<B> {
     /// The op it belongs to.
     pub op: &'static str,
-    /// What it is compiled from.
+    /// The pipeline's specification.
     pub spec: Spec,
-    /// Buffers by binding, from binding 1 on (`None` = the scratch arena): first byte and number of bytes bound.
+    /// Buffers by binding, starting at binding 1 (`None` = the scratch arena): buffer, first byte bound, bytes bound.
     pub buffers: Vec<(Option<B>, u64, u64)>,
     /// The words of `Params`.
     pub params: Vec<u32>,
-    /// Workgroups.
+    /// Workgroups per axis.
     pub grid: [u32; 3],
 }
 
@@ -345,10 +345,10 @@ impl<B> Kernel<B> {
     }
 }
 
-/// A binding: what it holds, the number of its buffer, the buffer (`None` = the scratch arena), first and last byte used.
+/// A binding: its type, the buffer's id, the buffer (`None` = the scratch arena), first byte and end byte used.
 type Bound<B> = (BindingSpec, Option<usize>, Option<B>, u64, u64);
 
-/// A [`Kernel`] being put together.
+/// Builds a [`Kernel`].
 pub struct Builder<B> {
     shader: Shader,
     consts: Vec<(&'static str, Const)>,
@@ -367,7 +367,7 @@ struct View<B> {
 }
 
 impl<B: Handle> Builder<B> {
-    /// No constants, parameters or views yet.
+    /// A builder without constants, parameters or views.
     pub fn new(shader: Shader) -> Self {
         Self { shader, consts: vec![], params: vec![], views: vec![] }
     }
@@ -384,8 +384,8 @@ impl<B: Handle> Builder<B> {
         self
     }
 
-    /// `SUBGROUP` and, with subgroups of `size` threads, `shuffled(x)`: the sum of x over `lanes` threads that lie next to each
-    /// other, or over the subgroup if that is smaller, for each of them.
+    /// Defines `SUBGROUP` and, with subgroups of `size` threads, `shuffled(x)`: the sum of x over `lanes` adjacent threads, or
+    /// over the subgroup if it is smaller, returned to each of them.
     pub fn subgroup(self, size: Option<usize>, lanes: usize) -> Self {
         let b = self.flag("SUBGROUP", size.is_some());
         match size.map(|size| size.min(lanes)) {
@@ -406,29 +406,28 @@ impl<B: Handle> Builder<B> {
         self
     }
 
-    /// The view `name`, of which the shader uses single elements.
+    /// The view `name`, accessed by single elements.
     pub fn view(self, name: &'static str, access: Access, tensor: &Tensor<B>) -> Self {
         self.push(name, access, tensor, false, false)
     }
 
-    /// The view `name`, of which the shader uses groups of four elements at multiples of four within a row, and single
-    /// elements only to read.
+    /// The view `name`, accessed in groups of four elements at multiples of four within a row; single elements are only read.
     pub fn vectors(self, name: &'static str, access: Access, tensor: &Tensor<B>) -> Self {
         self.push(name, access, tensor, true, false)
     }
 
-    /// The view `name` of words that several workgroups update.
+    /// The view `name` of words that several workgroups update atomically.
     pub fn atomics(self, name: &'static str, tensor: &Tensor<B>) -> Self {
         self.push(name, Access::InPlace, tensor, false, true)
     }
 
-    /// The view `name` of `[rows, len]` words of the scratch arena from word `offset` on, of which the shader uses groups of
-    /// four like those of [`Builder::vectors`].
+    /// The view `name` of `[rows, len]` words of the scratch arena, starting at word `offset`, accessed like
+    /// [`Builder::vectors`].
     pub fn scratch(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
         self.arena(name, access, offset, Tensor::new(None, DType::U32, &dims), true)
     }
 
-    /// The same, of which the shader uses single words.
+    /// Like [`Builder::scratch`], accessed by single words.
     pub fn scratch_words(self, name: &'static str, access: Access, offset: usize, dims: [usize; 2]) -> Self {
         self.arena(name, access, offset, Tensor::new(None, DType::U32, &dims), false)
     }
@@ -458,7 +457,7 @@ impl<B: Handle> Builder<B> {
         self
     }
 
-    /// The step's integers as the view `ints`, and where its sections lie.
+    /// The step's integers as the view `ints`, with the offsets of its sections as parameters.
     pub fn step(self, step: &Step<B>) -> Self {
         let b: &Bucket = &step.bucket;
         self.view("ints", Access::Read, &step.ints)
@@ -518,7 +517,7 @@ impl<B: Handle> Builder<B> {
         let mut params: Vec<u32> = self.params.iter().map(|p| p.2).collect();
         let mut buffers = vec![];
         for (_, _, buf, first, last) in &bindings {
-            // Storage that the device rounds up to vectors; see `Backend::alloc`.
+            // `Backend::alloc` rounds sizes up to whole vectors.
             let all = buf.as_ref().map_or(u64::MAX, |b| b.bytes().max(1).next_multiple_of(16));
             let from = if all <= max_binding { 0 } else { first / 256 * 256 };
             let to = if all <= max_binding { all } else { last.next_multiple_of(16).min(all) };

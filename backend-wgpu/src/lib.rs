@@ -1,8 +1,8 @@
 //! The wgpu backend of selkie: WGSL shaders on Vulkan, Metal, DirectX 12 and, from the same code, in the browser.
 //!
-//! Ops become [`kernel::Kernel`]s (`lower`), kernels become dispatches (`pipelines`), and a step is one compute pass of them.
-//! Everything works within WebGPU's default limits: 8 storage buffers, 128 MiB per binding, 16 KiB of workgroup memory,
-//! 256 invocations.
+//! `lower` turns ops into [`kernel::Kernel`]s, `pipelines` turns kernels into dispatches, and a step is one compute pass of
+//! dispatches. Everything works within WebGPU's default limits: 8 storage buffers, 128 MiB per binding, 16 KiB of workgroup
+//! memory, 256 invocations.
 
 mod adapter;
 mod backend;
@@ -23,7 +23,7 @@ pub use backend::Queue;
 pub use backend::{Rec, Tape, WgpuBackend};
 pub use buffer::{Buf, Read};
 
-/// What a future holds already: wgpu answers error scopes at once, but in the browser.
+/// The output of a future that is ready at the first poll, else `None`. Natively wgpu answers error scopes at once.
 #[cfg(not(target_arch = "wasm32"))]
 fn ready<T>(f: impl Future<Output = T>) -> Option<T> {
     use std::task::{Context, Poll, Waker};

@@ -1,5 +1,5 @@
-//! Compiled pipelines by what they are compiled from, bind groups by what they bind, and parameter blocks by content: a
-//! step that is recorded again finds all of it.
+//! Caches pipelines by their [`Spec`], bind groups by their buffers and parameter blocks by content, so that recording a step
+//! again creates none of them.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -14,7 +14,7 @@ use crate::cache_file::CacheFile;
 use crate::device::Gpu;
 use crate::kernel::{Kernel, PARAM_BYTES, Spec};
 
-/// Parameter blocks of one uniform buffer.
+/// Parameter blocks per uniform buffer.
 const ARENA_BLOCKS: usize = 1024;
 
 /// One dispatch, ready to be encoded.
@@ -55,7 +55,7 @@ struct GroupKey {
     buffers: Vec<(usize, u64, u64)>,
 }
 
-/// Everything that is made once and used again.
+/// The caches of one device.
 pub struct Pipelines {
     gpu: Arc<Gpu>,
     cache: CacheFile,
@@ -73,7 +73,7 @@ pub struct Pipelines {
 }
 
 impl Pipelines {
-    /// Nothing compiled yet. Buffers listed in `gone` are forgotten.
+    /// Empty caches. `gone` receives the ids of dropped buffers, whose bind groups are then removed.
     pub fn new(gpu: &Arc<Gpu>, cache: CacheFile, gone: &Rc<RefCell<Vec<usize>>>) -> Self {
         let align = gpu.device.limits().min_uniform_buffer_offset_alignment as usize;
         Self {
@@ -91,7 +91,7 @@ impl Pipelines {
         }
     }
 
-    /// Whether what an earlier run compiled was found.
+    /// Whether compiled pipelines of an earlier run were found.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn warm(&self) -> bool {
         self.cache.warm()
@@ -133,7 +133,7 @@ impl Pipelines {
         layout
     }
 
-    /// Compiles what is not compiled yet, on several threads where there are threads.
+    /// Compiles the missing pipelines; natively on several threads.
     ///
     /// # Errors
     /// [`Error::Compile`] with the shader's name and the compiler's log.
@@ -227,7 +227,7 @@ impl Pipelines {
         })
     }
 
-    /// Drops the bind groups of buffers that are gone.
+    /// Removes the bind groups of dropped buffers.
     fn forget(&mut self) {
         let gone: HashSet<usize> = self.gone.borrow_mut().drain(..).collect();
         if !gone.is_empty() {
@@ -236,7 +236,7 @@ impl Pipelines {
     }
 }
 
-/// The buffer of a binding: the kernel's own, or the arena, which is there if any kernel uses it.
+/// The buffer of a binding: the kernel's own, or the scratch arena. An arena exists if any kernel uses it.
 fn bound<'a>(own: &'a Option<Buf>, scratch: Option<&'a Buf>) -> &'a Buf {
     own.as_ref().or(scratch).expect("scratch is reserved before it is used")
 }
@@ -251,8 +251,8 @@ fn compile_one(
     let create = || {
         let source = wgpu::ShaderSource::Wgsl(spec.source().into());
         let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source };
-        // SAFETY: the shaders are part of the binary and index within what the op's checked shapes bind; every variant is
-        // run by the op tests, outputs guarded by words behind them. Loops end by their own counts.
+        // SAFETY: the shaders are part of the binary and index only within the bindings that the op's checked shapes give;
+        // the op tests run every variant with guard words after the outputs. All loops have fixed bounds.
         let module = unsafe { gpu.device.create_shader_module_trusted(desc, wgpu::ShaderRuntimeChecks::unchecked()) };
         gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: Some(&label),
@@ -260,7 +260,7 @@ fn compile_one(
             module: &module,
             entry_point: Some("main"),
             compilation_options: wgpu::PipelineCompilationOptions {
-                // Every shader writes what it reads.
+                // Every shader writes workgroup memory before it reads it.
                 zero_initialize_workgroup_memory: false,
                 ..Default::default()
             },

@@ -1,4 +1,4 @@
-//! A value that arrives once, from a callback.
+//! A one-shot value that a callback sets and a future awaits.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 
 use crate::device::lock;
 
-/// A future of what [`Signal::set`] is given on a clone.
+/// A future of the value that [`Signal::set`] receives on a clone.
 pub struct Signal<T>(Arc<Mutex<State<T>>>);
 
 struct State<T> {
@@ -16,12 +16,12 @@ struct State<T> {
 }
 
 impl<T> Signal<T> {
-    /// Nothing has arrived.
+    /// An unset signal.
     pub fn new() -> Self {
         Self(Arc::new(Mutex::new(State { value: None, waker: None })))
     }
 
-    /// The value is here.
+    /// Sets the value and wakes the future.
     pub fn set(&self, value: T) {
         let mut state = lock(&self.0);
         state.value = Some(value);

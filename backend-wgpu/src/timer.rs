@@ -1,4 +1,4 @@
-//! Timing of steps, for benches: by the device's clock where it has one.
+//! Timing of steps for benchmarks, with the device's clock where there is one.
 
 use selkie_core::{
     backend::Backend,
@@ -14,9 +14,9 @@ use crate::{
     lower,
 };
 
-/// More than the largest cache of a GPU, within WebGPU's default limits.
+/// Larger than any GPU's cache, and within WebGPU's default limits.
 const FLUSH_BYTES: u64 = 128 << 20;
-/// Words that are read to find out how fast that goes, and how often.
+/// Words that one run of the read probe reads, and the number of runs.
 const PROBE_WORDS: usize = 128 << 20;
 const PROBES: usize = 20;
 
@@ -60,7 +60,7 @@ impl Timer for WgpuBackend {
 }
 
 impl WgpuBackend {
-    /// Plays a tape between two readings of the device's clock and reads both; `None` without a clock.
+    /// Plays a tape between two timestamps of the device and reads both; `None` if the device has no clock.
     fn timed(&self, tape: &Tape) -> Option<Read> {
         let device = &self.gpu.device;
         if !device.features().contains(wgpu::Features::TIMESTAMP_QUERY) {

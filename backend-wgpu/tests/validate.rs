@@ -1,4 +1,4 @@
-//! Every shader variant of the op cases, at every size, is valid WGSL and stays within WebGPU's default limits. No device.
+//! Every shader variant of the op cases is valid WGSL and stays within WebGPU's default limits. Needs no device.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,15 +16,15 @@ use selkie_wgpu::lower::{Facts, lower, lower_step, read_probe};
 const STORAGE_BUFFERS: usize = 8;
 const WORKGROUP_BYTES: u32 = 16 << 10;
 const INVOCATIONS: u32 = 256;
-/// Sizes of subgroups: none, and those that were run.
+/// Subgroup sizes: none, and the sizes of devices that were run.
 const SUBGROUPS: [Option<usize>; 3] = [None, Some(8), Some(32)];
-/// What the variants with cooperative matrices need.
+/// Workgroup memory that the variants with cooperative matrices need.
 const COOPERATIVE_WORKGROUP_BYTES: u32 = 48 << 10;
 
-/// The variants of all cases and of what is fused, with a case that needs each.
+/// The variants of all cases and of fused ops, each with a case that uses it.
 fn variants() -> HashMap<Spec, String> {
     let mut all = HashMap::new();
-    // The matrices need subgroups of 32.
+    // Cooperative matrices need subgroups of 32.
     let facts =
         |subgroup| Facts { max_binding: 1 << 30, subgroup, cooperative: subgroup == Some(32), few_barriers: false };
     let all_facts = SUBGROUPS.map(facts);

@@ -1,4 +1,4 @@
-//! Rotary embedding with the KV write, and attention.
+//! Lowers the rotary embedding with its KV write, and attention.
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
@@ -9,10 +9,10 @@ use selkie_core::step::PAGE;
 use super::{Facts, demand, quads};
 use crate::kernel::{Builder, Kernel, shader};
 
-/// Fewest tokens per row for which queries share their keys in tiles.
+/// Minimum tokens per row for the tiled shader, where queries share keys.
 const FEW_TOKENS: usize = 4;
 
-/// Workgroups that few tokens' pages are split for, and the most parts that are put together again.
+/// Target number of workgroups when pages of few tokens are split, and the maximum number of splits per token.
 const GROUPS: usize = 1024;
 const MOST_SPLITS: usize = 64;
 
@@ -81,7 +81,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     let together = together(per_kv);
     let items = b.tokens * heads / together;
     let splits = splits(items, b.pages);
-    // Words of what a part makes of a head.
+    // The partial result of a head: `hd` sums, the largest score, the sum of weights and padding.
     let partial = [b.tokens * heads * splits, hd + 4];
     let part = base(shader!("attention"))
         .constant("HEADS", together)
@@ -108,20 +108,19 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     ])
 }
 
-/// Bytes of the scratch arena that steps of any number of rows take at most: parts of heads are never more than [`GROUPS`] times
-/// the heads of a workgroup.
+/// Maximum scratch bytes for any number of rows: there are at most [`GROUPS`] partial results per head of a workgroup.
 pub(super) fn scratch<B: Handle>(op: &Attention<B>, facts: &Facts) -> u64 {
     let per_kv = op.q.row_len() / op.head_dim / op.pool.k.dims()[1];
     let parts = if facts.few_barriers { 0 } else { GROUPS * together(per_kv) };
     4 * (parts * (op.head_dim + 4)) as u64
 }
 
-/// Parts of a token's pages, for so many tokens and groups of heads that share keys.
+/// Splits of a token's pages; `items` counts tokens times groups of heads that share keys.
 fn splits(items: usize, pages: usize) -> usize {
     (GROUPS / items).clamp(1, MOST_SPLITS).min(pages)
 }
 
-/// Query heads that share the keys they read.
+/// Query heads per workgroup, which share the keys that they read.
 fn together(per_kv: usize) -> usize {
     (1..=4).rev().find(|n| per_kv.is_multiple_of(*n)).unwrap_or(1)
 }

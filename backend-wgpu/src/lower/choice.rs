@@ -1,4 +1,4 @@
-//! Choosing: experts and tokens.
+//! Lowers routing to experts and sampling of tokens.
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
@@ -38,7 +38,7 @@ pub(super) fn route<B: Handle>(op: &Route<B>, facts: &Facts) -> Result<Vec<Kerne
     Ok(vec![b.build("route", op.step.bucket.tokens, facts.max_binding)])
 }
 
-/// Ids of a part of a vocabulary, and the most that one workgroup looks through alone.
+/// Ids per part of a large vocabulary, and the largest vocabulary that one workgroup searches alone.
 const PART: usize = 2048;
 const ALONE: usize = 8192;
 

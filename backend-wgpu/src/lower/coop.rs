@@ -1,4 +1,4 @@
-//! Products on cooperative matrices: f16 factors, f32 sums.
+//! Matrix products with cooperative matrices: f16 factors, f32 sums.
 
 use selkie_core::backend::Handle;
 use selkie_core::ops::Access::{self, InPlace, Read, Write};
@@ -8,7 +8,7 @@ use selkie_core::tensor::{DType, Tensor};
 use super::Facts;
 use crate::kernel::{Builder, Kernel, shader};
 
-/// Packed rows are whole tiles of the largest kind.
+/// Packed rows are padded to a multiple of this, the height of the largest tile.
 const ROWS: usize = 128;
 
 /// Whether a block of weights can be read in slices of 32 of K, 8 elements at a time.
@@ -20,12 +20,12 @@ pub(super) fn takes<B: Handle>(block: &RowBlock<B>, k: usize) -> bool {
         && (w.rows() <= 1 || w.row_stride.is_multiple_of(8))
 }
 
-/// A tile of a workgroup: see `matmul_coop.wgsl`.
+/// The output tile of a workgroup: see `matmul_coop.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tile {
-    /// Matrices of a subgroup: in m and in n.
+    /// Matrices per subgroup in m and n.
     matrices: [usize; 2],
-    /// Subgroups: in m and in n.
+    /// Subgroups in m and n.
     subgroups: [usize; 2],
 }
 
@@ -36,7 +36,7 @@ impl Tile {
             ..=16 => tile([1, 2], [1, 2]),
             17..=32 => tile([2, 1], [1, 4]),
             33..=FEW => tile([2, 2], [2, 2]),
-            // Large tiles read less, as long as there is one for most of the device.
+            // Large tiles read less, provided that there are enough of them to occupy most of the device.
             _ if m.div_ceil(128) * n.div_ceil(128) >= 64 => tile([4, 4], [2, 2]),
             _ => tile([2, 4], [2, 2]),
         }
@@ -50,7 +50,7 @@ impl Tile {
         16 * self.matrices[1] * self.subgroups[1]
     }
 
-    /// The constants of slices of `slice` of K.
+    /// Adds the tile's constants, for slices of `slice` elements of K.
     fn constants<B: Handle>(&self, b: Builder<B>, slice: usize) -> Builder<B> {
         let threads = 32 * self.subgroups[0] * self.subgroups[1];
         b.flag("COOPERATIVE", true)
@@ -64,28 +64,28 @@ impl Tile {
     }
 }
 
-/// Most rows of a product that takes as long as reading its weights: what counts is how many bytes are on their way.
+/// Maximum rows of a product whose time is the time to read its weights: throughput depends on bytes in flight.
 const FEW: usize = 64;
-/// Columns of its tiles.
+/// Columns of the tiles of such products.
 const FEW_COLUMNS: usize = 64;
 
-/// How the sums of a product are shared out.
+/// How a product is divided among workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     tile: Tile,
-    /// Tiles in m and in n.
+    /// Tiles in m and n.
     tiles: [usize; 2],
-    /// Parts of K, and the length of each but the last.
+    /// Number of parts of K, and the length of each part but the last.
     parts: usize,
     k_part: usize,
-    /// Length of a slice of K, and how many are on their way.
+    /// Length of a slice of K, and the number of slices loaded ahead.
     slice: usize,
     ahead: usize,
 }
 
 impl Plan {
-    /// Chosen by measurement on an H200, which runs about two or three workgroups a processor. K is cut into parts where a few
-    /// tiles alone would leave most of a large device idle.
+    /// Chosen by measurement on an H200, which runs two or three workgroups per multiprocessor. K is split if the tiles alone
+    /// would leave most of a large device idle.
     fn pick(m: usize, n: usize, k: usize) -> Self {
         let tile = Tile::pick(m, n);
         let tiles = [m.div_ceil(tile.m()), n.div_ceil(tile.n())];
@@ -99,18 +99,18 @@ impl Plan {
         Self { tile, tiles, parts: k.div_ceil(k_part), k_part, slice, ahead }
     }
 
-    /// Rows and columns of a part's sums: whole tiles.
+    /// Rows and columns of the partial sums of one part of K: whole tiles.
     fn sums(&self) -> [usize; 2] {
         [self.tiles[0] * self.tile.m(), self.tiles[1] * self.tile.n()]
     }
 }
 
-/// Workgroups among which a product of `m` rows is shared out, if K is long enough.
+/// Target number of workgroups for a product of `m` rows, if K is long enough.
 fn places(m: usize) -> usize {
     if m <= FEW { 900 } else { 256 }
 }
 
-/// Shorter parts, or more sums, do not pay.
+/// Maximum parts of K; with shorter parts or more partial sums the product gets slower.
 fn most_parts(m: usize, k: usize) -> usize {
     match m {
         ..=16 => (k / 1024).clamp(1, 8),
@@ -120,7 +120,7 @@ fn most_parts(m: usize, k: usize) -> usize {
     }
 }
 
-/// Words that the sums of the parts of a product of `m` rows, or fewer, take at most: fewer rows can be cut into more parts.
+/// Maximum words of partial sums for products of at most `m` rows. Fewer rows can need more, because K is cut into more parts.
 fn most_sums(m: usize, n: usize, k: usize) -> usize {
     let few = m.min(FEW).next_multiple_of(16).next_power_of_two() * n.next_multiple_of(FEW_COLUMNS);
     let few = few.max((most_parts(1, k) * few).min(places(1) * FEW * FEW_COLUMNS));
@@ -133,8 +133,8 @@ fn most_sums(m: usize, n: usize, k: usize) -> usize {
     }
 }
 
-/// Rows in whole tiles, and what the scratch arena holds of them: f16 rows in words, then each row's unit. What the rows after
-/// the last one of x hold does not matter.
+/// Layout of packed x in the scratch arena: f16 rows, padded to whole tiles, then each row's scale. The padding rows are
+/// uninitialised; their results are not used.
 struct Packed {
     rows: usize,
     words: usize,
@@ -154,7 +154,7 @@ impl Packed {
         )
     }
 
-    /// Words of the arena that it takes.
+    /// Words of the arena in use.
     fn end(&self) -> usize {
         self.rows * (self.words + 4)
     }
@@ -171,7 +171,7 @@ impl Packed {
     }
 }
 
-/// The rows of x packed, then a product with every block.
+/// Packs the rows of x, then multiplies with every row block of the weight.
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>> {
     let packed = Packed::of(&op.x);
     let mut kernels = vec![packed.kernel(&op.x, facts)];
@@ -179,13 +179,13 @@ pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>>
     kernels
 }
 
-/// Bytes of the scratch arena that the product takes at most, with as many rows or fewer.
+/// Maximum scratch bytes of the product with this many rows or fewer.
 pub(super) fn scratch<B: Handle>(op: &Matmul<B>) -> u64 {
     let sums = op.w.blocks.iter().map(|block| most_sums(op.x.rows(), block.w.rows(), op.w.k)).max();
     4 * (Packed::of(&op.x).end() + sums.unwrap_or(0)) as u64
 }
 
-/// The product with a block, of one kernel or, if its sums go through the arena, two.
+/// The product with one row block: one kernel, or two if K is split.
 fn product<B: Handle>(
     op: &Matmul<B>,
     block: &RowBlock<B>,
@@ -223,7 +223,7 @@ fn product<B: Handle>(
     kernels.push(output(b, op, block, quads).build("matmul", (m * n / 4).div_ceil(256), limit));
 }
 
-/// What the kernel that writes the output takes.
+/// Adds the output and the arguments that its writer needs.
 fn output<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, quads: bool) -> Builder<B> {
     let access = if op.accumulate { InPlace } else { Write };
     let b = b

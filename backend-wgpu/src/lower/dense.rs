@@ -1,4 +1,4 @@
-//! Embedding, norms, linear layers, pointwise activations, picking rows.
+//! Lowers embedding, norms, linear layers, activations and gathering of rows.
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
@@ -88,13 +88,14 @@ pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result
     Ok(vec![b.build("activation", (op.out.len() / 4).div_ceil(256), facts.max_binding)])
 }
 
-/// Never in a browser, which has no such matrices: what cannot be reached there is not downloaded either.
+/// Whether the product uses cooperative matrices. Native only: browsers have none, and the constant `false` lets the wasm
+/// build drop those shaders.
 fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
     let native = cfg!(not(target_family = "wasm"));
     native && facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
 }
 
-/// Bytes of the scratch arena that the product takes at most, with as many rows or fewer.
+/// Maximum scratch bytes of the product with this many rows or fewer.
 pub(super) fn matmul_scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
     if cooperative(op, facts) { coop::scratch(op) } else { 0 }
 }
@@ -122,7 +123,7 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
     Ok(b.build("matmul", m_tiles * n.div_ceil(tile.n()), facts.max_binding))
 }
 
-/// What products of many rows take, and how their workgroups are counted: `grid` is one more parameter.
+/// Adds the arguments of a product of many rows; `grid` is the parameter that maps workgroups to tiles.
 fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid: (&'static str, usize)) -> Builder<B> {
     let b = b
         .flag("BIAS", op.bias.is_some())
@@ -142,7 +143,7 @@ fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid:
     }
 }
 
-/// Any number of rows, two shapes of threads in all: see `matmul_rows.wgsl`.
+/// A product of any number of rows with one of two thread layouts, without barriers: see `matmul_rows.wgsl`.
 fn without_barriers<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {
     const COLUMNS: usize = 4;
     let (m, n) = (op.x.rows(), block.w.rows());
@@ -156,12 +157,12 @@ fn without_barriers<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Fact
     Ok(b.build("matmul", threads.div_ceil(64), facts.max_binding))
 }
 
-/// How many rows are multiplied in f32: see `matmul_tile.wgsl`.
+/// Tiling of a product of many rows in f32: see `matmul_tile.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tile {
     /// Rows of x.
     pub m: usize,
-    /// Blocks of 4 x 4 of a thread: in m and in n.
+    /// Blocks of 4 x 4 per thread in m and n.
     pub blocks: [usize; 2],
     /// Depth of a slice.
     pub k: usize,
@@ -169,7 +170,7 @@ pub(super) struct Tile {
 
 impl Tile {
     fn pick(m: usize, n: usize) -> Self {
-        // Large tiles read less, as long as there are enough of them.
+        // Large tiles read less, provided that there are enough of them.
         if m > 32 && m.div_ceil(64) * n.div_ceil(128) >= 64 {
             return Self { m: 64, blocks: [1, 2], k: 16 };
         }

@@ -1,4 +1,4 @@
-//! Products with the experts that the router chose.
+//! Lowers products with the experts that the router chose.
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
@@ -9,7 +9,7 @@ use super::dense::Tile;
 use super::{Facts, eights, lanes};
 use crate::kernel::{Builder, Kernel, shader};
 
-/// Most tokens whose choices are multiplied one by one, and most experts whose choices are counted in workgroup memory.
+/// Maximum tokens whose choices are multiplied one at a time, and maximum experts that are counted in workgroup memory.
 const FEW_TOKENS: usize = 8;
 const MOST_EXPERTS: usize = 2048;
 
@@ -30,7 +30,7 @@ fn product<B: Handle>(
 ) -> Result<Kernel<B>> {
     let (n, k) = (block.w.dims()[1], op.x.row_len());
     let eight = eights("expert_matmul", block, k)?;
-    // Every range adds its experts' part to the sum.
+    // Every range adds the contribution of its experts.
     let accumulate = op.combine.is_some() && (op.accumulate || number > 0);
     let lanes = lanes(k, if eight { 8 } else { 4 });
     let n_tiles = n.div_ceil(256 / lanes);
@@ -57,20 +57,20 @@ fn product<B: Handle>(
     Ok(b.build("expert_matmul", op.out.rows() * n_tiles, facts.max_binding))
 }
 
-/// Bytes of the scratch arena that steps of as many tokens or fewer take at most: where a binding is too small for one of more,
-/// it can hold one of fewer.
+/// Maximum scratch bytes of steps of this many tokens or fewer. A step too large for a binding does not use the arena, but a
+/// smaller one can.
 pub(super) fn scratch<B: Handle>(op: &ExpertMatmul<B>, facts: &Facts) -> u64 {
     Grouped::plan(op).map_or(0, |plan| plan.bytes(op).min(facts.max_binding / 16 * 16))
 }
 
-/// Choices sorted by expert and multiplied in tiles: every weight is read once per tile of its rows.
+/// Choices sorted by expert and multiplied in tiles: each weight is read once per tile of choices.
 struct Grouped {
     tile: Tile,
     entries: usize,
     experts: usize,
-    /// Tiles at most, in m.
+    /// Maximum number of tiles in m.
     tiles: usize,
-    /// Where things lie in the scratch arena, in words: tiles' experts and, with `combine`, the products.
+    /// Word offsets in the scratch arena: the experts of the tiles and, with `combine`, the products.
     expert_at: usize,
     products_at: usize,
 }
@@ -80,7 +80,7 @@ impl Grouped {
         Self::plan(op).filter(|plan| plan.bytes(op) <= facts.max_binding)
     }
 
-    /// For any size of a binding.
+    /// The plan, without a check against the size of a binding.
     fn plan<B: Handle>(op: &ExpertMatmul<B>) -> Option<Self> {
         let entries = op.ids.len();
         let experts: usize = op.experts.iter().map(|r| r.experts).sum();
@@ -98,7 +98,7 @@ impl Grouped {
         })
     }
 
-    /// Bytes of the scratch arena.
+    /// Scratch bytes.
     fn bytes<B: Handle>(&self, op: &ExpertMatmul<B>) -> u64 {
         let products = if op.combine.is_some() { self.entries * op.out.row_len() } else { 0 };
         4 * (self.products_at + products) as u64
@@ -159,7 +159,7 @@ impl Grouped {
             .param("m_tiles", self.tiles)
             .param("first", range.first)
             .param("experts", range.experts)
-            // Choices that share a row of x.
+            // Number of choices that share a row of x.
             .param("share", if combine { 1 } else { op.ids.row_len() })
             .float("scale", 1.0)
             .vectors("x", Read, &op.x)

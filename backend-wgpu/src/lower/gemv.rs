@@ -1,4 +1,4 @@
-//! Products of few rows, and the ops around one that become part of its dispatch.
+//! Products of few rows, and fusion of neighbouring ops into their dispatch.
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
@@ -9,19 +9,20 @@ use selkie_core::tensor::Tensor;
 use super::{Facts, MOST_BINDINGS, act, eights, lanes};
 use crate::kernel::{Builder, Kernel, shader};
 
-/// Most weights of a product that norms its x itself: every workgroup does that anew, and a dispatch of its own costs 5 µs.
+/// Maximum weights of a product that is fused with the norm of its x. Every workgroup repeats the norm, which must cost less
+/// than the 5 µs of a separate dispatch.
 const NORMED_WEIGHTS: usize = 1 << 24;
 
-/// Most rows of a product that take the matrix-vector shader.
+/// Maximum rows for the matrix-vector shader.
 pub(super) const FEW_ROWS: usize = 8;
 
-/// What a product of few rows does beside the product.
+/// The ops that are fused with a product of few rows.
 pub(super) struct Fused<'a, B> {
-    /// The norm that makes its x, and whether that is written for others too.
+    /// The norm that produces x, and whether its output must also be written.
     norm: Option<(&'a RmsNorm<B>, bool)>,
-    /// The activation of what it makes.
+    /// The activation of the product's output.
     activation: Option<&'a Activation<B>>,
-    /// The convolution of some of its columns.
+    /// The convolution of some columns of the output.
     conv: Option<&'a Conv1d<B>>,
 }
 
@@ -31,10 +32,11 @@ impl<B> Default for Fused<'_, B> {
     }
 }
 
-/// The first ops of `ops` in one dispatch, and how many they are: a product of few rows, with the norm before it or the
-/// activation or convolution after it or both. What lies between them is written too, unless a later op overwrites it unread.
+/// Fuses the first ops of `ops` into one dispatch and returns their number: a product of few rows with the norm before it, the
+/// activation or convolution after it, or both. Intermediate tensors are also written, unless a later op overwrites them
+/// unread.
 pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Kernel<B>)>> {
-    // A fused norm has barriers, and every combination is a pipeline of its own.
+    // A fused norm has barriers, and every combination needs another pipeline.
     if facts.few_barriers {
         return Ok(None);
     }
@@ -44,12 +46,12 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
     };
     let Some((Op::Matmul(op), rest)) = rest.split_first() else { return Ok(None) };
     let [block] = op.w.blocks.as_slice() else { return Ok(None) };
-    // A norm that does not fit stays in front, and the product is looked at again after it.
+    // A norm that cannot be fused becomes its own dispatch; the product is tried again without it.
     if op.x.rows() > FEW_ROWS || !op.w.k.is_multiple_of(8) || norm.is_some_and(|norm| !takes_norm(op, norm)) {
         return Ok(None);
     }
     let mut fused = Fused { norm: norm.map(|norm| (norm, !overwritten(&op.x, rest))), ..Fused::default() };
-    // Nothing after it writes what other workgroups still read.
+    // The fused op must not write a tensor that other workgroups still read.
     let reads = |id: usize| [&op.x, norm.map_or(&op.x, |n| &n.x), &op.out].iter().any(|t| t.buf.id() == id);
     let mut kernel = None;
     match rest.first() {
@@ -75,13 +77,13 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
     Ok(Some((1 + usize::from(norm.is_some()) + usize::from(after), kernel)))
 }
 
-/// Whether two views are of the same elements.
+/// Whether two views cover the same elements.
 fn same<B: Handle>(a: &Tensor<B>, b: &Tensor<B>) -> bool {
     let place = |t: &Tensor<B>| (t.buf.id(), t.dtype, t.offset, t.row_stride);
     place(a) == place(b) && a.dims() == b.dims()
 }
 
-/// Whether the next op that touches a view's buffer overwrites the view.
+/// Whether the next op that uses a view's buffer overwrites the view.
 fn overwritten<B: Handle>(t: &Tensor<B>, later: &[Op<B>]) -> bool {
     let touching = |op: &Op<B>| -> Vec<bool> {
         let views = op.tensors().into_iter().filter(|(_, v)| v.buf.id() == t.buf.id());
@@ -92,7 +94,7 @@ fn overwritten<B: Handle>(t: &Tensor<B>, later: &[Op<B>]) -> bool {
 
 fn takes_norm<B: Handle>(op: &Matmul<B>, norm: &RmsNorm<B>) -> bool {
     let reads = [Some(&norm.x), Some(&norm.weight), norm.gate.as_ref().map(|g| &g.z)];
-    // Other workgroups still read what the first ones write.
+    // The first workgroups would overwrite tensors that others still read.
     let apart = reads.into_iter().flatten().all(|t| t.buf.id() != op.out.buf.id() && t.buf.id() != op.x.buf.id());
     let whole = norm.groups == 1 && norm.add.is_none() && norm.gate.as_ref().is_none_or(|g| g.before);
     let small = op.w.n * op.w.k <= NORMED_WEIGHTS;
@@ -111,7 +113,7 @@ fn takes_activation<B: Handle>(op: &Matmul<B>, next: &Activation<B>) -> bool {
     halves && next.row_gate.is_none() && !op.accumulate && next.out.rows() == op.x.rows()
 }
 
-/// A convolution of columns of one token, which is a row of one chunk.
+/// Whether the convolution of columns of the product can be fused. It must have a single token: one row of one chunk.
 fn takes_conv<B: Handle>(op: &Matmul<B>, next: &Conv1d<B>) -> bool {
     let x = &next.x;
     let inside =
@@ -119,7 +121,7 @@ fn takes_conv<B: Handle>(op: &Matmul<B>, next: &Conv1d<B>) -> bool {
     inside && next.step.bucket.tokens == 1 && op.x.rows() == 1 && !op.accumulate && op.scale == 1.0
 }
 
-/// The product with one row block of the weight.
+/// The product with one row block of the weight, with the fused ops.
 pub(super) fn product<B: Handle>(
     op: &Matmul<B>,
     block: &RowBlock<B>,
@@ -179,23 +181,23 @@ pub(super) fn product<B: Handle>(
     Ok(b.build("matmul", n.div_ceil(plan.threads / plan.lanes * plan.rows), facts.max_binding))
 }
 
-/// How few rows are multiplied: see `matmul_vec.wgsl`.
+/// Work division of a product of few rows: see `matmul_vec.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Gemv {
-    /// Threads of a workgroup.
+    /// Threads per workgroup.
     threads: usize,
-    /// Threads that share weight rows.
+    /// Threads per team; a team shares weight rows.
     lanes: usize,
-    /// Weight rows that they share.
+    /// Weight rows per team.
     rows: usize,
-    /// Loads of a row that a thread has in flight.
+    /// Loads per weight row that a thread has in flight.
     deep: usize,
 }
 
 impl Gemv {
-    /// Chosen by measurement on an H200, for `step` elements at a time. A norm on the way in is paid by every workgroup: more
-    /// rows share it, and one with a gate needs more threads. Rows of x after the second cost more loads and products than
-    /// memory traffic: weight rows share what is loaded.
+    /// Chosen by measurement on an H200, for `step` elements per load. Every workgroup repeats a fused norm, so it takes more
+    /// rows, and with a gate more threads. With three or more rows of x, loads and arithmetic limit the time instead of memory
+    /// traffic, so weight rows share the loads of x.
     fn pick(m: usize, k: usize, step: usize, norm: bool, gate: bool) -> Self {
         if m > 2 {
             let lanes = lanes(k, step).min(64);

@@ -1,5 +1,5 @@
-//! From ops to dispatches: which shader, with which constants, over which grid. Pure functions of an op's shapes and the
-//! device's [`Facts`], so that every kernel can be built and validated without a device.
+//! Lowers ops to dispatches: chooses shader, constants and grid. Pure functions of an op's shapes and the device's [`Facts`],
+//! so that every kernel can be built and validated without a device.
 
 mod attention;
 mod choice;
@@ -16,27 +16,27 @@ use selkie_core::tensor::{DType, Tensor};
 
 use crate::kernel::{Builder, Kernel, shader};
 
-/// Storage buffers that a dispatch may bind by WebGPU's defaults.
+/// Storage buffers that a dispatch may bind within WebGPU's default limits.
 const MOST_BINDINGS: usize = 8;
 
-/// What lowering depends on.
+/// The properties of a device that lowering depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts {
     /// Largest storage binding in bytes.
     pub max_binding: u64,
-    /// Threads of a subgroup, where subgroups can be used and all are of one size.
+    /// Threads per subgroup, if subgroups can be used and have one size.
     pub subgroup: Option<usize>,
-    /// Products of 16 x 16 matrices with f16 factors and f32 sums, in subgroups of 32, and workgroup memory for them.
+    /// Cooperative matrices of 16 x 16 with f16 factors and f32 sums in subgroups of 32, and enough workgroup memory.
     pub cooperative: bool,
-    /// Workgroups are a program on the CPU that pays for every thread at every barrier, and a pipeline takes seconds to compile:
-    /// few shaders without barriers, whatever else they cost.
+    /// The device is software, where every barrier costs time per thread and a pipeline takes seconds to compile: use few
+    /// shaders, without barriers, even if they do more work.
     pub few_barriers: bool,
 }
 
 /// The dispatches of `op`, in order.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for shapes that no shader takes.
+/// [`Error::Unsupported`] for shapes that no shader supports.
 pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let kernels = match op {
         Op::Embed(op) => dense::embed(op, facts)?,
@@ -52,7 +52,7 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::Route(op) => choice::route(op, facts)?,
         Op::Sample(op) => choice::sample(op, facts),
         Op::ExpertMatmul(op) => experts::expert_matmul(op, facts)?,
-        // One device holds the whole sum.
+        // With one device the sum is complete.
         Op::AllReduce(_) => vec![],
     };
     for k in &kernels {
@@ -64,9 +64,9 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     Ok(kernels.into_iter().filter(|k| k.grid.iter().all(|n| *n > 0)).collect())
 }
 
-/// Bytes of the scratch arena that `op` takes, or that it takes at most in a smaller step, since fewer rows can take more.
+/// Scratch bytes that `op` needs at most, in this step or a smaller one: fewer rows can need more.
 pub fn scratch<B: Handle>(op: &Op<B>, facts: &Facts) -> u64 {
-    // What cannot be lowered fails when it is recorded.
+    // An op that cannot be lowered fails later, when it is recorded.
     let kernels = lower(op, facts).unwrap_or_default();
     let own = kernels.iter().map(Kernel::scratch).max().unwrap_or(0);
     match op {
@@ -79,8 +79,8 @@ pub fn scratch<B: Handle>(op: &Op<B>, facts: &Facts) -> u64 {
     }
 }
 
-/// The dispatches of a step. Ops that follow one another become one dispatch where a shader does both: a dispatch that waits
-/// for another costs a GPU about 2 µs, and a decode step has hundreds.
+/// The dispatches of a step. Consecutive ops are fused into one dispatch where a shader supports it: a dependent dispatch
+/// costs a GPU about 2 µs, and a decode step has hundreds.
 ///
 /// # Errors
 /// Those of [`lower`].
@@ -97,7 +97,7 @@ pub fn lower_step<B: Handle>(mut ops: &[Op<B>], facts: &Facts) -> Result<Vec<Ker
     Ok(kernels)
 }
 
-/// The dispatch that reads a whole `[n] u32` and writes nothing to `out`; n a multiple of 16384.
+/// A dispatch that reads all of `src` (`[n] u32`, n a multiple of 16384) and writes nothing to `out`.
 pub fn read_probe<B: Handle>(src: &Tensor<B>, out: &Tensor<B>, max_binding: u64) -> Kernel<B> {
     let kernel = Builder::new(shader!("read_probe")).vectors("src", Access::Read, src).view("out", Access::Write, out);
     kernel.build("read_probe", src.len() / 16384, max_binding)
@@ -118,12 +118,12 @@ fn demand(ok: bool, op: &str, why: impl FnOnce() -> String) -> Result<()> {
     if ok { Ok(()) } else { Err(Error::Unsupported { what: format!("{op} on the wgpu backend"), why: why() }) }
 }
 
-/// Sizes that shaders take four at a time.
+/// Requires a multiple of 4: shaders access four elements at a time.
 fn quads(op: &str, name: &str, n: usize) -> Result<()> {
     demand(n.is_multiple_of(4), op, || format!("{name} is {n}, not a multiple of 4"))
 }
 
-/// Whether rows of a weight can be read eight elements at a time, and the whole block lies on word boundaries.
+/// Whether rows of a weight can be read eight elements at a time. Fails if a row does not start at a word boundary.
 fn eights<B: Handle>(op: &str, block: &RowBlock<B>, k: usize) -> Result<bool> {
     quads(op, "the inner dimension", k)?;
     let halves = block.w.dtype != DType::F32;
@@ -132,7 +132,7 @@ fn eights<B: Handle>(op: &str, block: &RowBlock<B>, k: usize) -> Result<bool> {
     Ok(k.is_multiple_of(8))
 }
 
-/// Threads that share a row of `k` weights, each taking `step` elements at a time: a power of two.
+/// Threads that share a row of `k` weights, each reading `step` elements at a time: a power of two.
 fn lanes(k: usize, step: usize) -> usize {
     k.div_ceil(step).next_power_of_two().clamp(8, 256)
 }

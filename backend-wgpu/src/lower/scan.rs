@@ -1,4 +1,4 @@
-//! The stateful ops: convolution, selective scan, gated delta rule.
+//! Lowers the stateful ops: convolution, selective scan, gated delta rule.
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
@@ -10,9 +10,9 @@ use selkie_core::tensor::Tensor;
 use super::{Facts, act, demand, quads};
 use crate::kernel::{Builder, Kernel, Shader, shader};
 
-/// Most tokens per row for which a convolution walks them one after the other.
+/// Maximum tokens per row for which a thread of the convolution walks all tokens in order.
 const FEW_TOKENS: usize = 4;
-/// Consecutive tokens of a thread of a convolution of many tokens.
+/// Consecutive tokens per thread in a convolution of many tokens.
 const RUN: usize = 8;
 
 pub(super) fn conv1d<B: Handle>(op: &Conv1d<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
@@ -51,7 +51,7 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     let &[_, heads, p, n] = op.pool.dims() else { unreachable!("checked: four dims") };
     quads("selective_scan", "the state size", n)?;
     let quads = n / 4;
-    // A power of two that divides the quads of a row of the state.
+    // The largest allowed power of two that divides the quads of a row of the state.
     let most = if facts.few_barriers { 1 } else { facts.subgroup.map_or(16, |size| size.min(16)) };
     let lanes = (quads & quads.wrapping_neg()).min(most);
     let parts = (heads * p).div_ceil(256 / lanes);
@@ -73,7 +73,7 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     let bucket = &op.step.bucket;
     let many = op.form == ScanForm::PerHead && bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
     let mut kernels = vec![];
-    // Rows that the chunked form leaves to others.
+    // Maximum length of the rows that the chunked form skips.
     let mut longest = usize::MAX;
     if many
         && scan_words(op).is_some()
@@ -135,23 +135,24 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     ])
 }
 
-/// Tokens from which on a row is worth the chunked form, where other rows may be shorter.
+/// Rows of more tokens than this use the chunked form, in steps that may also have shorter rows.
 const LONG: usize = 32;
-/// Rows or columns of a head's state that a workgroup of a chunked form takes.
+/// Rows or columns of a head's state per workgroup of a chunked form.
 const CHUNK_COLUMNS: usize = 32;
 
-/// What `chunk_pairs.wgsl` leaves in scratch: products of each token of a long row with those of its chunk, per group.
+/// The output of `chunk_pairs.wgsl` in the scratch arena: per group, the products of each token of a long row with the tokens
+/// of its chunk.
 struct Pairs {
     inner: usize,
     tokens: usize,
     first_group: usize,
     groups: usize,
-    /// Rows of at most so many tokens are left to others.
+    /// Rows of at most this many tokens are skipped; the token-by-token shader handles them.
     short: usize,
 }
 
 impl Pairs {
-    /// For a step that can have long rows; the heads are the first, their number and how many share a group.
+    /// `None` if the step cannot have long rows. `(first, heads, per_group)`: first head, number of heads, heads per group.
     fn pick(bucket: &Bucket, inner: usize, (first, heads, per_group): (usize, usize, usize)) -> Option<Self> {
         let (first_group, groups) = Self::groups(first, heads, per_group);
         (bucket.tokens > LONG).then_some(Self {
@@ -163,7 +164,7 @@ impl Pairs {
         })
     }
 
-    /// The first group of these heads and how many there are.
+    /// The first group of these heads and the number of groups.
     fn groups(first: usize, heads: usize, per_group: usize) -> (usize, usize) {
         (first / per_group, (first + heads - 1) / per_group + 1 - first / per_group)
     }
@@ -176,12 +177,12 @@ impl Pairs {
         self.tokens * self.groups * PAGE
     }
 
-    /// Whether a binding of the scratch arena can hold this and `others` words.
+    /// Whether a binding of the scratch arena can hold this and `others` more words.
     fn fits(&self, others: usize, facts: &Facts) -> bool {
         4 * (self.words() + others) as u64 <= facts.max_binding
     }
 
-    /// The dispatch that multiplies rows of `c` and `b`, to word `offset` of the scratch arena.
+    /// The dispatch that multiplies rows of `c` and `b` and writes to word `offset` of the scratch arena.
     fn kernel<B: Handle>(
         &self,
         op: &'static str,
@@ -204,21 +205,21 @@ impl Pairs {
     }
 }
 
-/// How the scan of many tokens is cut: see `selective_scan_tile.wgsl`.
+/// Tiling of the scan of many tokens: see `selective_scan_tile.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ScanPlan {
-    /// Rows of a head's state in a workgroup.
+    /// Rows of a head's state per workgroup.
     rows: usize,
     /// Threads that share a row.
     lanes: usize,
-    /// Tokens that pass through workgroup memory at once.
+    /// Tokens in workgroup memory at a time.
     tile: usize,
 }
 
 impl ScanPlan {
-    /// For heads of `p` rows of `n`, if they fit.
+    /// The tiling for heads of `p` rows of `n`, `None` if they do not fit.
     fn pick(p: usize, n: usize) -> Option<Self> {
-        // Two blocks of a head keep more of a device busy than one.
+        // Two workgroups per head occupy more of a device than one.
         let rows = if p > 32 && p.is_multiple_of(32) { 32 } else { p };
         let quads = n / 4;
         let lanes = (quads & quads.wrapping_neg()).min(8);
@@ -230,7 +231,7 @@ impl ScanPlan {
 
 pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
-    // 4 tokens' keys and queries lie in workgroup memory.
+    // Keys and queries of 4 tokens are in workgroup memory.
     demand(dk <= 256, "gated_delta", || format!("a key dim of {dk}; at most 256 is supported"))?;
     let bucket = &op.step.bucket;
     let many = bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
@@ -241,7 +242,7 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
             .param("heads_per_key", op.heads_per_key)
             .step(&op.step)
     };
-    // With what is computed of a token before its state is touched.
+    // Adds the arguments of the per-token gates, which do not depend on the state.
     let gated = |shader: Shader| {
         base(shader)
             .constant("KEY", dk)
@@ -305,35 +306,36 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     Ok(kernels)
 }
 
-/// Words per token and head that `gated_delta_prepare.wgsl` leaves in scratch.
+/// Words per token and head that `gated_delta_prepare.wgsl` writes to scratch.
 const PREPARED: usize = 152;
 
-/// Words per token of the chunked forms, for pools that they take.
+/// Scratch words per token of the chunked scan; `None` for pools that it does not support.
 fn scan_words<B: Handle>(op: &SelectiveScan<B>) -> Option<usize> {
     let &[_, heads, p, n] = op.pool.dims() else { unreachable!("checked: four dims") };
     let takes = op.form == ScanForm::PerHead && p.is_multiple_of(CHUNK_COLUMNS) && [64, 128].contains(&n);
     takes.then(|| Pairs::groups(op.first_head, heads, op.heads_per_group).1 * PAGE)
 }
 
+/// Scratch words per token of the chunked delta rule; `None` for pools that it does not support.
 fn delta_words<B: Handle>(op: &GatedDelta<B>) -> Option<usize> {
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
     let takes = dk == 128 && dv.is_multiple_of(CHUNK_COLUMNS);
     takes.then(|| 2 * Pairs::groups(op.first_head, heads, op.heads_per_key).1 * PAGE + heads * PREPARED)
 }
 
-/// Bytes of the scratch arena that a chunked form takes at most in steps of `tokens` tokens or fewer, in whatever rows: a step
-/// of more of them may go token by token and take none.
+/// Maximum scratch bytes of a chunked form in steps of at most `tokens` tokens, in any rows. A larger step can need less: if
+/// its data exceeds a binding, it goes token by token without scratch.
 fn most(tokens: usize, words: Option<usize>, facts: &Facts) -> u64 {
     let words = words.filter(|_| !facts.few_barriers).unwrap_or(0);
     (4 * words as u64 * tokens as u64).min(facts.max_binding / 16 * 16)
 }
 
-/// As [`most`].
+/// Maximum scratch bytes of the scan: see [`most`].
 pub(super) fn scan_scratch<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) -> u64 {
     most(op.step.bucket.tokens, scan_words(op), facts)
 }
 
-/// As [`most`].
+/// Maximum scratch bytes of the delta rule: see [`most`].
 pub(super) fn delta_scratch<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> u64 {
     most(op.step.bucket.tokens, delta_words(op), facts)
 }
@@ -346,7 +348,7 @@ mod tests {
     fn steps_that_can_have_long_rows_are_chunked() {
         let pick = |tokens, rows| Pairs::pick(&Bucket::holding(tokens, rows, rows, 1, 1), 128, (5, 4, 4));
         assert!(pick(32, 1).is_none());
-        // Heads 5 to 8 are of the groups 1 and 2; alone, a row of any length is chunked.
+        // Heads 5 to 8 belong to groups 1 and 2. A single row is chunked whatever its length.
         let one = pick(100, 1).expect("a long row");
         assert_eq!((one.first_group, one.groups, one.short), (1, 2, 0));
         assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
@@ -372,7 +374,7 @@ mod tests {
         assert_eq!(ScanPlan::pick(64, 128), Some(ScanPlan { rows: 32, lanes: 8, tile: 4 }));
         assert_eq!(ScanPlan::pick(32, 128), Some(ScanPlan { rows: 32, lanes: 8, tile: 4 }));
         assert_eq!(ScanPlan::pick(64, 256), Some(ScanPlan { rows: 32, lanes: 8, tile: 4 }));
-        // Rows of four are what a thread holds.
+        // A thread holds four rows, so their number must be a multiple of four.
         assert_eq!(ScanPlan::pick(6, 128), None);
     }
 }
