@@ -52,8 +52,6 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::Route(op) => choice::route(op, facts)?,
         Op::Sample(op) => choice::sample(op, facts),
         Op::ExpertMatmul(op) => experts::expert_matmul(op, facts)?,
-        // With one device the sum is complete.
-        Op::AllReduce(_) => vec![],
     };
     for k in &kernels {
         if let Some((_, _, bytes)) = k.buffers.iter().find(|(_, _, bytes)| *bytes > facts.max_binding) {

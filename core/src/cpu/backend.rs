@@ -201,7 +201,7 @@ mod system {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::AllReduce;
+    use crate::ops::{Act, Activation};
 
     #[test]
     fn huge_allocations_are_refused_with_numbers() {
@@ -246,9 +246,11 @@ mod tests {
     #[test]
     fn a_tape_owns_what_it_touches() {
         let b = CpuBackend::new();
-        let x = Tensor::new(b.alloc("x", 64).unwrap(), DType::F32, &[4, 4]);
-        let tape = b.record(|r| r.op(AllReduce { x }.into())).unwrap();
-        assert_eq!(b.allocated.get(), 64);
+        let matrix = |label| Tensor::new(b.alloc(label, 64).unwrap(), DType::F32, &[4, 4]);
+        let (gate, out) = (matrix("x"), matrix("out"));
+        let op = Activation { gate, up: None, row_gate: None, out, act: Act::Silu };
+        let tape = b.record(|r| r.op(op.into())).unwrap();
+        assert_eq!(b.allocated.get(), 128);
         b.play(&tape).unwrap();
         drop(tape);
         assert_eq!(b.allocated.get(), 0);

@@ -6,7 +6,6 @@
 //! C channels, K conv width or a product's inner dim, E experts, V vocabulary, S slots, L lanes.
 
 mod activation;
-mod all_reduce;
 mod attention;
 mod conv1d;
 mod embed;
@@ -21,7 +20,6 @@ mod sample;
 mod selective_scan;
 
 pub use activation::{Act, Activation};
-pub use all_reduce::AllReduce;
 pub use attention::Attention;
 pub use conv1d::Conv1d;
 pub use embed::Embed;
@@ -57,6 +55,9 @@ pub struct Cost {
     /// Floating-point operations.
     pub flops: u64,
 }
+
+/// Storage buffers that WebGPU guarantees to a shader stage.
+const MAX_BINDINGS: usize = 8;
 
 macro_rules! ops {
     ($($name:ident $label:literal),* $(,)?) => {
@@ -109,14 +110,13 @@ ops! {
     ExpertMatmul "expert_matmul",
     Gather "gather",
     Sample "sample",
-    AllReduce "all_reduce",
 }
 
 impl<Buf: Handle> Op<Buf> {
     /// Panics, naming the op, if shapes, bounds or aliasing are wrong: that is a bug of ours, never a user's.
     ///
-    /// Besides the op's own shapes: every view lies within its buffer, and no buffer is both input and output, except
-    /// for arguments marked in place.
+    /// Besides the op's own shapes: every view lies within its buffer, no buffer is both input and output, except for
+    /// arguments marked in place, and a kernel can bind all of them: see [`Op::bindings`].
     pub fn check(&self) {
         self.check_shapes();
         let tensors = self.tensors();
@@ -138,14 +138,28 @@ impl<Buf: Handle> Op<Buf> {
                 );
             }
         }
+        let bindings = self.bindings();
+        assert!(bindings <= MAX_BINDINGS, "{}: binds {bindings} buffers, scratch included", self.name());
     }
 
-    /// Distinct buffers bound by the op, scratch not included. WebGPU guarantees 8 per stage.
+    /// Buffers that a kernel of the op binds at a time: the distinct ones of its arguments, one row block of a weight
+    /// and one for a backend's scratch.
     pub fn bindings(&self) -> usize {
-        let mut ids: Vec<usize> = self.tensors().iter().map(|(_, t)| t.buf.id()).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        ids.len()
+        let tensors = self.tensors();
+        let blocks = self.blocks();
+        let others = &tensors[..tensors.len() - blocks];
+        let first = |i: usize| others[..i].iter().all(|(_, t)| t.buf.id() != others[i].1.buf.id());
+        (0..others.len()).filter(|&i| first(i)).count() + blocks.min(1) + 1
+    }
+
+    /// Row blocks of the weight, which are the last of [`Op::tensors`].
+    fn blocks(&self) -> usize {
+        match self {
+            Self::Embed(op) => op.table.blocks.len(),
+            Self::Matmul(op) => op.w.blocks.len(),
+            Self::ExpertMatmul(op) => op.experts.iter().map(|r| r.blocks.len()).sum(),
+            _ => 0,
+        }
     }
 }
 
@@ -167,3 +181,6 @@ fn moved<Buf: Handle>(tensors: &[(Access, &Tensor<Buf>)]) -> u64 {
     let bytes = |t: &Tensor<Buf>| (t.len() * t.dtype.bytes()) as u64;
     tensors.iter().map(|(a, t)| if *a == Access::InPlace { 2 * bytes(t) } else { bytes(t) }).sum()
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,9 @@
-//! Cases of `activation` and `all_reduce`.
+//! Cases of `activation`.
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, act, sigmoid};
 use selkie_core::backend::Handle;
-use selkie_core::ops::{Act, Activation, AllReduce, Op};
+use selkie_core::ops::{Act, Activation, Op};
 
 #[derive(Clone)]
 pub(super) struct Glu {
@@ -55,26 +55,6 @@ impl Spec for Glu {
     }
 }
 
-/// One device: nothing changes.
-#[derive(Clone)]
-pub(super) struct Reduce;
-
-impl Spec for Reduce {
-    fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
-        let mut h = Host::default();
-        h.float("x", d.act, &[3, 8], rng.vec(24, 1.0));
-        h
-    }
-
-    fn want(&self, _: &Host) -> Wants {
-        vec![("x", vec![Want::Keep; 24])]
-    }
-
-    fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
-        AllReduce { x: b.t("x") }.into()
-    }
-}
-
 pub(super) fn cases(to: &mut Table) {
     let base = Glu { rows: 5, cols: 68, act: Act::Silu, up: true, row_gate: false, rms: 2.0, views: false };
     to.add("base", base.clone());
@@ -103,8 +83,4 @@ pub(super) fn cases(to: &mut Table) {
             Glu { rows, cols: 21504, act: Act::Relu2, up: false, ..base },
         );
     }
-}
-
-pub(super) fn all_reduce(to: &mut Table) {
-    to.add("one device", Reduce);
 }

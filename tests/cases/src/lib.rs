@@ -61,11 +61,6 @@ impl Case {
         format!("{}/{}", self.op, self.name)
     }
 
-    /// Distinct buffers of the op, scratch not included. See [`Op::bindings`].
-    pub fn bindings(&self) -> usize {
-        self.plain_op().bindings()
-    }
-
     /// The op over handles without bytes behind them: for what depends on shapes only, on f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
         let d = selkie_core::tensor::DType::F32;
@@ -96,7 +91,7 @@ impl Handle for Plain {
 pub fn all() -> Vec<Case> {
     let mut t = Table { op: "", cases: vec![] };
     type Fill = fn(&mut Table);
-    let ops: [(&'static str, Fill); 14] = [
+    let ops: [(&'static str, Fill); 13] = [
         ("embed", embed::cases),
         ("gather", embed::gather),
         ("rms_norm", rms_norm::cases),
@@ -110,7 +105,6 @@ pub fn all() -> Vec<Case> {
         ("route", route::cases),
         ("expert_matmul", expert_matmul::cases),
         ("sample", sample::cases),
-        ("all_reduce", activation::all_reduce),
     ];
     for (op, cases) in ops {
         t.op = op;
@@ -169,7 +163,6 @@ specs! {
     Route route::Routing,
     ExpertMatmul expert_matmul::Experts,
     Sample sample::Draw,
-    AllReduce activation::Reduce,
 }
 
 /// The table while it is being filled.

@@ -34,7 +34,6 @@ impl Op<Buf> {
             Self::ExpertMatmul(op) => op.run(),
             Self::Gather(op) => op.run(),
             Self::Sample(op) => op.run(),
-            Self::AllReduce(_) => {}
         }
     }
 }
