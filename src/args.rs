@@ -60,11 +60,14 @@ Examples:
         after_help = "A line of IN.jsonl: {\"id\": any JSON, one of \"prompt\" (text, no chat template), \"prompt_ids\" and
 \"messages\", and optionally \"max_tokens\", \"temperature\", \"top_k\", \"top_p\", \"min_p\", \"repetition_penalty\",
 \"seed\", \"stop\", \"namespace\"}. Answers come in the order of the requests. The exit code is 1 if a line failed.
+Each answer is written to .OUT.jsonl.partial as soon as it is complete; with the last one the file becomes OUT.jsonl.
+Ctrl-C or an error leaves .OUT.jsonl.partial, from which --resume goes on. A second Ctrl-C ends at once.
 
 Examples:
   selkie batch requests.jsonl -o answers.jsonl
   selkie batch - -o - < requests.jsonl | jq .text
   selkie batch requests.jsonl -o answers.jsonl -m DIR --memory 4GiB --stats stats.json
+  selkie batch requests.jsonl -o answers.jsonl --resume
   selkie batch requests.jsonl -o answers.jsonl --sequential --capture-policy one-per-prefill"
     )]
     Batch(BatchArgs),
@@ -266,6 +269,13 @@ pub struct BatchArgs {
     /// One request after the other
     #[arg(long)]
     pub sequential: bool,
+    /// Write answers in the order in which they are complete, not in that of the requests
+    #[arg(long)]
+    pub unordered: bool,
+    /// Go on from a run that did not reach its end, or answer the failed lines of one that did: a request whose id, or
+    /// else whose line and its number, has an answer in the output is left out
+    #[arg(long)]
+    pub resume: bool,
     /// Write counters of the run to this file
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,

@@ -14,7 +14,7 @@ use selkie_core::{
 use crate::{
     args::{BenchArgs, BenchCommand, BenchTarget, MAX_TOKENS},
     failure::{Failure, Outcome},
-    model,
+    input_file, model,
 };
 
 mod chart;
@@ -37,6 +37,9 @@ mod overhead;
 mod prefix;
 mod speed;
 mod traffic;
+
+/// Longest config.json that is read, in bytes.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Seed of random weights and prompts: every run measures the same.
 const SEED: u64 = 1;
@@ -64,7 +67,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
 /// The model to measure.
 fn open(target: &BenchTarget) -> Outcome<Rc<ModelFiles>> {
     let Some(path) = &target.config else { return model::open(&target.model) };
-    let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+    let bytes = input_file::load_regular(path, MAX_CONFIG_BYTES)?;
     let source = Rc::new(ConfigOnly { path: path.clone(), bytes: bytes.into() });
     Ok(Rc::new(pollster::block_on(ModelFiles::open_random(source, model::unix_time, SEED))?))
 }

@@ -4,7 +4,10 @@ use std::{
     io::{self, BufRead, IsTerminal},
     path::PathBuf,
     rc::Rc,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc, LazyLock,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use rustyline::{DefaultEditor, error::ReadlineError};
@@ -31,7 +34,7 @@ const HELP: &str = "/system TEXT   set the system prompt and start anew (without
 A message that begins with a slash is written with two. Ctrl-C stops an answer.";
 
 /// Set by Ctrl-C while an answer is being generated.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static INTERRUPTED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
 /// Runs the conversation until the input ends.
 pub fn run(args: &ChatArgs) -> Outcome {
@@ -175,7 +178,7 @@ impl Input {
             return Ok(Self::Plain(io::stdin().lock().lines()));
         }
         let failed = |e: &dyn std::fmt::Display| Failure::Other(format!("the terminal: {e}"));
-        ctrlc::set_handler(|| INTERRUPTED.store(true, Ordering::Relaxed)).map_err(|e| failed(&e))?;
+        signal_hook::flag::register(signal_hook::consts::SIGINT, INTERRUPTED.clone()).map_err(|e| failed(&e))?;
         let mut editor = Box::new(DefaultEditor::new().map_err(|e| failed(&e))?);
         let history = history_file();
         if let Some(path) = &history
@@ -223,7 +226,8 @@ fn remember(editor: &mut DefaultEditor, history: Option<&std::path::Path>, line:
 
 /// `selkie/history` in the user's directory for program state, which is made if need be.
 fn history_file() -> Option<PathBuf> {
-    let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    // A relative path is to be ignored, says the specification of these variables.
+    let var = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = if cfg!(windows) {
         var("LOCALAPPDATA")?
     } else {

@@ -13,6 +13,13 @@ pub enum Failure {
     Other(String),
     /// The command line cannot be meant like that: exit code 2.
     Usage(String),
+    /// A signal asked the program to stop.
+    Stopped {
+        /// The exit code, 128 and the number of the signal.
+        code: u8,
+        /// What to tell.
+        why: String,
+    },
     /// Everything was said already, but not all went well: exit code 1.
     Reported,
     /// Nobody reads our output any more: not an error, and nothing is said.
@@ -36,6 +43,7 @@ impl Failure {
         match self {
             Self::Engine(_) | Self::Other(_) | Self::Reported => 1,
             Self::Usage(_) => 2,
+            Self::Stopped { code, .. } => *code,
             Self::OutputClosed => 0,
         }
     }
@@ -47,7 +55,7 @@ impl Failure {
                 Some(advice) => format!("{e}; {advice}"),
                 None => e.to_string(),
             }),
-            Self::Other(text) | Self::Usage(text) => Some(text.clone()),
+            Self::Other(text) | Self::Usage(text) | Self::Stopped { why: text, .. } => Some(text.clone()),
             Self::Reported | Self::OutputClosed => None,
         }
     }

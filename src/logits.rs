@@ -1,6 +1,6 @@
 //! `selkie logits`: what the model computes for a prompt, for comparison with other engines.
 
-use std::{collections::HashMap, fs::File, io::Write};
+use std::{collections::HashMap, io::Write};
 
 use safetensors::{Dtype, tensor::TensorView};
 use selkie_core::{
@@ -21,7 +21,7 @@ use crate::{
     failure::{self, Failure, Outcome},
     input_file,
     model::{self, LoadingBar},
-    output_file::OutputFile,
+    output_file::{self, OutputFile},
 };
 
 /// Longest ids file that is read, in bytes.
@@ -29,6 +29,10 @@ const MAX_IDS_BYTES: u64 = 1 << 28;
 
 /// Writes the file of logits, greedy tokens and states.
 pub fn run(args: &LogitsArgs) -> Outcome {
+    if output_file::collide(&args.ids, &args.out) {
+        let why = "both --ids and --out; give each a file of its own";
+        return Err(Failure::Usage(format!("{}: this is {why}", args.out.display())));
+    }
     let ids = read_ids(args)?;
     let files = model::open(&args.model)?;
     let out = OutputFile::create(&args.out)?;
@@ -36,8 +40,7 @@ pub fn run(args: &LogitsArgs) -> Outcome {
 }
 
 fn read_ids(args: &LogitsArgs) -> Outcome<Vec<u32>> {
-    let read = File::open(&args.ids).and_then(|file| input_file::read(file, MAX_IDS_BYTES));
-    let bytes = read.map_err(|e| Error::io(&args.ids, e))?;
+    let bytes = input_file::load(&args.ids, MAX_IDS_BYTES)?;
     serde_json::from_slice(&bytes).map_err(|e| {
         let why = format!("not a JSON array of token ids: {}", failure::json_error(&e));
         Error::model(args.ids.display().to_string(), why).into()

@@ -15,6 +15,7 @@ mod failure;
 mod generate;
 mod input_file;
 mod inspect;
+mod interrupt;
 mod logits;
 mod model;
 mod output_file;

@@ -11,6 +11,7 @@ pub mod config;
 pub mod cpu;
 pub mod engine;
 pub mod error;
+pub mod fnv;
 pub mod generation;
 pub mod layer;
 pub mod model_dir;

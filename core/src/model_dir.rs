@@ -9,6 +9,7 @@ use crate::{
     chat::ChatTemplate,
     checkpoint::Checkpoint,
     config::{Config, parse_object},
+    fnv,
     generation::GenerationConfig,
     source::{Source, read_small},
     tokenizer::Tokenizer,
@@ -75,7 +76,7 @@ impl ModelFiles {
             return Err(Error::model(label, why));
         };
         let config = Config::parse(&source.path(CONFIG), &bytes)?;
-        let config_hash = fnv(FNV_START, &bytes);
+        let config_hash = fnv::hash(fnv::START, &bytes);
         let generation = match read_small(&*source, "generation_config.json", MAX_JSON).await? {
             Some(bytes) => GenerationConfig::parse(&source.path("generation_config.json"), &bytes)?,
             None => GenerationConfig::default(),
@@ -147,11 +148,11 @@ impl ModelFiles {
         let names: Vec<&str> = self.checkpoint.names().collect();
         for name in &names {
             let info = self.checkpoint.info(name).expect("the name was listed");
-            hash = fnv(hash, format!("{name} {} {:?}\n", info.dtype, info.shape).as_bytes());
+            hash = fnv::hash(hash, format!("{name} {} {:?}\n", info.dtype, info.shape).as_bytes());
         }
         for i in 0..SAMPLES.min(names.len()) {
             let name = names[i * names.len() / SAMPLES.min(names.len())];
-            hash = fnv(hash, &self.checkpoint.read_middle(name, SAMPLE_BYTES).await?);
+            hash = fnv::hash(hash, &self.checkpoint.read_middle(name, SAMPLE_BYTES).await?);
         }
         Ok(hash)
     }
@@ -189,13 +190,6 @@ fn template_text(source: &dyn Source, file: &str, value: Option<&Value>) -> Resu
     };
     let why = "key `chat_template`: expected a string, or a list of objects with `name` and `template`";
     text.map(|text| Some(text.to_owned())).ok_or_else(|| Error::model(source.path(file), why))
-}
-
-const FNV_START: u64 = 0xcbf2_9ce4_8422_2325;
-
-/// FNV-1a.
-fn fnv(start: u64, bytes: &[u8]) -> u64 {
-    bytes.iter().fold(start, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 #[cfg(test)]

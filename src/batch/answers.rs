@@ -1,0 +1,140 @@
+//! Where answers go: to a file that is complete or waits for `--resume`, or down a stream.
+
+use std::{collections::BTreeMap, io::Write};
+
+use super::{journal::Journal, request::Line};
+use crate::{
+    args::BatchArgs,
+    failure::{Failure, Outcome},
+    output_file::{self, OutputFile},
+    terminal::Output,
+};
+
+/// The answers of a run.
+pub struct Answers {
+    sink: Sink,
+    /// In the order of the requests, not in that of completion.
+    ordered: bool,
+    of: usize,
+}
+
+enum Sink {
+    Journal(Journal),
+    Stream(Stream),
+}
+
+/// A stream shows answers in the order in which they are written.
+struct Stream {
+    to: To,
+    /// Answers that wait for those of earlier requests.
+    ready: BTreeMap<usize, String>,
+    next: usize,
+    written: usize,
+}
+
+enum To {
+    Stdout(Output),
+    Special(OutputFile),
+}
+
+impl Answers {
+    /// The place that the arguments name, with what is to be kept of an earlier run.
+    ///
+    /// # Errors
+    /// If it cannot be written, or read where an earlier run is to be resumed.
+    pub fn open(args: &BatchArgs, lines: &[Line]) -> Outcome<Self> {
+        let stream = |to| Sink::Stream(Stream { to, ready: BTreeMap::new(), next: 0, written: 0 });
+        let stdout = args.output.as_os_str() == "-";
+        if args.resume && (stdout || output_file::is_special(&args.output)) {
+            return Err(Failure::Usage(
+                "--resume needs a file as --output, in which the answers of the earlier run are".into(),
+            ));
+        }
+        let sink = if stdout {
+            stream(To::Stdout(Output::new()))
+        } else if output_file::is_special(&args.output) && !args.output.is_dir() {
+            stream(To::Special(OutputFile::create(&args.output)?))
+        } else if args.resume {
+            Sink::Journal(Journal::resume(&args.output, lines)?)
+        } else {
+            Sink::Journal(Journal::start(&args.output)?)
+        };
+        Ok(Self { sink, ordered: !args.unordered, of: lines.len() })
+    }
+
+    /// For each request, whether it was answered by an earlier run.
+    pub fn answered(&self) -> Vec<bool> {
+        let mut answered = vec![false; self.of];
+        if let Sink::Journal(journal) = &self.sink {
+            journal.answered().for_each(|request| answered[request] = true);
+        }
+        answered
+    }
+
+    /// Takes the answer to a request.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn add(&mut self, request: usize, line: String) -> Outcome {
+        match &mut self.sink {
+            Sink::Journal(journal) => journal.add(request, &line),
+            Sink::Stream(stream) if self.ordered => {
+                stream.ready.insert(request, line);
+                while let Some(line) = stream.ready.remove(&stream.next) {
+                    stream.write(&line)?;
+                    stream.next += 1;
+                }
+                Ok(())
+            }
+            Sink::Stream(stream) => stream.write(&line),
+        }
+    }
+
+    /// Ends a run that has answered everything.
+    ///
+    /// # Errors
+    /// If the output cannot be completed.
+    pub fn finish(self) -> Outcome {
+        match self.sink {
+            Sink::Journal(journal) => journal.finish(self.ordered),
+            Sink::Stream(stream) => match stream.to {
+                To::Stdout(_) => Ok(()),
+                To::Special(file) => Ok(file.commit()?),
+            },
+        }
+    }
+
+    /// Ends a run that has not: which answers there are, and where.
+    pub fn stop(self) -> String {
+        let of = self.of;
+        match self.sink {
+            Sink::Journal(journal) => match journal.len() {
+                0 => format!("none of {of} requests was answered"),
+                n => {
+                    let path = journal.path().display();
+                    format!("{n} of {of} requests are answered, in {path}; --resume goes on from there")
+                }
+            },
+            Sink::Stream(mut stream) => {
+                // Complete, although the answer to an earlier request is missing.
+                for line in std::mem::take(&mut stream.ready).into_values() {
+                    if stream.write(&line).is_err() {
+                        break;
+                    }
+                }
+                format!("{} of {of} answers were written", stream.written)
+            }
+        }
+    }
+}
+
+impl Stream {
+    fn write(&mut self, line: &str) -> Outcome {
+        match &mut self.to {
+            To::Stdout(out) => out.line(line)?,
+            To::Special(file) => writeln!(file, "{line}").and_then(|()| file.flush()).map_err(|e| file.error(e))?,
+        }
+        self.written += 1;
+        Ok(())
+    }
+}

@@ -1,0 +1,6 @@
+//! Inputs and events that once took the program down or cost its user work. Each ends in an error with a sentence, and what
+//! was complete is kept.
+
+#[path = "attack/batch.rs"]
+mod batch;
+mod binary;
