@@ -28,7 +28,8 @@ DEV void sync_consumers() { __syncthreads(); }
 #include "around.cuh"
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
-    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *bias, out_t *out, i64 out_stride,
+    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *columns, const float *bias, out_t *out,
+          i64 out_stride,
           float scale, const bf16 *first, const bf16 *second, const float *norm_weight, float eps, const u32 *ints,
           const float *conv_weight, i64 conv_weight_stride, pool_t *pool, i64 slot_stride, conv_t *conv_out,
           u32 untouched) {
@@ -104,10 +105,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
     if (!untouched) fetch_channel(lane);
     // As it is in memory: to convert it here would be to wait for it.
     out_t before[M];
-    float add = 0.f, sum[M];
+    float factor = scale, add = 0.f, sum[M];
     auto fetch_row = [&](int i) {
         int row = row_at(i);
         if (row < 0) return;
+        if constexpr (HAS_COLUMNS) factor = scale * columns[row];
         if constexpr (HAS_BIAS) add = bias[row];
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -129,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
         if (row < 0) return;
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            float v = sum[m] * scale;
+            float v = sum[m] * factor;
             if constexpr (HAS_BIAS) v += add;
             if constexpr (ACCUMULATE) v += to_f32(before[m]);
             out[m * out_stride + row] = from_f32<out_t>(v);

@@ -1,4 +1,4 @@
-// out = scale x Wᵀ (+ bias) (+ out) for at most 8 rows of x: reads W once, at memory speed. bf16 W and x.
+// out = scale columns x Wᵀ (+ bias) (+ out) for at most 8 rows of x: reads W once, at memory speed. bf16 W and x.
 // A block takes tiles of 16 rows of W in turn; its warps share the inner dimension in slices of DEPTH and add up in a
 // fixed order, so a result does not depend on the number of rows of x. Each warp copies its slices of W and x through its own
 // cp.async ring, which runs on across tiles: the memory never waits for a sum. W is the A operand of the mma, x the B operand.
@@ -15,7 +15,7 @@ constexpr int VECS = DEPTH / 8;
 constexpr int SLICES = SLICES_ALL;               // of a warp, per tile
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *bias, out_t *out,
+    ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *columns, const float *bias, out_t *out,
           i64 out_stride, float scale) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ float part[2][WARPS][M][ROWS];
@@ -113,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += sum[k][m][r];
             v *= scale;
+            if constexpr (HAS_COLUMNS) v *= columns[n0 + r];
             if constexpr (HAS_BIAS) v += bias[n0 + r];
             out_t *o = out + m * out_stride + n0 + r;
             if constexpr (ACCUMULATE) v += to_f32(*o);

@@ -24,7 +24,8 @@ DEV void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "m
 #include "around.cuh"
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
-    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *bias, out_t *out, i64 out_stride,
+    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *columns, const float *bias, out_t *out,
+          i64 out_stride,
           float scale, const bf16 *first, const bf16 *second, const float *norm_weight, float eps, const u32 *ints,
           const float *conv_weight, i64 conv_weight_stride, pool_t *pool, i64 slot_stride, conv_t *conv_out,
           u32 untouched) {
@@ -141,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += sum[k][m][r];
             v *= scale;
+            if constexpr (HAS_COLUMNS) v *= columns[n0 + r];
             if constexpr (HAS_BIAS) v += bias[n0 + r];
             out_t *o = out + m * out_stride + n0 + r;
             if constexpr (ACCUMULATE) v += to_f32(*o);

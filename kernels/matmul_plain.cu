@@ -1,11 +1,11 @@
-// out = scale x Wᵀ (+ bias) (+ out) in f32 arithmetic, any dtypes, any sizes: the f32 mode, f16 weights, odd shapes.
+// out = scale columns x Wᵀ (+ bias) (+ out) in f32 arithmetic, any dtypes, any sizes: the f32 mode, f16 weights, odd shapes.
 // 64 x 64 outputs a block, 4 x 4 a thread. Grid (tiles of N, tiles of M).
 // K, ACCUMULATE, HAS_BIAS; x_t, w_t, out_t.
 
 constexpr int DEPTH = 32;
 
 extern "C" __global__ void __launch_bounds__(256)
-    ENTRY(const x_t *x, i64 x_stride, const w_t *w, i64 w_stride, int m, int n, const float *bias, out_t *out,
+    ENTRY(const x_t *x, i64 x_stride, const w_t *w, i64 w_stride, int m, int n, const float *columns, const float *bias, out_t *out,
           i64 out_stride, float scale) {
     let_next_start();
     wait_for_inputs();
@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(256)
             int col = n0 + tn * 4 + j;
             if (row >= m || col >= n) continue;
             float s = acc[i][j] * scale;
+            if constexpr (HAS_COLUMNS) s *= columns[col];
             if constexpr (HAS_BIAS) s += bias[col];
             out_t *o = out + row * out_stride + col;
             if constexpr (ACCUMULATE) s += to_f32(*o);

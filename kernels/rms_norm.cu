@@ -1,7 +1,7 @@
 // RMS norm per group of a row, with residual add and gate. A group is held in the registers of THREADS threads;
 // groups of one warp share a block. Grid: rows * groups / PER_BLOCK.
 // VEC, GROUP, GROUPS, THREADS, PER_BLOCK (1 unless THREADS is 32), HAS_ADD, GATE (0 none, 1 before, 2 after), GATE_ACT,
-// SHARED_WEIGHT; x_t, add_t, gate_t, out_t.
+// SHARED_WEIGHT, ACCUMULATE (added to out); x_t, add_t, gate_t, out_t.
 
 constexpr int PASSES = div_up(GROUP, VEC * THREADS);
 
@@ -55,6 +55,12 @@ extern "C" __global__ void __launch_bounds__(THREADS *PER_BLOCK)
         for (int i = 0; i < VEC; i++) {
             v[p][i] *= w[p][i] * r;
             if constexpr (GATE == 2) v[p][i] *= z[p][i];
+        }
+        if constexpr (ACCUMULATE) {
+            float before[VEC];
+            load<VEC>(out + row * out_stride + col + c, before);
+#pragma unroll
+            for (int i = 0; i < VEC; i++) v[p][i] += before[i];
         }
         store<VEC>(out + row * out_stride + col + c, v[p]);
     }

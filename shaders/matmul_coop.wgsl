@@ -141,6 +141,9 @@ fn store(at: u32, m: u32, n: u32) {
         var v = scale * part[at + i];
 #if WHOLE
         if c < P.n {
+#if COLUMNS
+            v *= columns_v4(P.col + c);
+#endif
 #if BIAS
             v += bias_v4(P.col + c);
 #endif
@@ -153,6 +156,9 @@ fn store(at: u32, m: u32, n: u32) {
         for (var j = 0u; j < 4u && c + j < P.n; j++) {
             let to = m * P.out_row + P.col + c + j;
             var y = v[j];
+#if COLUMNS
+            y *= columns_at(P.col + c + j);
+#endif
 #if BIAS
             y += bias_at(P.col + c + j);
 #endif

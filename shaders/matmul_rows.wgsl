@@ -67,6 +67,9 @@ fn store(m: u32, n: u32, value: f32) {
     }
     var v = value;
     let c = P.col + n;
+#if COLUMNS
+    v *= columns_at(c);
+#endif
 #if BIAS
     v += bias_at(c);
 #endif

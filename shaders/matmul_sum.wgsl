@@ -15,6 +15,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         v += sums_v4((piece * P.part_rows + m) * P.sums_row + n);
     }
     v *= P.scale * unit_at(4u * m);
+#if COLUMNS
+    v *= columns_v4(P.col + n);
+#endif
 #if BIAS
     v += bias_v4(P.col + n);
 #endif

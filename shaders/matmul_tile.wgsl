@@ -161,6 +161,9 @@ fn store(m: u32, n: u32, sum: vec4<f32>) {
     for (var j = 0u; j < 4u && n + j < P.n; j++) {
         var v = P.scale * sum[j];
         let c = P.col + n + j;
+#if COLUMNS
+        v *= columns_at(c);
+#endif
 #if BIAS
         v += bias_at(c);
 #endif

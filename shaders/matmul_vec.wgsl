@@ -228,6 +228,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 fn store(m: u32, n: u32, half: u32, value: f32, before: f32) -> f32 {
     var v = value;
     let c = P.col + half * P.n + n;
+#if COLUMNS
+    v *= columns_at(c);
+#endif
 #if BIAS
     v += bias_at(c);
 #endif

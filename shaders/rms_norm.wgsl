@@ -1,5 +1,5 @@
-// x += P.add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight, with a gate before or after. One workgroup of WG threads
-// per group of P.len elements of a row; a thread holds HELD quads and loads all of them before it uses the first.
+// x += P.add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight, with a gate before or after, or out += that. One workgroup of
+// WG threads per group of P.len elements of a row; a thread holds HELD quads and loads all of them before it uses the first.
 
 #if SUBGROUP
 var<workgroup> sums: array<f32, (WG + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE>;
@@ -79,6 +79,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         v$i *= scale * weight_v4(select(first + i$i, i$i, P.shared_weight != 0u));
 #if GATE_AFTER
         v$i *= activate4(ACT, z$i);
+#endif
+#if ACCUMULATE
+        v$i += out_v4(t * P.out_row + first + i$i);
 #endif
         out_set4(t * P.out_row + first + i$i, v$i);
     }

@@ -19,8 +19,15 @@ use crate::{
 };
 
 /// Letters of the layer map.
-const LETTERS: [(char, &str); 5] =
-    [('M', "Mamba-2"), ('G', "Gated DeltaNet"), ('*', "attention"), ('-', "MLP"), ('E', "mixture of experts")];
+const LETTERS: [(char, &str); 7] = [
+    ('M', "Mamba-2"),
+    ('S', "Mamba-1"),
+    ('G', "Gated DeltaNet"),
+    ('C', "short convolution"),
+    ('*', "attention"),
+    ('-', "MLP"),
+    ('E', "mixture of experts"),
+];
 
 /// Prints the facts; the weights are not read.
 pub fn run(args: &InspectArgs) -> Outcome {

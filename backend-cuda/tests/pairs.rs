@@ -79,7 +79,7 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
             let (x, z) = (tensor(DType::Bf16, &[1, k])?, tensor(DType::Bf16, &[1, k])?);
             let gate = gate.map(|before| Gate { z, act: Act::Silu, before });
             let weight = tensor(DType::F32, &[k])?;
-            RmsNorm { x, add: None, weight, gate, out: mid.clone(), eps: 1e-5, groups }.into()
+            RmsNorm { x, add: None, weight, gate, out: mid.clone(), accumulate: false, eps: 1e-5, groups }.into()
         }
         Lead::Activation { act, up, row_gate } => {
             let all = tensor(DType::Bf16, &[1, 2 * k + 8])?;
@@ -88,7 +88,9 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
         }
     }];
     let w = Weight { blocks: vec![RowBlock { w: tensor(DType::Bf16, &[n, k])?, col: 0 }], n, k };
-    ops.push(Matmul { x: mid.clone(), w, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into());
+    ops.push(
+        Matmul { x: mid.clone(), w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
+    );
     let mut results = vec![mid, out.clone()];
     let mut pools = Vec::new();
     if let Some(dst) = dst {

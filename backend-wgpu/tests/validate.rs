@@ -75,8 +75,18 @@ fn fusible(rows: usize, k: usize, gate: bool, up: bool) -> [Op<Plain>; 3] {
     let gate = gate.then_some(Gate { z, act: Act::Silu, before: true });
     let w = Weight { blocks: vec![RowBlock { w, col: 0 }], n, k };
     [
-        RmsNorm { x, add: None, weight: tensor(5, &[k]), gate, out: u.clone(), eps: 1e-5, groups: 1 }.into(),
-        Matmul { x: u, w, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
+        RmsNorm {
+            x,
+            add: None,
+            weight: tensor(5, &[k]),
+            gate,
+            out: u.clone(),
+            accumulate: false,
+            eps: 1e-5,
+            groups: 1,
+        }
+        .into(),
+        Matmul { x: u, w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
         Activation {
             gate: out.cols(0, 48),
             up: up.then(|| out.cols(48, 48)),

@@ -38,6 +38,7 @@ fn product(isa: Isa, threads: usize, [m, n, k]: [usize; 3], dtype: DType, copies
                 k,
                 scale: 1.0,
                 bias: std::ptr::null(),
+                columns: std::ptr::null(),
                 accumulate: false,
             };
             // SAFETY: the vectors hold what the views describe.

@@ -137,6 +137,11 @@ impl Config {
         self.find(key).is_some()
     }
 
+    /// Whether the key is there and null.
+    pub fn is_null(&self, key: &str) -> bool {
+        self.levels.iter().any(|level| level.get(key).is_some_and(Value::is_null))
+    }
+
     /// Whether the object has no keys.
     pub fn is_empty(&self) -> bool {
         self.levels.iter().all(Map::is_empty)

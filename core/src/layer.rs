@@ -14,13 +14,33 @@ pub struct LayerState {
     pub recurrent: Option<[usize; 3]>,
 }
 
-/// Heads and head dim of a KV cache.
+impl LayerState {
+    /// What a layer keeps that has both.
+    ///
+    /// # Panics
+    /// If both keep state of one kind, of which a layer has room for one.
+    pub fn and(self, other: Self) -> Self {
+        fn one<T>(kind: &str, a: Option<T>, b: Option<T>) -> Option<T> {
+            assert!(a.is_none() || b.is_none(), "two mixers of a layer keep {kind}");
+            a.or(b)
+        }
+        Self {
+            kv: one("keys and values", self.kv, other.kv),
+            conv: one("a convolution state", self.conv, other.conv),
+            recurrent: one("a recurrent state", self.recurrent, other.recurrent),
+        }
+    }
+}
+
+/// Heads and widths of a KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
     /// KV heads.
     pub heads: usize,
-    /// Elements of a key or value.
-    pub head_dim: usize,
+    /// Elements of a key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
 }
 
 /// The device memory of one layer's states, split into blocks that one binding can hold.

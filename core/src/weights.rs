@@ -20,7 +20,7 @@ use crate::{
 const PIECE: usize = if cfg!(target_arch = "wasm32") { 4 << 20 } else { 16 << 20 };
 
 /// Rows of a stored matrix that become output columns.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Part {
     /// Name of the tensor, without the model's prefix.
     pub name: String,
@@ -30,12 +30,26 @@ pub struct Part {
     pub rows: Range<usize>,
     /// Output column of the first of them.
     pub col: usize,
+    /// Factor on these output columns, their bias included.
+    pub scale: f32,
 }
 
 impl Part {
     /// All `rows` rows of a tensor, from output column `col` on.
     pub fn whole(name: impl Into<String>, rows: usize, col: usize) -> Self {
-        Self { name: name.into(), of: rows, rows: 0..rows, col }
+        Self::rows(name, rows, 0..rows, col)
+    }
+}
+
+impl Part {
+    /// Some of the `of` rows of a tensor, from output column `col` on.
+    pub fn rows(name: impl Into<String>, of: usize, rows: Range<usize>, col: usize) -> Self {
+        Self { name: name.into(), of, rows, col, scale: 1.0 }
+    }
+
+    /// The same with a factor.
+    pub fn scaled(self, scale: f32) -> Self {
+        Self { scale, ..self }
     }
 }
 
@@ -67,12 +81,14 @@ impl NormKind {
     }
 }
 
-/// A linear layer on the device: `scale * x Wᵀ + bias`.
+/// A linear layer on the device: `scale * columns * x Wᵀ + bias`.
 #[derive(Clone, Debug)]
 pub struct Linear<Buf> {
     /// `[N, K]`.
     pub w: Weight<Buf>,
-    /// `[N] f32`, with the scale folded in.
+    /// `[N] f32`: a factor per output column, if they differ.
+    pub columns: Option<Tensor<Buf>>,
+    /// `[N] f32`, with its factors folded in.
     pub bias: Option<Tensor<Buf>>,
     /// Factor on the product.
     pub scale: f32,
@@ -95,13 +111,15 @@ pub struct Loader<'a, B: Backend> {
     prefix: String,
     progress: Progress,
     report: &'a mut dyn FnMut(Progress),
+    /// Matrices so far by the name of their first part, with their parts, for layers that share them.
+    matrices: HashMap<String, Vec<(Vec<Part>, Weight<B::Buf>)>>,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
     /// A loader that tells `report` after every piece how far it is.
     pub fn new(backend: &'a B, checkpoint: &'a Checkpoint, report: &'a mut dyn FnMut(Progress)) -> Self {
         let progress = Progress { done: 0, total: checkpoint.bytes() };
-        Self { backend, checkpoint, prefix: String::new(), progress, report }
+        Self { backend, checkpoint, prefix: String::new(), progress, report, matrices: HashMap::new() }
     }
 
     /// The device.
@@ -156,9 +174,21 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.progress.done
     }
 
+    /// The stored shape of a relative name; `None` if it is not there, and in a random checkpoint.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.checkpoint.info(&self.full(name)).map(|info| info.shape.as_slice())
+    }
+
+    /// The whole name of a relative one, which may be several separated by `|`: the first that is stored.
     fn full(&self, name: &str) -> String {
         // The output matrix stands outside of the prefix.
-        name.strip_prefix('/').map_or_else(|| format!("{}{name}", self.prefix), str::to_owned)
+        let whole = |n: &str| n.strip_prefix('/').map_or_else(|| format!("{}{n}", self.prefix), str::to_owned);
+        let mut names = name.split('|').map(whole);
+        let first = names.next().unwrap_or_default();
+        if self.checkpoint.contains(&first) {
+            return first;
+        }
+        names.find(|n| self.checkpoint.contains(n)).unwrap_or(first)
     }
 
     async fn raw(&self, name: &str, shape: &[usize]) -> Result<RawTensor> {
@@ -192,12 +222,13 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(())
     }
 
-    /// A matrix with inner dimension `k` out of `parts`, which cover the output columns once.
+    /// A matrix with inner dimension `k` out of `parts`, which cover the output columns once. One that is asked for again is not
+    /// loaded again.
     ///
     /// # Errors
     /// Those of [`Checkpoint::get`], naming the tensor, and of the backend's allocations and writes.
     pub async fn matrix(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
-        let mut parts = parts.to_vec();
+        let mut parts: Vec<Part> = parts.iter().map(|p| p.clone().scaled(1.0)).collect();
         parts.sort_by_key(|p| p.col);
         parts.dedup_by(|b, a| {
             let joined = a.name == b.name && a.rows.end == b.rows.start && a.col + a.rows.len() == b.col;
@@ -206,18 +237,28 @@ impl<'a, B: Backend> Loader<'a, B> {
             }
             joined
         });
+        let known = self.matrices.get(&parts[0].name).and_then(|all| all.iter().find(|(p, w)| *p == parts && w.k == k));
+        if let Some((_, w)) = known {
+            return Ok(w.clone());
+        }
+        let w = self.new_matrix(k, &parts).await?;
+        self.matrices.entry(parts[0].name.clone()).or_default().push((parts, w.clone()));
+        Ok(w)
+    }
+
+    async fn new_matrix(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
         let n = parts.last().map_or(0, |p| p.col + p.rows.len());
         if let Some(w) = self.random_matrix(n, k, &parts[0].name)? {
             return Ok(w);
         }
         let mut tensors: HashMap<&str, StoredTensor> = HashMap::new();
-        for p in &parts {
+        for p in parts {
             if !tensors.contains_key(p.name.as_str()) {
                 tensors.insert(&p.name, self.stored(&p.name, &[p.of, k])?);
             }
         }
         if !self.backend.adopts() {
-            return self.gather(n, k, &parts, &tensors).await;
+            return self.gather(n, k, parts, &tensors).await;
         }
         let mut adopted: HashMap<&str, Tensor<B::Buf>> = HashMap::new();
         for (name, tensor) in tensors {
@@ -316,27 +357,35 @@ impl<'a, B: Backend> Loader<'a, B> {
         }
     }
 
-    /// [`Loader::matrix`] with a factor on the product and, if asked for, the biases that belong to the parts: `x.bias` to
-    /// `x.weight`.
+    /// [`Loader::matrix`] with the factors of the parts and, if asked for, the biases that belong to them: `x.bias` to `x.weight`.
+    /// `input` is a factor on what the layer reads, which its biases do not see.
     ///
     /// # Errors
     /// As [`Loader::matrix`].
-    pub async fn linear(&mut self, k: usize, parts: &[Part], bias: bool, scale: f32) -> Result<Linear<B::Buf>> {
+    pub async fn linear(&mut self, k: usize, parts: &[Part], bias: bool, input: f32) -> Result<Linear<B::Buf>> {
         let w = self.matrix(k, parts).await?;
         let bias = match bias {
-            true => Some(self.biases(w.n, parts, scale).await?),
+            true => Some(self.biases(w.n, parts).await?),
             false => None,
         };
-        Ok(Linear { w, bias, scale })
+        if parts.iter().all(|p| p.scale == parts[0].scale) {
+            return Ok(Linear { w, columns: None, bias, scale: input * parts[0].scale });
+        }
+        let mut columns = vec![0.0; w.n];
+        for p in parts {
+            columns[p.col..p.col + p.rows.len()].fill(input * p.scale);
+        }
+        let columns = self.upload(&format!("factors of {}", parts[0].name), &columns, &[w.n])?;
+        Ok(Linear { w, columns: Some(columns), bias, scale: 1.0 })
     }
 
-    async fn biases(&mut self, n: usize, parts: &[Part], scale: f32) -> Result<Tensor<B::Buf>> {
+    async fn biases(&mut self, n: usize, parts: &[Part]) -> Result<Tensor<B::Buf>> {
         let mut all = vec![0.0; n];
         for p in parts {
             let name = format!("{}.bias", p.name.strip_suffix(".weight").unwrap_or(&p.name));
             let values = self.values(&name, &[p.of]).await?;
             for (out, b) in all[p.col..].iter_mut().zip(&values[p.rows.clone()]) {
-                *out = b * scale;
+                *out = b * p.scale;
             }
         }
         self.upload(&parts[0].name, &all, &[n])

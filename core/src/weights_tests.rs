@@ -17,7 +17,7 @@ fn biases_follow_the_rows_of_their_parts_and_the_scale() {
     let mut loader = Loader::new(&backend, &checkpoint, &mut report);
     let stored = block_on(loader.values("model.layers.0.self_attn.q_proj.bias", &shape[..1])).unwrap();
     assert_eq!(stored.len(), 80);
-    let part = |rows: Range<usize>, col| Part { name: NAME.into(), of: 80, rows, col };
+    let part = |rows: Range<usize>, col| Part::rows(NAME, 80, rows, col);
     let parts = [part(40..50, 0), part(8..11, 10)];
     let linear = block_on(loader.linear(shape[1], &parts, true, 0.5)).unwrap();
     let bytes = block_on(backend.read(linear.bias.as_ref().unwrap())).unwrap();

@@ -19,7 +19,7 @@ pub fn may_go_on<B: Address>(ops: &[Op<B>], target: &Target) -> bool {
     target.tuned
         && target.bulk
         && match ops {
-            [Op::RmsNorm(a)] => a.x.rows() == 1,
+            [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
             [Op::Activation(a)] => a.gate.rows() == 1,
             [Op::ExpertMatmul(a)] => experts::may_go_on(a, target),
             [.., Op::Matmul(a)] => a.x.rows() == 1 && !a.accumulate,
@@ -66,7 +66,7 @@ fn norm<B: Address>(a: &RmsNorm<B>) -> Option<Prologue<'_, B>> {
     let bf16 = a.x.dtype == DType::Bf16 && z.is_none_or(|z| z.dtype == DType::Bf16);
     // All of a row stays in the registers of at most 256 threads, and the sums of its groups in shared memory.
     let fits = a.x.row_len() <= 8192 && a.groups * (threads / 32) <= 128;
-    (bf16 && a.add.is_none() && fits).then_some(Prologue {
+    (bf16 && a.add.is_none() && !a.accumulate && fits).then_some(Prologue {
         norm: true,
         first: &a.x,
         second: z,

@@ -31,6 +31,8 @@ fn path<B: Address>(a: &Matmul<B>, block: &RowBlock<B>, out: &Tensor<B>, target:
         Path::Few
     } else if inputs
         && target.blas
+        // What is there already is added within the library's product, so it would be scaled too.
+        && !(a.columns.is_some() && a.accumulate)
         && address(out).is_multiple_of(16)
         && (out.row_stride * out.dtype.bytes()).is_multiple_of(16)
     {
@@ -316,6 +318,7 @@ fn with_around<B: Address>(
     let [vec, group, threads] = ahead.map_or([1, 1, 32], |p| p.shape);
     let spec = spec
         .flag("ACCUMULATE", a.accumulate)
+        .flag("HAS_COLUMNS", a.columns.is_some())
         .flag("HAS_BIAS", a.bias.is_some())
         .int("PRE", ahead.map_or(0, |p| if p.norm { 1 } else { 2 }))
         .int("ACT", ahead.map_or(0, |p| act(p.act)))
@@ -339,7 +342,8 @@ fn with_around<B: Address>(
         .rows(&a.x)
         .rows(&block.w)
         .int(block.w.rows() as u64)
-        .int(bias(a, block))
+        .int(of_block(&a.columns, block))
+        .int(of_block(&a.bias, block))
         .rows(out)
         .float(a.scale)
         .maybe_at(ahead.map(|p| p.first))
@@ -354,9 +358,9 @@ fn with_around<B: Address>(
     (spec, args)
 }
 
-/// Address of the bias of a block's rows, or 0.
-fn bias<B: Address>(a: &Matmul<B>, block: &RowBlock<B>) -> u64 {
-    a.bias.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64)
+/// Address of the factors or biases of a block's rows, or 0.
+fn of_block<B: Address>(all: &Option<Tensor<B>>, block: &RowBlock<B>) -> u64 {
+    all.as_ref().map_or(0, |b| address(b) + 4 * block.col as u64)
 }
 
 /// The kernel for few rows of every device.
@@ -371,9 +375,11 @@ fn few<B: Address>(a: &Matmul<B>, block: &RowBlock<B>, out: &Tensor<B>, target: 
         .int("DEPTH", f.depth)
         .flag("X_RESIDENT", f.resident)
         .flag("ACCUMULATE", a.accumulate)
+        .flag("HAS_COLUMNS", a.columns.is_some())
         .flag("HAS_BIAS", a.bias.is_some())
         .ty("out_t", out.dtype);
-    let args = Args::new().rows(&a.x).rows(&block.w).int(n as u64).int(bias(a, block)).rows(out).float(a.scale);
+    let args = Args::new().rows(&a.x).rows(&block.w).int(n as u64);
+    let args = args.int(of_block(&a.columns, block)).int(of_block(&a.bias, block)).rows(out).float(a.scale);
     let grid = [n.div_ceil(16).min(target.sms * f.blocks), 1, 1];
     Work::Kernel(Launch::new(spec, grid, 32 * f.warps, args).with_shared(f.shared))
 }
@@ -384,7 +390,7 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
     for block in &a.w.blocks {
         let n = block.w.rows();
         let out = a.out.cols(block.col, n);
-        let bias = bias(a, block);
+        let (columns, bias) = (of_block(&a.columns, block), of_block(&a.bias, block));
         match path(a, block, &out, target) {
             Path::Few => {
                 let streamed = streamed(a, block, &out, None, None, target);
@@ -399,9 +405,13 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
                     scale: a.scale,
                     accumulate: a.accumulate,
                 }));
-                if a.bias.is_some() {
-                    let spec = Spec::new(File::MatmulBias).int("N", n).ty("out_t", out.dtype);
-                    let args = Args::new().int(bias).rows(&out);
+                if a.columns.is_some() || a.bias.is_some() {
+                    let spec = Spec::new(File::MatmulBias)
+                        .int("N", n)
+                        .flag("HAS_COLUMNS", a.columns.is_some())
+                        .flag("HAS_BIAS", a.bias.is_some())
+                        .ty("out_t", out.dtype);
+                    let args = Args::new().int(columns).int(bias).rows(&out);
                     work.push(Work::Kernel(Launch::new(spec, [m, n.div_ceil(256), 1], 256, args)));
                 }
             }
@@ -409,6 +419,7 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
                 let spec = Spec::new(File::MatmulPlain)
                     .int("K", k)
                     .flag("ACCUMULATE", a.accumulate)
+                    .flag("HAS_COLUMNS", a.columns.is_some())
                     .flag("HAS_BIAS", a.bias.is_some())
                     .ty("x_t", a.x.dtype)
                     .ty("w_t", block.w.dtype)
@@ -418,6 +429,7 @@ pub(super) fn matmul<B: Address>(a: &Matmul<B>, target: &Target) -> Result<Vec<W
                     .rows(&block.w)
                     .int(m as u64)
                     .int(n as u64)
+                    .int(columns)
                     .int(bias)
                     .rows(&out)
                     .float(a.scale);

@@ -102,6 +102,7 @@ pub(super) fn rms_norm<B: Address>(a: &RmsNorm<B>) -> Result<Vec<Work>> {
         .int("GATE", a.gate.as_ref().map_or(0, |g| if g.before { 1 } else { 2 }))
         .int("GATE_ACT", a.gate.as_ref().map_or(0, |g| act(g.act)))
         .flag("SHARED_WEIGHT", a.weight.len() == group)
+        .flag("ACCUMULATE", a.accumulate)
         .ty("x_t", a.x.dtype)
         .ty("add_t", dtype(add))
         .ty("gate_t", dtype(gate))

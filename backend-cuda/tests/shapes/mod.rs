@@ -137,6 +137,18 @@ const OTHERS: &[Shape] = &[
         vocab: 32_784,
         ..BASE
     },
+    // Falcon-H1-7B; Olmo-Hybrid-7B with a Mamba-1 of Jamba's size beside it; Bamba-9B's attention.
+    Shape { width: 3072, attention: Some([12, 2, 128]), mamba2: Some([24, 128, 256, 1]), mlp: 12288, ..BASE },
+    Shape {
+        width: 3840,
+        attention: Some([30, 30, 128]),
+        mamba2: None,
+        mamba1: Some([8192, 16]),
+        delta: Some([30, 30, 96, 192]),
+        mlp: 11008,
+        vocab: 100_352,
+        ..BASE
+    },
     // Small and odd: every dimension only divisible by 4.
     Shape {
         width: 52,
@@ -232,6 +244,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
     let logits = Matmul {
         x: m.act(&[o, d]),
         w: m.weight(DType::Bf16, s.vocab, d),
+        columns: None,
         bias: None,
         out: m.f32(&[o, s.vocab]),
         scale: 1.0,
@@ -245,7 +258,8 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
     let add = Some((m.act(&[t, d]), 1.0));
     for add in [None, add] {
         let (x, weight, out) = (m.act(&[t, d]), m.f32(&[d]), m.act(&[t, d]));
-        ops.push(RmsNorm { x, add, weight, gate: None, out, eps: 1e-5, groups: 1 }.into());
+        let accumulate = add.is_none();
+        ops.push(RmsNorm { x, add, weight, gate: None, out, accumulate, eps: 1e-5, groups: 1 }.into());
     }
     for (act, gated) in [(Act::Silu, true), (Act::Relu2, false), (Act::Gelu, true)] {
         let both = m.act(&[t, 2 * s.mlp]);
@@ -280,7 +294,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         );
         let (x, z, weight, out) = (m.act(&[t, di]), m.act(&[t, di]), m.f32(&[di]), m.act(&[t, di]));
         let gate = Some(Gate { z, act: Act::Silu, before: true });
-        ops.push(RmsNorm { x, add: None, weight, gate, out, eps: 1e-5, groups: g }.into());
+        ops.push(RmsNorm { x, add: None, weight, gate, out, accumulate: false, eps: 1e-5, groups: g }.into());
     }
     if let Some([c, n]) = s.mamba1 {
         let (x, b, cc, dt) = (m.act(&[t, c]), m.act(&[t, n]), m.act(&[t, n]), m.act(&[t, c]));
@@ -328,7 +342,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         );
         let (x, z, weight, out) = (m.act(&[t, hv * dv]), m.act(&[t, hv * dv]), m.f32(&[dv]), m.act(&[t, hv * dv]));
         let gate = Some(Gate { z, act: Act::Silu, before: false });
-        ops.push(RmsNorm { x, add: None, weight, gate, out, eps: 1e-6, groups: hv }.into());
+        ops.push(RmsNorm { x, add: None, weight, gate, out, accumulate: false, eps: 1e-6, groups: hv }.into());
     }
     if let Some([e, k, inner]) = s.moe {
         moe(m, &mut ops, e, k, inner, d);
@@ -341,12 +355,12 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
     let (step, t, d) = (m.step.clone(), m.step.bucket.tokens, s.width);
     let product = |m: &mut Maker, x: &Tensor<Fake>, n: usize, accumulate: bool| {
         let (w, out) = (m.weight(DType::Bf16, n, x.row_len()), m.act(&[t, n]));
-        Matmul { x: x.clone(), w, bias: None, out, scale: 1.0, accumulate }
+        Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 1.0, accumulate }
     };
     let norm = |m: &mut Maker, width: usize, groups: usize, gated: bool| {
         let (x, out, weight) = (m.act(&[t, width]), m.act(&[t, width]), m.f32(&[width]));
         let gate = gated.then(|| Gate { z: m.act(&[t, width]), act: Act::Silu, before: true });
-        RmsNorm { x, add: None, weight, gate, out, eps: 1e-5, groups }
+        RmsNorm { x, add: None, weight, gate, out, accumulate: false, eps: 1e-5, groups }
     };
     let mut chains: Vec<Vec<Op<Fake>>> = Vec::new();
     for (act, gated) in [(Act::Silu, true), (Act::Relu2, false)] {
@@ -383,9 +397,10 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
     chains
 }
 
-fn matmul(m: &mut Maker, t: usize, w: Weight<Fake>, accumulate: bool, bias: bool) -> Op<Fake> {
-    let bias = bias.then(|| m.f32(&[w.n]));
-    Matmul { x: m.act(&[t, w.k]), out: m.act(&[t, w.n]), w, bias, scale: 1.0, accumulate }.into()
+/// `all`: with a factor and a bias per column.
+fn matmul(m: &mut Maker, t: usize, w: Weight<Fake>, accumulate: bool, all: bool) -> Op<Fake> {
+    let (columns, bias) = (all.then(|| m.f32(&[w.n])), all.then(|| m.f32(&[w.n])));
+    Matmul { x: m.act(&[t, w.k]), out: m.act(&[t, w.n]), w, columns, bias, scale: 1.0, accumulate }.into()
 }
 
 fn conv(m: &mut Maker, ops: &mut Vec<Op<Fake>>, c: usize) {

@@ -227,16 +227,15 @@ fn product<B: Handle>(
 fn output<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, quads: bool) -> Builder<B> {
     let access = if op.accumulate { InPlace } else { Write };
     let b = b
+        .flag("COLUMNS", op.columns.is_some())
         .flag("BIAS", op.bias.is_some())
         .flag("ACCUMULATE", op.accumulate)
         .param("m", op.x.rows())
         .param("col", block.col)
         .float("scale", op.scale);
     let b = if quads { b.vectors("out", access, &op.out) } else { b.view("out", access, &op.out) };
-    match &op.bias {
-        Some(bias) => b.vectors("bias", Read, bias),
-        None => b,
-    }
+    let b = op.columns.iter().fold(b, |b, columns| b.vectors("columns", Read, columns));
+    op.bias.iter().fold(b, |b, bias| b.vectors("bias", Read, bias))
 }
 
 #[cfg(test)]

@@ -41,6 +41,7 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<
     let len = op.x.row_len() / op.groups;
     quads("rms_norm", "a group", len)?;
     let before = op.gate.as_ref().is_some_and(|g| g.before);
+    let out = if op.accumulate { InPlace } else { Write };
     let threads = (len / 4).next_power_of_two().clamp(32, 256);
     let mut b = Builder::new(shader!("rms_norm"))
         .constant("WG", threads)
@@ -50,6 +51,7 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<
         .flag("GATE", op.gate.is_some())
         .flag("GATE_BEFORE", before)
         .flag("GATE_AFTER", op.gate.is_some() && !before)
+        .flag("ACCUMULATE", op.accumulate)
         .constant("ACT", op.gate.as_ref().map_or(0, |g| act(g.act)))
         .param("len", len)
         .param("parts", op.groups)
@@ -58,7 +60,7 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<
         .float("add_scale", op.add.as_ref().map_or(0.0, |(_, scale)| *scale))
         .vectors("x", if op.add.is_some() { InPlace } else { Read }, &op.x)
         .vectors("weight", Read, &op.weight)
-        .vectors("out", Write, &op.out);
+        .vectors("out", out, &op.out);
     if let Some((add, _)) = &op.add {
         b = b.vectors("add", Read, add);
     }
@@ -126,6 +128,7 @@ fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Res
 /// Adds the arguments of a product of many rows; `grid` is the parameter that maps workgroups to tiles.
 fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid: (&'static str, usize)) -> Builder<B> {
     let b = b
+        .flag("COLUMNS", op.columns.is_some())
         .flag("BIAS", op.bias.is_some())
         .flag("ACCUMULATE", op.accumulate)
         .param("m", op.x.rows())
@@ -137,10 +140,8 @@ fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid:
         .vectors("x", Read, &op.x)
         .vectors("w", Read, &block.w)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
-    match &op.bias {
-        Some(bias) => b.view("bias", Read, bias),
-        None => b,
-    }
+    let b = op.columns.iter().fold(b, |b, columns| b.view("columns", Read, columns));
+    op.bias.iter().fold(b, |b, bias| b.view("bias", Read, bias))
 }
 
 /// A product of any number of rows with one of two thread layouts, without barriers: see `matmul_rows.wgsl`.

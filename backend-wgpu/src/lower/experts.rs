@@ -151,6 +151,7 @@ impl Grouped {
             .constants(Builder::new(shader!("matmul_tile")))
             .flag("GROUPED", true)
             .flag("PRODUCTS", combine)
+            .flag("COLUMNS", false)
             .flag("BIAS", false)
             .flag("ACCUMULATE", false)
             .param("n", n)

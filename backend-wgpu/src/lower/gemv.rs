@@ -74,6 +74,9 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
         return Ok(None);
     }
     let kernel = kernel.map_or_else(|| product(op, block, &fused, facts), Ok)?;
+    if kernel.buffers.len() > MOST_BINDINGS {
+        return Ok(None);
+    }
     Ok(Some((1 + usize::from(norm.is_some()) + usize::from(after), kernel)))
 }
 
@@ -96,7 +99,8 @@ fn takes_norm<B: Handle>(op: &Matmul<B>, norm: &RmsNorm<B>) -> bool {
     let reads = [Some(&norm.x), Some(&norm.weight), norm.gate.as_ref().map(|g| &g.z)];
     // The first workgroups would overwrite tensors that others still read.
     let apart = reads.into_iter().flatten().all(|t| t.buf.id() != op.out.buf.id() && t.buf.id() != op.x.buf.id());
-    let whole = norm.groups == 1 && norm.add.is_none() && norm.gate.as_ref().is_none_or(|g| g.before);
+    let whole =
+        norm.groups == 1 && norm.add.is_none() && !norm.accumulate && norm.gate.as_ref().is_none_or(|g| g.before);
     let small = op.w.n * op.w.k <= NORMED_WEIGHTS;
     small && whole && apart && same(&norm.out, &op.x) && op.x.buf.id() != op.out.buf.id()
 }
@@ -139,6 +143,7 @@ pub(super) fn product<B: Handle>(
         .constant("MR", m)
         .constant("SIDES", sides)
         .flag("EIGHT", eight)
+        .flag("COLUMNS", op.columns.is_some())
         .flag("BIAS", op.bias.is_some())
         .flag("ACCUMULATE", op.accumulate)
         .flag("NORM", fused.norm.is_some())
@@ -151,6 +156,9 @@ pub(super) fn product<B: Handle>(
         .vectors("x", Read, norm.map_or(&op.x, |norm| &norm.x))
         .vectors("w", Read, &block.w)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
+    if let Some(columns) = &op.columns {
+        b = b.view("columns", Read, columns);
+    }
     if let Some(bias) = &op.bias {
         b = b.view("bias", Read, bias);
     }

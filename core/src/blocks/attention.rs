@@ -1,13 +1,13 @@
 //! Attention: fused projection, per-head norms and rotation with the write of keys and values, attention over pages, an
 //! optional gate on the output, and the output projection.
 
-use super::{Pass, Scratch, Widths};
+use super::{Out, Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
     config::Heads,
     layer::{KvShape, LayerPools, LayerState},
-    ops::{self, Act, Activation, RopeKv},
+    ops::{self, Act, Activation, RmsNorm, RopeKv},
     rope::Rope,
     tensor::Tensor,
     weights::{Linear, Loader, NormKind, Part},
@@ -26,8 +26,12 @@ pub struct Plan {
     pub gated: bool,
     /// q, k, v and output projections have biases.
     pub bias: bool,
-    /// Per-head norms of q and k (`q_norm`, `k_norm`), and their epsilon.
-    pub qk_norm: Option<(NormKind, f32)>,
+    /// Factor on what q, k and v are projected from.
+    pub input_scale: f32,
+    /// Factor on k.
+    pub key_scale: f32,
+    /// Norms of q and k.
+    pub qk_norm: Option<QkNorm>,
     /// Rotation; none in models without positions.
     pub rope: Option<Rope>,
     /// Factor on q·k.
@@ -36,7 +40,47 @@ pub struct Plan {
     pub window: Option<u32>,
 }
 
+/// Norms of q and k before the rotation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNorm {
+    /// Meaning of the weights.
+    pub kind: NormKind,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Names of the weights for q and for k.
+    pub names: [&'static str; 2],
+    /// Over all of q and of k, `[H * hd]` and `[KH * hd]`, instead of per head, `[hd]`.
+    pub whole: bool,
+}
+
+impl QkNorm {
+    /// Norms of each head under the usual names.
+    pub fn per_head(kind: NormKind, eps: f32) -> Self {
+        Self { kind, eps, names: ["q_norm", "k_norm"], whole: false }
+    }
+}
+
+/// Normed q and k, where the norms are not part of the rotation.
+const NORMED: Scratch = Scratch::activations("normed queries and keys");
+
 impl Plan {
+    /// Ungated attention over all positions, without biases, norms and rotation, that scales by the root of the head dim.
+    pub fn new(width: usize, heads: Heads) -> Self {
+        Self {
+            width,
+            heads,
+            output: "o_proj",
+            gated: false,
+            bias: false,
+            input_scale: 1.0,
+            key_scale: 1.0,
+            qk_norm: None,
+            rope: None,
+            scale: (heads.head_dim as f32).sqrt().recip(),
+            window: None,
+        }
+    }
+
     fn q_width(&self) -> usize {
         self.heads.heads * self.heads.head_dim
     }
@@ -51,22 +95,29 @@ impl Plan {
     }
 
     pub(super) fn state(&self) -> LayerState {
-        let kv = KvShape { heads: self.heads.kv_heads, head_dim: self.heads.head_dim };
+        let kv = KvShape { heads: self.heads.kv_heads, key_dim: self.heads.head_dim, value_dim: self.heads.head_dim };
         LayerState { kv: Some(kv), ..LayerState::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {
         let bias = if self.bias { self.proj_width() + self.width } else { 0 };
-        let norms = if self.qk_norm.is_some() { 2 * self.heads.head_dim } else { 0 };
+        let norms = match self.qk_norm {
+            Some(norm) if norm.whole => self.q_width() + self.kv_width(),
+            Some(_) => 2 * self.heads.head_dim,
+            None => 0,
+        };
         (self.width as u64) * (self.proj_width() + self.q_width()) as u64 + (bias + norms) as u64
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::Proj, self.proj_width());
-        w.want(Scratch::Mid, self.q_width());
-        w.want(Scratch::Out, self.q_width());
+        w.want(Scratch::PROJ, self.proj_width());
+        w.want(Scratch::MID, self.q_width());
+        w.want(Scratch::OUT, self.q_width());
         if self.gated {
-            w.want(Scratch::Gated, self.q_width());
+            w.want(Scratch::GATED, self.q_width());
+        }
+        if self.qk_norm.is_some_and(|norm| norm.whole) {
+            w.want(NORMED, self.q_width() + self.kv_width());
         }
     }
 
@@ -83,23 +134,17 @@ impl Plan {
             for h in 0..self.heads.heads {
                 for (half, col) in [(0, 0), (1, q + 2 * kv)] {
                     let from = (2 * h + half) * hd;
-                    parts.push(Part { name: name("q_proj"), of: 2 * q, rows: from..from + hd, col: col + h * hd });
+                    parts.push(Part::rows(name("q_proj"), 2 * q, from..from + hd, col + h * hd));
                 }
             }
         } else {
             parts.push(Part::whole(name("q_proj"), q, 0));
         }
-        parts.push(Part::whole(name("k_proj"), kv, q));
+        parts.push(Part::whole(name("k_proj"), kv, q).scaled(self.key_scale));
         parts.push(Part::whole(name("v_proj"), kv, q + kv));
-        let input = l.linear(self.width, &parts, self.bias, 1.0).await?;
+        let input = l.linear(self.width, &parts, self.bias, self.input_scale).await?;
         let norm = match self.qk_norm {
-            Some((kind, eps)) => {
-                let mut both = Vec::with_capacity(2 * hd);
-                for leaf in ["q_norm", "k_norm"] {
-                    both.extend(l.values(&name(leaf), &[hd]).await?.into_iter().map(|w| kind.weight(w)));
-                }
-                Some((l.upload(&name("q_norm"), &both, &[2, hd])?, eps))
-            }
+            Some(norm) => Some(self.load_norm(l, prefix, norm).await?),
             None => None,
         };
         let inv_freq = match &self.rope {
@@ -109,9 +154,32 @@ impl Plan {
             }
             None => None,
         };
-        let output = l.linear(q, &[Part::whole(name(self.output), self.width, 0)], self.bias, scale).await?;
+        let output = Part::whole(name(self.output), self.width, 0).scaled(scale);
+        let output = l.linear(q, &[output], self.bias, 1.0).await?;
         Ok(Attention { plan: self.clone(), input, norm, inv_freq, output })
     }
+
+    async fn load_norm<B: Backend>(&self, l: &mut Loader<'_, B>, prefix: &str, norm: QkNorm) -> Result<Norm<B::Buf>> {
+        let [q, k] = norm.names.map(|leaf| format!("{prefix}{leaf}.weight"));
+        let weight = |w| norm.kind.weight(w);
+        if norm.whole {
+            let (q, k) = (l.vector(&q, self.q_width(), weight).await?, l.vector(&k, self.kv_width(), weight).await?);
+            return Ok(Norm::Whole { q, k, eps: norm.eps });
+        }
+        let mut both = l.values(&q, &[self.heads.head_dim]).await?;
+        both.extend(l.values(&k, &[self.heads.head_dim]).await?);
+        both.iter_mut().for_each(|w| *w = weight(*w));
+        Ok(Norm::PerHead(l.upload(&q, &both, &[2, self.heads.head_dim])?, norm.eps))
+    }
+}
+
+/// Norms of q and k on a device.
+#[derive(Clone, Debug)]
+enum Norm<Buf> {
+    /// `[2, hd]` and the epsilon: part of the rotation.
+    PerHead(Tensor<Buf>, f32),
+    /// Ops of their own.
+    Whole { q: Tensor<Buf>, k: Tensor<Buf>, eps: f32 },
 }
 
 /// An attention layer on a device.
@@ -119,7 +187,7 @@ impl Plan {
 pub struct Attention<Buf> {
     plan: Plan,
     input: Linear<Buf>,
-    norm: Option<(Tensor<Buf>, f32)>,
+    norm: Option<Norm<Buf>>,
     inv_freq: Option<Tensor<Buf>>,
     output: Linear<Buf>,
 }
@@ -130,25 +198,30 @@ impl<Buf: Handle> Attention<Buf> {
         pass: &mut Pass<'_, Buf>,
         pools: &LayerPools<Buf>,
         u: &Tensor<Buf>,
-        x: &Tensor<Buf>,
+        out: &Out<Buf>,
     ) -> Result<()> {
         let p = &self.plan;
         let (q, kv, hd) = (p.q_width(), p.kv_width(), p.heads.head_dim);
         let group = p.heads.heads / p.heads.kv_heads;
-        let proj = pass.scratch(Scratch::Proj, p.proj_width());
-        let rotated = pass.scratch(Scratch::Mid, q);
-        let mut out = pass.scratch(Scratch::Out, q);
-        pass.linear(&self.input, u, &proj, false)?;
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width());
+        let rotated = pass.scratch(Scratch::MID, q);
+        let mut attended = pass.scratch(Scratch::OUT, q);
+        pass.linear(&self.input, u, &proj)?;
+        let [queries, keys] = self.normed(pass, &proj)?;
+        let per_head = match &self.norm {
+            Some(Norm::PerHead(weights, eps)) => Some((weights.clone(), *eps)),
+            _ => None,
+        };
         let mut first = 0;
         for pool in &pools.kv {
             let heads = pool.k.dims()[1];
             let (qs, kvs) = ((first * group * hd, heads * group * hd), (first * hd, heads * hd));
             pass.op(RopeKv {
                 step: pass.step.clone(),
-                q: proj.cols(qs.0, qs.1),
-                k: proj.cols(q + kvs.0, kvs.1),
+                q: queries.cols(qs.0, qs.1),
+                k: keys.cols(kvs.0, kvs.1),
                 v: proj.cols(q + kv + kvs.0, kvs.1),
-                norm: self.norm.clone(),
+                norm: per_head.clone(),
                 inv_freq: self.inv_freq.clone(),
                 q_out: rotated.cols(qs.0, qs.1),
                 pool: pool.clone(),
@@ -158,7 +231,7 @@ impl<Buf: Handle> Attention<Buf> {
                 step: pass.step.clone(),
                 q: rotated.cols(qs.0, qs.1),
                 pool: pool.clone(),
-                out: out.cols(qs.0, qs.1),
+                out: attended.cols(qs.0, qs.1),
                 head_dim: hd,
                 scale: p.scale,
                 window: p.window,
@@ -166,16 +239,38 @@ impl<Buf: Handle> Attention<Buf> {
             first += heads;
         }
         if p.gated {
-            let gated = pass.scratch(Scratch::Gated, q);
+            let gated = pass.scratch(Scratch::GATED, q);
             pass.op(Activation {
                 gate: proj.cols(q + 2 * kv, q),
-                up: Some(out),
+                up: Some(attended),
                 row_gate: None,
                 out: gated.clone(),
                 act: Act::Sigmoid,
             })?;
-            out = gated;
+            attended = gated;
         }
-        pass.linear(&self.output, &out, x, true)
+        pass.output(&self.output, &attended, out)
+    }
+
+    /// `[T, H * hd]` and `[T, KH * hd]`: q and k of a projection, normed if that is not part of the rotation.
+    fn normed(&self, pass: &mut Pass<'_, Buf>, proj: &Tensor<Buf>) -> Result<[Tensor<Buf>; 2]> {
+        let (q, kv) = (self.plan.q_width(), self.plan.kv_width());
+        let Some(Norm::Whole { q: q_weight, k: k_weight, eps }) = &self.norm else {
+            return Ok([proj.cols(0, q), proj.cols(q, kv)]);
+        };
+        let both = pass.scratch(NORMED, q + kv);
+        for (weight, first) in [(q_weight, 0), (k_weight, q)] {
+            pass.op(RmsNorm {
+                x: proj.cols(first, weight.len()),
+                add: None,
+                weight: weight.clone(),
+                gate: None,
+                out: both.cols(first, weight.len()),
+                accumulate: false,
+                eps: *eps,
+                groups: 1,
+            })?;
+        }
+        Ok([both.cols(0, q), both.cols(q, kv)])
     }
 }

@@ -1,10 +1,7 @@
 //! Gated DeltaNet: one projection `[q | k | v | z | b | a]`, convolution over `q k v`, the delta rule, a norm per value head
 //! that is gated by z, and the output projection.
 
-use super::{
-    Pass, Scratch, Widths,
-    mamba2::{conv_weight, convolve},
-};
+use super::{Out, Pass, Scratch, Widths, conv};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -31,7 +28,9 @@ pub struct Plan {
     pub kernel: usize,
     /// Epsilon of the gated norm.
     pub eps: f32,
-    /// How the stored projections are laid out.
+    /// Factor on β: 1, or 2 where the state may have negative eigenvalues.
+    pub beta_scale: f32,
+    /// How the stored projections are laid out, and what they are called.
     pub projections: Projections,
 }
 
@@ -41,6 +40,21 @@ pub enum Projections {
     /// `in_proj_qkvz` and `in_proj_ba`, a group of rows per key head: `[q | k | v | z]`, with the values of its value heads,
     /// and `[b | a]` (Qwen3-Next).
     PerKeyHead,
+    /// `in_proj_qkv` with all of q, of k and of v, `in_proj_z`, `in_proj_b` and `in_proj_a` (Qwen3.5).
+    Separate,
+    /// `q_proj`, `k_proj` and `v_proj`, each with a convolution of its own, `g_proj` for z, `b_proj` and `a_proj`
+    /// (Olmo-Hybrid).
+    PerVector,
+}
+
+impl Projections {
+    /// Names of the gated norm and of the output projection.
+    fn ends(self) -> [&'static str; 2] {
+        match self {
+            Self::PerKeyHead | Self::Separate => ["norm", "out_proj"],
+            Self::PerVector => ["o_norm", "o_proj"],
+        }
+    }
 }
 
 impl Plan {
@@ -74,10 +88,10 @@ impl Plan {
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::Proj, self.proj_width());
-        w.want(Scratch::Mid, self.channels());
-        w.want(Scratch::Out, self.values());
-        w.want(Scratch::Gated, self.values());
+        w.want(Scratch::PROJ, self.proj_width());
+        w.want(Scratch::MID, self.channels());
+        w.want(Scratch::OUT, self.values());
+        w.want(Scratch::GATED, self.values());
     }
 
     /// Rows of the stored projections by output column.
@@ -91,7 +105,7 @@ impl Plan {
                 for g in 0..hk {
                     let mut put = |leaf: &str, of: usize, row: usize, rows: usize, col: usize| {
                         let name = format!("{prefix}{leaf}.weight");
-                        parts.push(Part { name, of, rows: row..row + rows, col });
+                        parts.push(Part::rows(name, of, row..row + rows, col));
                     };
                     let (row, vs) = (g * qkvz, per_key * dv);
                     put("in_proj_qkvz", hk * qkvz, row, dk, g * dk);
@@ -103,8 +117,50 @@ impl Plan {
                     put("in_proj_ba", hk * ba, g * ba + per_key, per_key, col + self.value_heads);
                 }
             }
+            Projections::Separate => self.in_order(
+                &mut parts,
+                prefix,
+                &[
+                    ("in_proj_qkv", self.channels()),
+                    ("in_proj_z", self.values()),
+                    ("in_proj_b", self.value_heads),
+                    ("in_proj_a", self.value_heads),
+                ],
+            ),
+            Projections::PerVector => self.in_order(
+                &mut parts,
+                prefix,
+                &[
+                    ("q_proj", self.keys()),
+                    ("k_proj", self.keys()),
+                    ("v_proj", self.values()),
+                    ("g_proj", self.values()),
+                    ("b_proj", self.value_heads),
+                    ("a_proj", self.value_heads),
+                ],
+            ),
         }
         parts
+    }
+
+    /// Whole tensors, one after the other.
+    fn in_order(&self, parts: &mut Vec<Part>, prefix: &str, leaves: &[(&str, usize)]) {
+        let mut col = 0;
+        for &(leaf, rows) in leaves {
+            parts.push(Part::whole(format!("{prefix}{leaf}.weight"), rows, col));
+            col += rows;
+        }
+    }
+
+    /// Tensors of the convolution, with their channels.
+    fn convolutions(&self, prefix: &str) -> Vec<(String, usize)> {
+        let leaves = match self.projections {
+            Projections::PerKeyHead | Projections::Separate => vec![("conv1d", self.channels())],
+            Projections::PerVector => {
+                vec![("q_conv1d", self.keys()), ("k_conv1d", self.keys()), ("v_conv1d", self.values())]
+            }
+        };
+        leaves.into_iter().map(|(leaf, channels)| (format!("{prefix}{leaf}"), channels)).collect()
     }
 
     pub(super) async fn load<B: Backend>(
@@ -114,16 +170,17 @@ impl Plan {
         scale: f32,
     ) -> Result<GatedDelta<B::Buf>> {
         let name = |leaf: &str| format!("{prefix}{leaf}");
-        let output = Part::whole(name("out_proj.weight"), self.width, 0);
+        let [norm, output] = self.projections.ends().map(|leaf| format!("{prefix}{leaf}.weight"));
+        let output = Part::whole(output, self.width, 0).scaled(scale);
         let h = [self.value_heads];
         let mut par: Vec<f32> = l.values(&name("A_log"), &h).await?.into_iter().map(|a| -a.exp()).collect();
         par.extend(l.values(&name("dt_bias"), &h).await?);
         Ok(GatedDelta {
             input: l.linear(self.width, &self.parts(prefix), false, 1.0).await?,
-            conv: conv_weight(l, &name("conv1d"), self.channels(), self.kernel, false).await?,
+            conv: conv::load(l, &self.convolutions(prefix), self.kernel, false).await?,
             par: l.upload(&name("A_log"), &par, &[2, self.value_heads])?,
-            norm: l.vector(&name("norm.weight"), self.value_dim, |w| w).await?,
-            output: l.linear(self.values(), &[output], false, scale).await?,
+            norm: l.vector(&norm, self.value_dim, |w| w).await?,
+            output: l.linear(self.values(), &[output], false, 1.0).await?,
             plan: self.clone(),
         })
     }
@@ -149,16 +206,16 @@ impl<Buf: Handle> GatedDelta<Buf> {
         pass: &mut Pass<'_, Buf>,
         pools: &LayerPools<Buf>,
         u: &Tensor<Buf>,
-        x: &Tensor<Buf>,
+        out: &Out<Buf>,
     ) -> Result<()> {
         let p = &self.plan;
         let (keys, values, channels) = (p.keys(), p.values(), p.channels());
-        let proj = pass.scratch(Scratch::Proj, p.proj_width());
-        let conv = pass.scratch(Scratch::Mid, channels);
-        let out = pass.scratch(Scratch::Out, values);
-        let gated = pass.scratch(Scratch::Gated, values);
-        pass.linear(&self.input, u, &proj, false)?;
-        convolve(pass, &pools.conv, &proj.cols(0, channels), &self.conv, &conv)?;
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width());
+        let mixed = pass.scratch(Scratch::MID, channels);
+        let read = pass.scratch(Scratch::OUT, values);
+        let gated = pass.scratch(Scratch::GATED, values);
+        pass.linear(&self.input, u, &proj)?;
+        conv::record(pass, &pools.conv, &proj.cols(0, channels), &self.conv, &mixed, Act::Silu)?;
         let mut first = 0;
         for pool in &pools.recurrent {
             let heads = pool.dims()[1];
@@ -166,29 +223,30 @@ impl<Buf: Handle> GatedDelta<Buf> {
             let b = channels + values + first;
             pass.op(ops::GatedDelta {
                 step: pass.step.clone(),
-                q: conv.cols(0, keys),
-                k: conv.cols(keys, keys),
-                v: conv.cols(2 * keys + cols.0, cols.1),
+                q: mixed.cols(0, keys),
+                k: mixed.cols(keys, keys),
+                v: mixed.cols(2 * keys + cols.0, cols.1),
                 a: proj.cols(b + p.value_heads, heads),
                 b: proj.cols(b, heads),
                 par: self.par.cols(first, heads),
                 pool: pool.clone(),
-                out: out.cols(cols.0, cols.1),
+                out: read.cols(cols.0, cols.1),
                 heads_per_key: p.value_heads / p.key_heads,
                 first_head: first,
-                beta_scale: 1.0,
+                beta_scale: p.beta_scale,
             })?;
             first += heads;
         }
         pass.op(RmsNorm {
-            x: out,
+            x: read,
             add: None,
             weight: self.norm.clone(),
             gate: Some(Gate { z: proj.cols(channels, values), act: Act::Silu, before: false }),
             out: gated.clone(),
+            accumulate: false,
             eps: p.eps,
             groups: p.value_heads,
         })?;
-        pass.linear(&self.output, &gated, x, true)
+        pass.output(&self.output, &gated, out)
     }
 }

@@ -1,12 +1,12 @@
 //! Mamba-2: one projection `[z | x | B | C | dt]`, convolution over `x B C`, the scan, a gated norm per group, and the
 //! output projection.
 
-use super::{Pass, Scratch, Widths};
+use super::{Out, Pass, Scratch, Widths, conv};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
-    ops::{Act, Conv1d, Gate, RmsNorm, ScanForm, SelectiveScan},
+    ops::{Act, Activation, Gate, RmsNorm, ScanForm, SelectiveScan},
     tensor::Tensor,
     weights::{Linear, Loader, Part},
 };
@@ -28,12 +28,29 @@ pub struct Plan {
     pub kernel: usize,
     /// The convolution has a bias.
     pub conv_bias: bool,
-    /// The projections have biases.
-    pub bias: bool,
+    /// The input and the output projection have biases.
+    pub bias: [bool; 2],
+    /// Factor on what the layer reads.
+    pub input_scale: f32,
+    /// Factors on z, x, B, C and dt.
+    pub scales: [f32; 5],
+    /// What z does.
+    pub gate: Gating,
     /// Epsilon of the gated norm.
     pub eps: f32,
     /// Bounds on dt.
     pub dt_limit: (f32, f32),
+}
+
+/// How z gates the result of the scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gating {
+    /// Before the norm.
+    BeforeNorm,
+    /// After it.
+    AfterNorm,
+    /// There is no norm.
+    WithoutNorm,
 }
 
 impl Plan {
@@ -59,15 +76,27 @@ impl Plan {
 
     pub(super) fn parameters(&self) -> u64 {
         let conv = self.channels() * (self.kernel + usize::from(self.conv_bias));
-        let bias = if self.bias { self.proj_width() + self.width } else { 0 };
-        (self.width * (self.proj_width() + self.inner())) as u64 + (conv + bias + 3 * self.heads + self.inner()) as u64
+        let bias = usize::from(self.bias[0]) * self.proj_width() + usize::from(self.bias[1]) * self.width;
+        let norm = if self.gate == Gating::WithoutNorm { 0 } else { self.inner() };
+        (self.width * (self.proj_width() + self.inner())) as u64 + (conv + bias + 3 * self.heads + norm) as u64
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::Proj, self.proj_width());
-        w.want(Scratch::Mid, self.channels());
-        w.want(Scratch::Out, self.inner());
-        w.want(Scratch::Gated, self.inner());
+        w.want(Scratch::PROJ, self.proj_width());
+        w.want(Scratch::MID, self.channels());
+        w.want(Scratch::OUT, self.inner());
+        w.want(Scratch::GATED, self.inner());
+    }
+
+    /// The input projection: z, x, B, C and dt are rows of one tensor.
+    fn input(&self, name: String) -> Vec<Part> {
+        let bc = self.groups * self.state;
+        let (mut first, mut parts) = (0, Vec::with_capacity(5));
+        for (rows, scale) in [self.inner(), self.inner(), bc, bc, self.heads].into_iter().zip(self.scales) {
+            parts.push(Part::rows(name.clone(), self.proj_width(), first..first + rows, first).scaled(scale));
+            first += rows;
+        }
+        parts
     }
 
     pub(super) async fn load<B: Backend>(
@@ -77,63 +106,23 @@ impl Plan {
         scale: f32,
     ) -> Result<Mamba2<B::Buf>> {
         let name = |leaf: &str| format!("{prefix}{leaf}");
-        let input = Part::whole(name("in_proj.weight"), self.proj_width(), 0);
-        let output = Part::whole(name("out_proj.weight"), self.width, 0);
+        let output = Part::whole(name("out_proj.weight"), self.width, 0).scaled(scale);
         let h = [self.heads];
         let mut par: Vec<f32> = l.values(&name("A_log"), &h).await?.into_iter().map(|a| -a.exp()).collect();
         par.extend(l.values(&name("D"), &h).await?);
         par.extend(l.values(&name("dt_bias"), &h).await?);
         Ok(Mamba2 {
-            input: l.linear(self.width, &[input], self.bias, 1.0).await?,
-            conv: conv_weight(l, &name("conv1d"), self.channels(), self.kernel, self.conv_bias).await?,
+            input: l.linear(self.width, &self.input(name("in_proj.weight")), self.bias[0], self.input_scale).await?,
+            conv: conv::load(l, &[(name("conv1d"), self.channels())], self.kernel, self.conv_bias).await?,
             par: l.upload(&name("A_log"), &par, &[3, self.heads])?,
-            norm: l.vector(&name("norm.weight"), self.inner(), |w| w).await?,
-            output: l.linear(self.inner(), &[output], self.bias, scale).await?,
+            norm: match self.gate {
+                Gating::WithoutNorm => None,
+                _ => Some(l.vector(&name("norm.weight"), self.inner(), |w| w).await?),
+            },
+            output: l.linear(self.inner(), &[output], self.bias[1], 1.0).await?,
             plan: self.clone(),
         })
     }
-}
-
-/// Taps and bias of a depthwise convolution in the layout of [`Conv1d`]: `[C, K + 1] f32`.
-pub(super) async fn conv_weight<B: Backend>(
-    l: &mut Loader<'_, B>,
-    name: &str,
-    channels: usize,
-    kernel: usize,
-    bias: bool,
-) -> Result<Tensor<B::Buf>> {
-    let taps = l.values(&format!("{name}.weight"), &[channels, 1, kernel]).await?;
-    let bias = match bias {
-        true => l.values(&format!("{name}.bias"), &[channels]).await?,
-        false => vec![0.0; channels],
-    };
-    let rows = taps.chunks(kernel).zip(bias);
-    let packed: Vec<f32> = rows.flat_map(|(w, b)| w.iter().copied().chain([b])).collect();
-    l.upload(&format!("{name}.weight"), &packed, &[channels, kernel + 1])
-}
-
-/// Records the convolution of all channels, block of channels by block.
-pub(super) fn convolve<Buf: Handle>(
-    pass: &mut Pass<'_, Buf>,
-    pools: &[Tensor<Buf>],
-    x: &Tensor<Buf>,
-    weight: &Tensor<Buf>,
-    out: &Tensor<Buf>,
-) -> Result<()> {
-    let mut first = 0;
-    for pool in pools {
-        let channels = pool.dims()[1];
-        pass.op(Conv1d {
-            step: pass.step.clone(),
-            x: x.cols(first, channels),
-            weight: weight.slice_rows(first, channels),
-            pool: pool.clone(),
-            out: out.cols(first, channels),
-            act: Act::Silu,
-        })?;
-        first += channels;
-    }
-    Ok(())
 }
 
 /// A Mamba-2 layer on a device.
@@ -146,7 +135,7 @@ pub struct Mamba2<Buf> {
     /// `[3, H]`: A, D, dt_bias.
     par: Tensor<Buf>,
     /// `[DI]`.
-    norm: Tensor<Buf>,
+    norm: Option<Tensor<Buf>>,
     output: Linear<Buf>,
 }
 
@@ -156,25 +145,25 @@ impl<Buf: Handle> Mamba2<Buf> {
         pass: &mut Pass<'_, Buf>,
         pools: &LayerPools<Buf>,
         u: &Tensor<Buf>,
-        x: &Tensor<Buf>,
+        out: &Out<Buf>,
     ) -> Result<()> {
         let p = &self.plan;
         let (inner, channels, bc) = (p.inner(), p.channels(), p.groups * p.state);
-        let proj = pass.scratch(Scratch::Proj, p.proj_width());
-        let conv = pass.scratch(Scratch::Mid, channels);
-        let y = pass.scratch(Scratch::Out, inner);
-        let gated = pass.scratch(Scratch::Gated, inner);
-        pass.linear(&self.input, u, &proj, false)?;
-        convolve(pass, &pools.conv, &proj.cols(inner, channels), &self.conv, &conv)?;
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width());
+        let mixed = pass.scratch(Scratch::MID, channels);
+        let y = pass.scratch(Scratch::OUT, inner);
+        let gated = pass.scratch(Scratch::GATED, inner);
+        pass.linear(&self.input, u, &proj)?;
+        conv::record(pass, &pools.conv, &proj.cols(inner, channels), &self.conv, &mixed, Act::Silu)?;
         let mut first = 0;
         for pool in &pools.recurrent {
             let heads = pool.dims()[1];
             let cols = (first * p.head_dim, heads * p.head_dim);
             pass.op(SelectiveScan {
                 step: pass.step.clone(),
-                x: conv.cols(cols.0, cols.1),
-                b: conv.cols(inner, bc),
-                c: conv.cols(inner + bc, bc),
+                x: mixed.cols(cols.0, cols.1),
+                b: mixed.cols(inner, bc),
+                c: mixed.cols(inner + bc, bc),
                 dt: proj.cols(inner + channels + first, heads),
                 par: self.par.cols(first, heads),
                 pool: pool.clone(),
@@ -186,15 +175,20 @@ impl<Buf: Handle> Mamba2<Buf> {
             })?;
             first += heads;
         }
-        pass.op(RmsNorm {
-            x: y,
-            add: None,
-            weight: self.norm.clone(),
-            gate: Some(Gate { z: proj.cols(0, inner), act: Act::Silu, before: true }),
-            out: gated.clone(),
-            eps: p.eps,
-            groups: p.groups,
-        })?;
-        pass.linear(&self.output, &gated, x, true)
+        let z = proj.cols(0, inner);
+        match &self.norm {
+            Some(weight) => pass.op(RmsNorm {
+                x: y,
+                add: None,
+                weight: weight.clone(),
+                gate: Some(Gate { z, act: Act::Silu, before: p.gate == Gating::BeforeNorm }),
+                out: gated.clone(),
+                accumulate: false,
+                eps: p.eps,
+                groups: p.groups,
+            })?,
+            None => pass.op(Activation { gate: z, up: Some(y), row_gate: None, out: gated.clone(), act: Act::Silu })?,
+        }
+        pass.output(&self.output, &gated, out)
     }
 }

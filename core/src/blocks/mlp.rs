@@ -1,6 +1,6 @@
 //! Feed-forward layers: `down(act(gate(u)) * up(u))`, or `down(act(up(u)))` without a gate.
 
-use super::{Pass, Scratch, Widths};
+use super::{Out, Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -44,6 +44,8 @@ pub struct Plan {
     pub act: Act,
     /// The projections have biases.
     pub bias: bool,
+    /// Factor on the gate before its activation; only where it is stored separately.
+    pub gate_scale: f32,
     /// Name of a `[1, D]` whose sigmoid scales the output of each token (Qwen's shared expert), below the layer's prefix.
     pub row_gate: Option<&'static str>,
 }
@@ -73,8 +75,8 @@ impl Plan {
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::Proj, self.proj_width().next_multiple_of(ALIGN));
-        w.want(Scratch::Mid, self.inner);
+        w.want(Scratch::PROJ, self.proj_width().next_multiple_of(ALIGN));
+        w.want(Scratch::MID, self.inner);
     }
 
     pub(super) async fn load<B: Backend>(
@@ -85,14 +87,16 @@ impl Plan {
     ) -> Result<Mlp<B::Buf>> {
         let whole = |leaf: &str, rows: usize, col: usize| Part::whole(format!("{prefix}{leaf}.weight"), rows, col);
         let mut parts = match self.input {
-            Input::Separate { gate, up } => vec![whole(gate, self.inner, 0), whole(up, self.inner, self.inner)],
+            Input::Separate { gate, up } => {
+                vec![whole(gate, self.inner, 0).scaled(self.gate_scale), whole(up, self.inner, self.inner)]
+            }
             Input::Fused(both) => vec![whole(both, 2 * self.inner, 0)],
             Input::Ungated(up) => vec![whole(up, self.inner, 0)],
         };
         parts.extend(self.row_gate.map(|name| whole(name, 1, self.halves())));
         Ok(Mlp {
             input: l.linear(self.width, &parts, self.bias, 1.0).await?,
-            output: l.linear(self.inner, &[whole(self.output, self.width, 0)], self.bias, scale).await?,
+            output: l.linear(self.inner, &[whole(self.output, self.width, 0).scaled(scale)], self.bias, 1.0).await?,
             plan: self.clone(),
         })
     }
@@ -112,13 +116,13 @@ impl<Buf: Handle> Mlp<Buf> {
         pass: &mut Pass<'_, Buf>,
         _: &LayerPools<Buf>,
         u: &Tensor<Buf>,
-        x: &Tensor<Buf>,
+        out: &Out<Buf>,
     ) -> Result<()> {
         let p = &self.plan;
         // Rows begin where wide accesses may.
-        let proj = pass.scratch(Scratch::Proj, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
-        let mid = pass.scratch(Scratch::Mid, p.inner);
-        pass.linear(&self.input, u, &proj, false)?;
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
+        let mid = pass.scratch(Scratch::MID, p.inner);
+        pass.linear(&self.input, u, &proj)?;
         pass.op(Activation {
             gate: proj.cols(0, p.inner),
             up: p.gated().then(|| proj.cols(p.inner, p.inner)),
@@ -126,6 +130,6 @@ impl<Buf: Handle> Mlp<Buf> {
             out: mid.clone(),
             act: p.act,
         })?;
-        pass.linear(&self.output, &mid, x, true)
+        pass.output(&self.output, &mid, out)
     }
 }

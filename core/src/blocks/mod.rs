@@ -1,13 +1,16 @@
 //! The mixers that layers are made of: what each keeps, which tensors it loads, and its sequence of ops.
 //!
-//! A mixer reads the normed stream `u` and adds its output, times a factor, to the residual stream `x`. Its plan is plain
-//! data that a family fills from the configuration; loading turns the plan into device tensors.
+//! A mixer reads its input `u` and adds its output, times a factor, to the residual stream, or writes it elsewhere ([`Out`]). Its
+//! plan is plain data that a family fills from the configuration; loading turns the plan into device tensors.
 
 pub mod attention;
+mod conv;
 pub mod gated_delta;
+pub mod mamba1;
 pub mod mamba2;
 pub mod mlp;
 pub mod moe;
+pub mod short_conv;
 
 use crate::{
     Result,
@@ -19,81 +22,88 @@ use crate::{
     weights::{Linear, Loader},
 };
 
-/// Activation buffers that all layers share. A step's ops run in order, so a buffer is free again when its mixer is done;
-/// they differ only so that no op reads and writes one buffer.
+/// An activation buffer that all layers share, by its name. A step's ops run in order, so a buffer is free again when its mixer
+/// is done; there are several so that no op reads and writes one buffer. A mixer may name buffers of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scratch {
-    /// The normed stream.
-    Norm,
-    /// The input projection of a mixer.
-    Proj,
-    /// What the second op of a mixer makes: convolved, rotated or activated values.
-    Mid,
-    /// The result of attention or of a scan.
-    Out,
-    /// That result after its gate or norm.
-    Gated,
-    /// Router logits, f32.
-    Router,
-    /// Chosen experts, u32.
-    Experts,
-    /// Their weights, f32.
-    Weights,
+pub struct Scratch {
+    name: &'static str,
+    /// That of activations where nothing is said.
+    dtype: Option<DType>,
 }
 
-const SCRATCH: [(Scratch, &str); 8] = [
-    (Scratch::Norm, "normed activations"),
-    (Scratch::Proj, "projected activations"),
-    (Scratch::Mid, "intermediate activations"),
-    (Scratch::Out, "mixer outputs"),
-    (Scratch::Gated, "gated outputs"),
-    (Scratch::Router, "router logits"),
-    (Scratch::Experts, "chosen experts"),
-    (Scratch::Weights, "expert weights"),
-];
+impl Scratch {
+    /// The normed stream.
+    pub const NORM: Self = Self::activations("normed activations");
+    /// The input projection of a mixer.
+    pub const PROJ: Self = Self::activations("projected activations");
+    /// What the second op of a mixer makes: convolved, rotated or activated values.
+    pub const MID: Self = Self::activations("intermediate activations");
+    /// The result of attention or of a scan.
+    pub const OUT: Self = Self::activations("mixer outputs");
+    /// That result after its gate or norm.
+    pub const GATED: Self = Self::activations("gated outputs");
+
+    /// A buffer of the backend's activation dtype.
+    pub const fn activations(name: &'static str) -> Self {
+        Self { name, dtype: None }
+    }
+
+    /// A buffer of another dtype.
+    pub const fn of(name: &'static str, dtype: DType) -> Self {
+        Self { name, dtype: Some(dtype) }
+    }
+}
 
 /// The widest use of every scratch buffer, in elements per token.
 #[derive(Clone, Debug, Default)]
-pub struct Widths([usize; SCRATCH.len()]);
+pub struct Widths(Vec<(Scratch, usize)>);
 
 impl Widths {
     /// Asks for `width` elements per token.
     pub fn want(&mut self, which: Scratch, width: usize) {
-        let w = &mut self.0[which as usize];
-        *w = width.max(*w);
+        match self.0.iter_mut().find(|(s, _)| *s == which) {
+            Some((_, w)) => *w = width.max(*w),
+            None => self.0.push((which, width)),
+        }
     }
 }
 
 /// The scratch buffers of a model.
 #[derive(Clone, Debug)]
-pub struct Workspace<Buf>(Vec<Tensor<Buf>>);
+pub struct Workspace<Buf>(Vec<(Scratch, Tensor<Buf>)>);
 
 impl<Buf: Handle> Workspace<Buf> {
-    /// Buffers for `tokens` tokens; activations have the backend's activation dtype.
+    /// Buffers for `tokens` tokens.
     ///
     /// # Errors
     /// Those of [`Backend::alloc`].
     pub fn alloc<B: Backend<Buf = Buf>>(backend: &B, widths: &Widths, tokens: usize) -> Result<Self> {
-        let one = |&(which, label): &(Scratch, &str)| {
-            let dtype = match which {
-                Scratch::Router | Scratch::Weights => DType::F32,
-                Scratch::Experts => DType::U32,
-                _ => backend.caps().act,
-            };
-            let elements = tokens * widths.0[which as usize].max(1);
+        let one = |&(which, width): &(Scratch, usize)| {
+            let dtype = which.dtype.unwrap_or(backend.caps().act);
+            let elements = tokens * width;
             // Device buffers are written in words.
             let bytes = (elements * dtype.bytes()).next_multiple_of(4) as u64;
-            Ok(Tensor::new(backend.alloc(label, bytes)?, dtype, &[elements]))
+            Ok((which, Tensor::new(backend.alloc(which.name, bytes)?, dtype, &[elements])))
         };
-        SCRATCH.iter().map(one).collect::<Result<_>>().map(Self)
+        widths.0.iter().map(one).collect::<Result<_>>().map(Self)
     }
 
-    /// `[rows, width]` at the start of a buffer.
+    /// `[rows, width]` at the start of a buffer that a plan has asked for.
     pub fn view(&self, which: Scratch, rows: usize, width: usize) -> Tensor<Buf> {
-        let t = &self.0[which as usize];
-        assert!(rows * width <= t.len(), "{which:?}: [{rows}, {width}] of {} elements", t.len());
+        let found = self.0.iter().find(|(s, _)| *s == which);
+        let (_, t) = found.unwrap_or_else(|| panic!("nobody asked for the buffer of {}", which.name));
+        assert!(rows * width <= t.len(), "{}: [{rows}, {width}] of {} elements", which.name, t.len());
         Tensor::new(t.buf.clone(), t.dtype, &[rows, width])
     }
+}
+
+/// Where a mixer's output goes.
+#[derive(Clone, Debug)]
+pub struct Out<Buf> {
+    /// `[T, D]`.
+    pub to: Tensor<Buf>,
+    /// Added to what is there, as to the residual stream, instead of written over it.
+    pub add: bool,
 }
 
 /// The step being recorded, and where its ops go.
@@ -125,14 +135,27 @@ impl<Buf: Handle> Pass<'_, Buf> {
         self.ops.op(op.into())
     }
 
-    /// `out = scale * x Wᵀ + bias`, or with `accumulate` `out += …`.
+    /// The linear layer that ends a mixer.
     ///
     /// # Errors
     /// Those of the backend.
-    pub fn linear(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>, accumulate: bool) -> Result<()> {
+    pub fn output(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Out<Buf>) -> Result<()> {
+        self.product(l, x, &out.to, out.add)
+    }
+
+    /// `out = scale * x Wᵀ + bias`.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn linear(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>) -> Result<()> {
+        self.product(l, x, out, false)
+    }
+
+    fn product(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>, accumulate: bool) -> Result<()> {
         self.op(Matmul {
             x: x.clone(),
             w: l.w.clone(),
+            columns: l.columns.clone(),
             bias: l.bias.clone(),
             out: out.clone(),
             scale: l.scale,
@@ -197,7 +220,7 @@ macro_rules! mixers {
         }
 
         impl<Buf: Handle> Mixer<Buf> {
-            /// Adds its output for `u` `[T, D]` to `x` `[T, D]`.
+            /// Adds or writes its output for `u` `[T, D]`.
             ///
             /// # Errors
             /// Those of the backend.
@@ -206,9 +229,9 @@ macro_rules! mixers {
                 pass: &mut Pass<'_, Buf>,
                 pools: &LayerPools<Buf>,
                 u: &Tensor<Buf>,
-                x: &Tensor<Buf>,
+                out: &Out<Buf>,
             ) -> Result<()> {
-                match self { $(Self::$name(m) => m.forward(pass, pools, u, x),)* }
+                match self { $(Self::$name(m) => m.forward(pass, pools, u, out),)* }
             }
         }
     };
@@ -217,7 +240,9 @@ macro_rules! mixers {
 mixers! {
     Attention attention '*',
     Mamba2 mamba2 'M',
+    Mamba1 mamba1 'S',
     GatedDelta gated_delta 'G',
+    ShortConv short_conv 'C',
     Mlp mlp '-',
     Moe moe 'E',
 }

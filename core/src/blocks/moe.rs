@@ -1,15 +1,19 @@
 //! A mixture of experts: router, the chosen experts' MLPs, and their weighted sum; optionally in a narrower latent space.
 //! Shared experts are feed-forward mixers beside it.
 
-use super::{Pass, Scratch, Widths};
+use super::{Out, Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
     ops::{Act, Activation, ExpertMatmul, ExpertRange, Route, Router},
-    tensor::Tensor,
+    tensor::{DType, Tensor},
     weights::{ExpertParts, Linear, Loader, Part},
 };
+
+const LOGITS: Scratch = Scratch::of("router logits", DType::F32);
+const CHOSEN: Scratch = Scratch::of("chosen experts", DType::U32);
+const WEIGHTS: Scratch = Scratch::of("expert weights", DType::F32);
 
 /// How the experts' input matrices are stored; all names stand below the layer's prefix, `{}` is the expert's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,14 +90,14 @@ impl Plan {
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::Router, self.experts);
-        w.want(Scratch::Experts, self.top_k);
-        w.want(Scratch::Weights, self.top_k);
-        w.want(Scratch::Proj, self.top_k * self.proj_width());
-        w.want(Scratch::Mid, self.top_k * self.inner);
+        w.want(LOGITS, self.experts);
+        w.want(CHOSEN, self.top_k);
+        w.want(WEIGHTS, self.top_k);
+        w.want(Scratch::PROJ, self.top_k * self.proj_width());
+        w.want(Scratch::MID, self.top_k * self.inner);
         if let Some(latent) = self.latent {
-            w.want(Scratch::Out, latent.width);
-            w.want(Scratch::Gated, latent.width);
+            w.want(Scratch::OUT, latent.width);
+            w.want(Scratch::GATED, latent.width);
         }
     }
 
@@ -120,10 +124,10 @@ impl Plan {
         let latent = match self.latent {
             Some(lat) => {
                 let first = [Part::whole(name(lat.input), lat.width, 0)];
-                let second = [Part::whole(name(lat.output), self.width, 0)];
+                let second = [Part::whole(name(lat.output), self.width, 0).scaled(scale)];
                 Some((
                     l.linear(self.width, &first, lat.bias, 1.0).await?,
-                    l.linear(lat.width, &second, lat.bias, scale).await?,
+                    l.linear(lat.width, &second, lat.bias, 1.0).await?,
                 ))
             }
             None => None,
@@ -147,14 +151,14 @@ pub struct Moe<Buf> {
 impl<Buf: Handle> Moe<Buf> {
     fn choices(&self, pass: &Pass<'_, Buf>) -> (Tensor<Buf>, Tensor<Buf>) {
         let k = self.plan.top_k;
-        (pass.scratch(Scratch::Experts, k), pass.scratch(Scratch::Weights, k))
+        (pass.scratch(CHOSEN, k), pass.scratch(WEIGHTS, k))
     }
 
     /// Routing, from which nothing but the experts reads.
     pub(super) fn begin(&self, pass: &mut Pass<'_, Buf>, u: &Tensor<Buf>) -> Result<()> {
-        let logits = pass.scratch(Scratch::Router, self.plan.experts);
+        let logits = pass.scratch(LOGITS, self.plan.experts);
         let (ids, weights) = self.choices(pass);
-        pass.linear(&self.router, u, &logits, false)?;
+        pass.linear(&self.router, u, &logits)?;
         let (bias, router) = (self.router_bias.clone(), self.plan.rule);
         pass.op(Route { step: pass.step.clone(), logits, bias, ids, weights, router })
     }
@@ -164,19 +168,19 @@ impl<Buf: Handle> Moe<Buf> {
         pass: &mut Pass<'_, Buf>,
         _: &LayerPools<Buf>,
         u: &Tensor<Buf>,
-        x: &Tensor<Buf>,
+        out: &Out<Buf>,
     ) -> Result<()> {
         let (p, t) = (&self.plan, pass.tokens());
         let (ids, weights) = self.choices(pass);
-        let proj = pass.work.view(Scratch::Proj, t * p.top_k, p.proj_width());
-        let mid = pass.work.view(Scratch::Mid, t * p.top_k, p.inner);
+        let proj = pass.work.view(Scratch::PROJ, t * p.top_k, p.proj_width());
+        let mid = pass.work.view(Scratch::MID, t * p.top_k, p.inner);
         let (from, to) = match &self.latent {
             Some((first, _)) => {
-                let narrow = pass.scratch(Scratch::Out, p.expert_width());
-                pass.linear(first, u, &narrow, false)?;
-                (narrow, pass.scratch(Scratch::Gated, p.expert_width()))
+                let narrow = pass.scratch(Scratch::OUT, p.expert_width());
+                pass.linear(first, u, &narrow)?;
+                (narrow, Out { to: pass.scratch(Scratch::GATED, p.expert_width()), add: false })
             }
-            None => (u.clone(), x.clone()),
+            None => (u.clone(), out.clone()),
         };
         pass.op(ExpertMatmul {
             x: from,
@@ -194,18 +198,17 @@ impl<Buf: Handle> Moe<Buf> {
             out: mid.clone(),
             act: p.act,
         })?;
-        let direct = self.latent.is_none();
         pass.op(ExpertMatmul {
             x: mid,
             experts: self.output.clone(),
             ids,
             combine: Some(weights),
-            out: to.clone(),
-            scale: if direct { self.scale } else { 1.0 },
-            accumulate: direct,
+            out: to.to.clone(),
+            scale: if self.latent.is_none() { self.scale } else { 1.0 },
+            accumulate: to.add,
         })?;
         match &self.latent {
-            Some((_, second)) => pass.linear(second, &to, x, true),
+            Some((_, second)) => pass.output(second, &to.to, out),
             None => Ok(()),
         }
     }

@@ -55,6 +55,8 @@ pub struct Product<'a> {
     pub scale: f32,
     /// `[N] f32`, added after scaling; null for none.
     pub bias: *const f32,
+    /// Null, or `n` factors of columns.
+    pub columns: *const f32,
     /// Adds to what `out` holds.
     pub accumulate: bool,
 }
@@ -343,10 +345,13 @@ unsafe fn finish<S: Simd, const MR: usize, const NR: usize>(
         for (a, sum) in sums.into_iter().enumerate() {
             let (i, j) = ((first + a) / NR, (first + a) % NR);
             if i < MR && j < cols {
-                // SAFETY: row m + i and column col + j exist in out, and the column in the bias.
+                // SAFETY: row m + i and column col + j exist in out, and the column in its factors and the bias.
                 unsafe {
                     let out = p.out.add((m + i) * p.out_stride + col + j);
                     let mut y = p.scale * sum;
+                    if !p.columns.is_null() {
+                        y *= *p.columns.add(col + j);
+                    }
                     if !p.bias.is_null() {
                         y += *p.bias.add(col + j);
                     }

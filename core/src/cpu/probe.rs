@@ -66,6 +66,7 @@ pub fn matmul_rate() -> f64 {
         m: M,
         k: D,
         scale: 1.0,
+        columns: std::ptr::null(),
         bias: std::ptr::null(),
         accumulate: false,
     };

@@ -7,7 +7,7 @@
 use crate::{
     Error, Result,
     backend::{Backend, Caps},
-    layer::{LayerPools, LayerState},
+    layer::{KvShape, LayerPools, LayerState},
     models::ModelSpec,
     ops::KvPool,
     step::PAGE,
@@ -25,7 +25,8 @@ pub fn slot_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
 
 /// Bytes of one page: keys and values of 64 tokens in all layers with attention.
 pub fn page_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
-    let layer = |l: &LayerState| l.kv.map_or(0, |kv| (2 * kv.heads * PAGE * kv.head_dim * caps.kv.bytes()) as u64);
+    let layer =
+        |l: &LayerState| l.kv.map_or(0, |kv| (kv.heads * PAGE * (kv.key_dim + kv.value_dim) * caps.kv.bytes()) as u64);
     spec.layers.iter().map(layer).sum()
 }
 
@@ -33,7 +34,7 @@ pub fn page_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
 ///
 /// # Errors
 /// [`Error::BadRequest`] if even one head (or channel) of that many slots or pages is larger than one binding, with the
-/// number that fits; [`Error::OutOfMemory`] from the backend.
+/// number that fits; [`Error::Unsupported`] for keys and values of different widths; [`Error::OutOfMemory`] from the backend.
 pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usize) -> Result<Vec<LayerPools<B::Buf>>> {
     let caps = backend.caps();
     let tensor = |label: &str, dtype: DType, dims: &[usize]| {
@@ -43,11 +44,10 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
     let layer = |(i, state): (usize, &LayerState)| {
         let mut pools = LayerPools { kv: Vec::new(), conv: Vec::new(), recurrent: Vec::new() };
         if let Some(kv) = state.kv {
-            let per_page = PAGE * kv.head_dim * caps.kv.bytes();
-            for heads in split(kv.heads, per_page, pages, caps.max_binding, "KV pages")? {
-                let dims = [pages + 1, heads, PAGE, kv.head_dim];
-                let k = tensor(&format!("keys of layer {i}"), caps.kv, &dims)?;
-                let v = tensor(&format!("values of layer {i}"), caps.kv, &dims)?;
+            for heads in split(kv.heads, head_bytes(i, kv, caps)?, pages, caps.max_binding, "KV pages")? {
+                let dims = |width| [pages + 1, heads, PAGE, width];
+                let k = tensor(&format!("keys of layer {i}"), caps.kv, &dims(kv.key_dim))?;
+                let v = tensor(&format!("values of layer {i}"), caps.kv, &dims(kv.value_dim))?;
                 pools.kv.push(KvPool { k, v });
             }
         }
@@ -73,9 +73,9 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
 /// # Errors
 /// [`Error::BadRequest`] as there.
 pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Result<()> {
-    for state in &spec.layers {
+    for (i, state) in spec.layers.iter().enumerate() {
         if let Some(kv) = state.kv {
-            split(kv.heads, PAGE * kv.head_dim * caps.kv.bytes(), pages, caps.max_binding, "KV pages")?;
+            split(kv.heads, head_bytes(i, kv, caps)?, pages, caps.max_binding, "KV pages")?;
         }
         if let Some([channels, taps]) = state.conv {
             split(channels, taps * caps.conv.bytes(), slots, caps.max_binding, "slots")?;
@@ -85,6 +85,17 @@ pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Resul
         }
     }
     Ok(())
+}
+
+/// Bytes of a head's keys (and as many of its values) in a page of layer `i`.
+fn head_bytes(i: usize, kv: KvShape, caps: &Caps) -> Result<usize> {
+    if kv.key_dim != kv.value_dim {
+        return Err(Error::Unsupported {
+            what: format!("layer {i} with keys of {} and values of {} elements", kv.key_dim, kv.value_dim),
+            why: "attention takes keys and values of one width".into(),
+        });
+    }
+    Ok(PAGE * kv.key_dim * caps.kv.bytes())
 }
 
 /// Sizes of the fewest, nearly equal blocks of `units` whose `count + 1` entries fit into `limit` bytes each.

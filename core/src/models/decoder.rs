@@ -1,10 +1,10 @@
 //! The one decoder: embeds, runs every residual step of every layer, and computes the logits of the wanted positions.
 
-use super::{Architecture, Limits, Model, ModelSpec, Norm};
+use super::{Architecture, Input, Limits, Model, ModelSpec, Norm, Output, SubLayer};
 use crate::{
     Result,
     backend::{Backend, Ops},
-    blocks::{Mixer, Pass, Scratch, Widths, Workspace},
+    blocks::{Mixer, Out, Pass, Scratch, Widths, Workspace},
     layer::LayerPools,
     ops::{Embed, Gather, Matmul, RmsNorm, Weight},
     step::{Bucket, Step},
@@ -22,10 +22,16 @@ struct LoadedNorm<Buf> {
     eps: f32,
 }
 
+/// The sum of a residual step's branches before its norm.
+const BRANCHES: Scratch = Scratch::activations("outputs of branches");
+
 /// A residual step on a device.
 struct LoadedSubLayer<Buf> {
-    norm: LoadedNorm<Buf>,
+    /// Norm of what the branches read, if they do not read the stream itself.
+    before: Option<LoadedNorm<Buf>>,
     mixers: Vec<Mixer<Buf>>,
+    /// Norm of their sum, if it is not added as it is.
+    after: Option<LoadedNorm<Buf>>,
 }
 
 /// An [`Architecture`] with its weights and activations on a device.
@@ -60,19 +66,13 @@ impl<B: Backend> Decoder<B> {
             false => l.matrix(a.width, &[Part::whole(head, a.vocab, 0)]).await?,
         };
         let mut widths = Widths::default();
-        widths.want(Scratch::Norm, a.width);
-        widths.want(Scratch::Mid, a.width);
+        widths.want(Scratch::NORM, a.width);
+        widths.want(Scratch::MID, a.width);
         let mut layers = Vec::with_capacity(a.layers.len());
         for layer in &a.layers {
             let mut loaded = Vec::with_capacity(layer.len());
             for step in layer {
-                let norm = load_norm(l, &step.norm, a.width).await?;
-                let mut mixers = Vec::with_capacity(step.mixers.len());
-                for (prefix, plan) in &step.mixers {
-                    plan.want(&mut widths);
-                    mixers.push(plan.load(l, prefix, step.residual).await?);
-                }
-                loaded.push(LoadedSubLayer { norm, mixers });
+                loaded.push(load_step(l, step, a.width, &mut widths).await?);
             }
             layers.push(loaded);
         }
@@ -99,6 +99,31 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
+async fn load_step<B: Backend>(
+    l: &mut Loader<'_, B>,
+    step: &SubLayer,
+    width: usize,
+    widths: &mut Widths,
+) -> Result<LoadedSubLayer<B::Buf>> {
+    let before = match &step.input {
+        Input::Normed(norm) => Some(load_norm(l, norm, width).await?),
+        Input::Stream => None,
+    };
+    let mut mixers = Vec::with_capacity(step.branches.len());
+    for branch in &step.branches {
+        branch.plan.want(widths);
+        mixers.push(branch.plan.load(l, &branch.prefix, branch.scale).await?);
+    }
+    let after = match &step.output {
+        Output::Add => None,
+        Output::AddNormed(norm) => {
+            widths.want(BRANCHES, width);
+            Some(load_norm(l, norm, width).await?)
+        }
+    };
+    Ok(LoadedSubLayer { before, mixers, after })
+}
+
 async fn load_norm<B: Backend>(l: &mut Loader<'_, B>, norm: &Norm, width: usize) -> Result<LoadedNorm<B::Buf>> {
     let weight = l.vector(&norm.name, width, |w| norm.kind.weight(w)).await?;
     Ok(LoadedNorm { weight, eps: norm.eps })
@@ -112,8 +137,44 @@ impl<Buf: crate::backend::Handle> LoadedNorm<Buf> {
             weight: self.weight.clone(),
             gate: None,
             out: out.clone(),
+            accumulate: false,
             eps: self.eps,
             groups: 1,
+        }
+    }
+}
+
+impl<Buf: crate::backend::Handle> LoadedSubLayer<Buf> {
+    /// Records the step over the stream `x`; `u` takes its norm.
+    fn record(
+        &self,
+        pass: &mut Pass<'_, Buf>,
+        pools: &LayerPools<Buf>,
+        u: &Tensor<Buf>,
+        x: &Tensor<Buf>,
+    ) -> Result<()> {
+        let read = match &self.before {
+            Some(norm) => {
+                pass.op(norm.op(x, u))?;
+                u
+            }
+            None => x,
+        };
+        for mixer in &self.mixers {
+            mixer.begin(pass, read)?;
+        }
+        let mut out = match &self.after {
+            Some(_) => Out { to: pass.scratch(BRANCHES, x.row_len()), add: false },
+            None => Out { to: x.clone(), add: true },
+        };
+        // Experts last: what stands beside them covers the time that routing takes.
+        for mixer in self.mixers.iter().rev() {
+            mixer.forward(pass, pools, read, &out)?;
+            out.add = true;
+        }
+        match &self.after {
+            Some(norm) => pass.op(RmsNorm { accumulate: true, ..norm.op(&out.to, x) }),
+            None => Ok(()),
         }
     }
 }
@@ -131,7 +192,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
         last: &Tensor<B::Buf>,
     ) -> Result<()> {
         let mut pass = Pass { ops, step, work: &self.work };
-        let (x, u) = (self.stream.head(pass.tokens()), pass.scratch(Scratch::Norm, self.spec.width));
+        let (x, u) = (self.stream.head(pass.tokens()), pass.scratch(Scratch::NORM, self.spec.width));
         pass.op(Embed {
             step: step.clone(),
             last: last.clone(),
@@ -141,24 +202,18 @@ impl<B: Backend> Model<B> for Decoder<B> {
         })?;
         for (layer, pools) in self.layers.iter().zip(pools) {
             for sub in layer {
-                pass.op(sub.norm.op(&x, &u))?;
-                for mixer in &sub.mixers {
-                    mixer.begin(&mut pass, &u)?;
-                }
-                // Experts last: what stands beside them covers the time that routing takes.
-                for mixer in sub.mixers.iter().rev() {
-                    mixer.forward(&mut pass, pools, &u, &x)?;
-                }
+                sub.record(&mut pass, pools, &u, &x)?;
             }
         }
         let outputs = step.bucket.outputs;
-        let picked = self.work.view(Scratch::Mid, outputs, self.spec.width);
-        let normed = self.work.view(Scratch::Norm, outputs, self.spec.width);
+        let picked = self.work.view(Scratch::MID, outputs, self.spec.width);
+        let normed = self.work.view(Scratch::NORM, outputs, self.spec.width);
         pass.op(Gather { step: step.clone(), x, out: picked.clone() })?;
         pass.op(self.norm.op(&picked, &normed))?;
         pass.op(Matmul {
             x: normed,
             w: self.output.clone(),
+            columns: None,
             bias: None,
             out: self.logits.head(outputs),
             scale: self.logits_scale,

@@ -1,12 +1,12 @@
 //! Granite 4: Mamba-2 or attention, then experts beside a shared MLP (or the MLP alone), with fixed multipliers throughout.
 
 use super::{
-    Architecture, Norm, NormKind, SubLayer,
-    architecture::{conv_taps, dt_limit, heads, mamba_groups, require_act, top_k},
+    Architecture, Branch, Norm, NormKind, SubLayer,
+    readers::{expanded, heads, layer_types, mamba2, no_such_layer, require_act, top_k},
 };
 use crate::{
     Result,
-    blocks::{Plan, attention, mamba2, mlp, moe},
+    blocks::{Plan, attention, mlp, moe},
     config::{Config, LayerType},
     ops::{Act, Router},
     rope::Rope,
@@ -24,59 +24,27 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     }
     a.logits_scale = divisor.recip();
     let residual = c.f32_or("residual_multiplier", 1.0)?;
-    let count = c.layers("num_hidden_layers")?;
-    let types = match c.layer_types("layer_types|layers_block_type")? {
-        Some(types) if types.len() != count => {
-            return Err(c.bad("layer_types", format_args!("{} entries for {count} layers", types.len())));
-        }
-        Some(types) => types,
-        None => vec![LayerType::Recurrent; count],
-    };
-    for (i, layer) in types.into_iter().enumerate() {
+    for (i, layer) in layer_types(c, |_| LayerType::Recurrent)?.into_iter().enumerate() {
         let prefix = |leaf: &str| format!("layers.{i}.{leaf}");
-        let mixer: (String, Plan) = match layer {
-            LayerType::Recurrent => (prefix("mamba."), mamba(c, a.width, eps)?.into()),
-            LayerType::Attention => (prefix("self_attn."), attention(c, a.width)?.into()),
-            other => return Err(c.bad("layer_types", format_args!("{other:?} is no layer of this family"))),
+        let branch = |leaf: &str, plan: Plan| Branch::new(prefix(leaf), plan).scaled(residual);
+        let mixer = match layer {
+            LayerType::Recurrent => {
+                branch("mamba.", mamba2(c, a.width, expanded(c, "mamba_expand", a.width)?, eps)?.into())
+            }
+            LayerType::Attention => branch("self_attn.", attention(c, a.width)?.into()),
+            other => return Err(no_such_layer(c, other)),
         };
-        let mut feed_forward: Vec<(String, Plan)> = Vec::new();
-        if let Some(plan) = experts(c, a.width)? {
-            feed_forward.push((prefix("block_sparse_moe."), plan.into()));
-        }
-        feed_forward.push((prefix("shared_mlp."), shared(c, a.width)?.into()));
+        let experts = experts(c, a.width)?.map(|plan| branch("block_sparse_moe.", plan.into()));
+        let shared = branch("shared_mlp.", shared(c, a.width)?.into());
         a.layers.push(vec![
-            SubLayer { norm: norm(prefix("input_layernorm.weight")), mixers: vec![mixer], residual },
-            SubLayer { norm: norm(prefix("post_attention_layernorm.weight")), mixers: feed_forward, residual },
+            SubLayer::pre_norm(norm(prefix("input_layernorm.weight")), vec![mixer]),
+            SubLayer::pre_norm(
+                norm(prefix("post_attention_layernorm.weight")),
+                experts.into_iter().chain([shared]).collect(),
+            ),
         ]);
     }
     Ok(a)
-}
-
-fn mamba(c: &Config, width: usize, eps: f32) -> Result<mamba2::Plan> {
-    let heads = c.usize_or("mamba_n_heads", 128)?;
-    let head_dim = match c.value("mamba_d_head").and_then(|v| v.as_str()) {
-        None if c.has("mamba_d_head") => c.usize("mamba_d_head")?,
-        None | Some("auto") => {
-            let inner = c.width("mamba_expand", &[c.usize_or("mamba_expand", 2)?, width])?;
-            c.divides(("mamba_expand", inner), ("mamba_n_heads", heads))?;
-            inner / heads
-        }
-        Some(other) => return Err(c.bad("mamba_d_head", format_args!("{other:?} is neither a number nor \"auto\""))),
-    };
-    let plan = mamba2::Plan {
-        width,
-        heads,
-        head_dim,
-        state: c.usize_or("mamba_d_state", 256)?,
-        groups: c.usize_or("mamba_n_groups", 1)?,
-        kernel: conv_taps(c, "mamba_d_conv")?,
-        conv_bias: c.bool_or("mamba_conv_bias", true)?,
-        bias: c.bool_or("mamba_proj_bias", false)?,
-        eps,
-        dt_limit: dt_limit(c)?,
-    };
-    mamba_groups(c, &plan, "mamba_n_heads", "mamba_n_groups")?;
-    Ok(plan)
 }
 
 fn attention(c: &Config, width: usize) -> Result<attention::Plan> {
@@ -87,15 +55,10 @@ fn attention(c: &Config, width: usize) -> Result<attention::Plan> {
         _ => None,
     };
     Ok(attention::Plan {
-        width,
-        heads,
-        output: "o_proj",
-        gated: false,
         bias: c.bool_or("attention_bias", false)?,
-        qk_norm: None,
         rope,
         scale: c.f32_or("attention_multiplier", 1.0)?,
-        window: None,
+        ..attention::Plan::new(width, heads)
     })
 }
 
@@ -128,6 +91,7 @@ fn shared(c: &Config, width: usize) -> Result<mlp::Plan> {
         output: "output_linear",
         act: Act::Silu,
         bias: false,
+        gate_scale: 1.0,
         row_gate: None,
     })
 }

@@ -1,12 +1,12 @@
 //! Llama: attention and SwiGLU, no recurrent layer.
 
 use super::{
-    Architecture, Norm, NormKind, SubLayer,
-    architecture::{heads, require_act},
+    Architecture, Branch, Norm, NormKind, SubLayer,
+    readers::{heads, require_act},
 };
 use crate::{
     Result,
-    blocks::{attention, mlp},
+    blocks::{Plan, attention, mlp},
     config::Config,
     ops::Act,
     rope::Rope,
@@ -19,15 +19,9 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     require_act(c, "hidden_act", "silu")?;
     let heads = heads(c)?;
     let attention = attention::Plan {
-        width: a.width,
-        heads,
-        output: "o_proj",
-        gated: false,
         bias: c.bool_or("attention_bias", false)?,
-        qk_norm: None,
         rope: Some(Rope::read(c, heads.head_dim, 1e4)?),
-        scale: (heads.head_dim as f32).sqrt().recip(),
-        window: None,
+        ..attention::Plan::new(a.width, heads)
     };
     let mlp = mlp(a.width, c.usize("intermediate_size")?, c.bool_or("mlp_bias", false)?);
     for i in 0..c.layers("num_hidden_layers")? {
@@ -45,6 +39,7 @@ pub(super) fn mlp(width: usize, inner: usize, bias: bool) -> mlp::Plan {
         output: "down_proj",
         act: Act::Silu,
         bias,
+        gate_scale: 1.0,
         row_gate: None,
     }
 }
@@ -52,10 +47,9 @@ pub(super) fn mlp(width: usize, inner: usize, bias: bool) -> mlp::Plan {
 /// A pre-norm transformer layer under the usual names.
 pub(super) fn layer(i: usize, eps: f32, attention: attention::Plan, mlp: mlp::Plan) -> Vec<SubLayer> {
     let norm = |leaf: &str| Norm { name: format!("layers.{i}.{leaf}.weight"), eps, kind: NormKind::Plain };
-    let step = |norm_leaf: &str, prefix: &str, plan| SubLayer {
-        norm: norm(norm_leaf),
-        mixers: vec![(format!("layers.{i}.{prefix}."), plan)],
-        residual: 1.0,
-    };
-    vec![step("input_layernorm", "self_attn", attention.into()), step("post_attention_layernorm", "mlp", mlp.into())]
+    let branch = |leaf: &str, plan: Plan| vec![Branch::new(format!("layers.{i}.{leaf}."), plan)];
+    vec![
+        SubLayer::pre_norm(norm("input_layernorm"), branch("self_attn", attention.into())),
+        SubLayer::pre_norm(norm("post_attention_layernorm"), branch("mlp", mlp.into())),
+    ]
 }

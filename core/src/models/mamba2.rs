@@ -1,13 +1,17 @@
 //! Mamba-2: nothing but Mamba-2 layers. Reads both the Hugging Face configuration and that of the original releases.
 
 use super::{
-    Architecture, Norm, NormKind, SubLayer,
-    architecture::{conv_taps, dt_limit, mamba_groups, require_act},
+    Architecture, Branch, Norm, NormKind, SubLayer,
+    readers::{conv_taps, dt_limit, mamba_groups, require_act},
 };
-use crate::{Result, blocks::mamba2, config::Config};
+use crate::{
+    Result,
+    blocks::mamba2::{self, Gating},
+    config::Config,
+};
 
 /// Recurrent models have no longest sequence; positions are u32.
-const CONTEXT: usize = i32::MAX as usize;
+pub(super) const CONTEXT: usize = i32::MAX as usize;
 
 pub(super) fn read(c: &Config) -> Result<Architecture> {
     let eps = c.eps_or("layer_norm_epsilon", 1e-5)?;
@@ -22,8 +26,8 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     }
     let plan = if original { original_plan(c, a.width)? } else { plan(c, a.width, eps)? };
     for i in 0..c.layers("num_hidden_layers|n_layer")? {
-        let mixers = vec![(format!("layers.{i}.mixer."), plan.clone().into())];
-        a.layers.push(vec![SubLayer { norm: norm(format!("layers.{i}.norm.weight")), mixers, residual: 1.0 }]);
+        let mixer = Branch::new(format!("layers.{i}.mixer."), plan.clone());
+        a.layers.push(vec![SubLayer::pre_norm(norm(format!("layers.{i}.norm.weight")), vec![mixer])]);
     }
     Ok(a)
 }
@@ -38,7 +42,10 @@ fn plan(c: &Config, width: usize, eps: f32) -> Result<mamba2::Plan> {
         groups: c.usize_or("n_groups", 8)?,
         kernel: conv_taps(c, "conv_kernel")?,
         conv_bias: c.bool_or("use_conv_bias", true)?,
-        bias: c.bool_or("use_bias", false)?,
+        bias: [c.bool_or("use_bias", false)?; 2],
+        input_scale: 1.0,
+        scales: [1.0; 5],
+        gate: Gating::BeforeNorm,
         eps,
         dt_limit: dt_limit(c)?,
     };
@@ -67,7 +74,10 @@ fn original_plan(c: &Config, width: usize) -> Result<mamba2::Plan> {
         groups: s.usize_or("ngroups", 1)?,
         kernel: conv_taps(&s, "d_conv")?,
         conv_bias: s.bool_or("conv_bias", true)?,
-        bias: s.bool_or("bias", false)?,
+        bias: [s.bool_or("bias", false)?; 2],
+        input_scale: 1.0,
+        scales: [1.0; 5],
+        gate: Gating::BeforeNorm,
         eps: 1e-5,
         dt_limit: dt_limit(&s)?,
     };

@@ -4,15 +4,23 @@
 //! One decoder loads and runs any of them, so that a new family of known mixers is one file and one line in [`FAMILIES`].
 
 mod architecture;
+mod bamba;
 mod decoder;
+mod falcon_h1;
 mod granitemoehybrid;
+mod jamba;
+mod lfm2;
 mod llama;
+mod mamba;
 mod mamba2;
 mod nemotron_h;
+mod olmo_hybrid;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_next;
+mod readers;
 
-pub use architecture::{Architecture, Norm, SubLayer};
+pub use architecture::{Architecture, Branch, Input, Norm, Output, SubLayer};
 
 use crate::backend::{Backend, Ops};
 use crate::config::Config;
@@ -41,6 +49,19 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "qwen3_next", read: qwen3_next::read },
     Family { model_type: "llama", read: llama::read },
     Family { model_type: "qwen3", read: qwen3::read },
+    Family { model_type: "bamba", read: bamba::read },
+    Family { model_type: "lfm2", read: lfm2::read },
+    Family { model_type: "lfm2_moe", read: lfm2::read_moe },
+    Family { model_type: "mamba", read: mamba::read },
+    Family { model_type: "falcon_mamba", read: mamba::read_falcon },
+    Family { model_type: "jamba", read: jamba::read },
+    Family { model_type: "falcon_h1", read: falcon_h1::read },
+    Family { model_type: "olmo_hybrid", read: olmo_hybrid::read },
+    Family { model_type: "qwen3_5_text", read: qwen3_5::read },
+    Family { model_type: "qwen3_5_moe_text", read: qwen3_5::read_moe },
+    // Checkpoints with vision, of which the text part runs, whose `text_config` names no type of its own.
+    Family { model_type: "qwen3_5", read: qwen3_5::read },
+    Family { model_type: "qwen3_5_moe", read: qwen3_5::read_moe },
 ];
 
 /// The architecture that a configuration describes.
@@ -102,8 +123,8 @@ pub struct ModelSpec {
     pub width: usize,
     /// Longest sequence, in tokens.
     pub context: usize,
-    /// A letter per layer: `M` Mamba-2, `G` Gated DeltaNet, `*` attention, `-` MLP, `E` MoE (token mixer before
-    /// channel mixer where a layer has both).
+    /// A letter per residual step: `M` Mamba-2, `S` Mamba-1, `G` Gated DeltaNet, `C` short convolution, `*` attention, `-` MLP,
+    /// `E` MoE (token mixer before channel mixer where a layer has both).
     pub layer_map: String,
     /// What each layer keeps.
     pub layers: Vec<LayerState>,

@@ -1,12 +1,16 @@
 //! Nemotron-H: a residual step per layer, each a Mamba-2 mixer, attention without positions, an MLP or a mixture of experts.
 
 use super::{
-    Architecture, Norm, NormKind, SubLayer,
-    architecture::{act, conv_taps, dt_limit, heads_or, mamba_groups, require_act, top_k},
+    Architecture, Branch, Norm, NormKind, SubLayer,
+    readers::{act, conv_taps, dt_limit, heads_or, mamba_groups, require_act, top_k},
 };
 use crate::{
     Result,
-    blocks::{Plan, attention, mamba2, mlp, moe},
+    blocks::{
+        attention,
+        mamba2::{self, Gating},
+        mlp, moe,
+    },
     config::{Config, LayerType, MOST_LAYERS},
     ops::{Act, Router},
 };
@@ -20,15 +24,15 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     let sizes = Sizes { c, width: a.width, eps };
     for (i, layer) in layer_types(c)?.into_iter().enumerate() {
         let prefix = format!("layers.{i}.mixer.");
-        let mixers = match layer {
-            LayerType::Recurrent => vec![(prefix, sizes.mamba()?.into())],
-            LayerType::Attention => vec![(prefix, sizes.attention()?.into())],
-            LayerType::Mlp => vec![(prefix, sizes.mlp("intermediate_size")?.into())],
+        let branches = match layer {
+            LayerType::Recurrent => vec![Branch::new(prefix, sizes.mamba()?)],
+            LayerType::Attention => vec![Branch::new(prefix, sizes.attention()?)],
+            LayerType::Mlp => vec![Branch::new(prefix, sizes.mlp("intermediate_size")?)],
             LayerType::Moe => sizes.moe(prefix)?,
             other => return Err(c.bad("layers_block_type", format_args!("{other:?} is no layer of this family"))),
         };
         let norm = norm(format!("layers.{i}.norm.weight"));
-        a.layers.push(vec![SubLayer { norm, mixers, residual: 1.0 }]);
+        a.layers.push(vec![SubLayer::pre_norm(norm, branches)]);
     }
     Ok(a)
 }
@@ -71,7 +75,10 @@ impl Sizes<'_> {
             groups: c.usize_or("n_groups|mamba_n_groups", 8)?,
             kernel: conv_taps(c, "conv_kernel|mamba_d_conv")?,
             conv_bias: c.bool_or("use_conv_bias|mamba_conv_bias", true)?,
-            bias: c.bool_or("use_bias|mamba_proj_bias", false)?,
+            bias: [c.bool_or("use_bias|mamba_proj_bias", false)?; 2],
+            input_scale: 1.0,
+            scales: [1.0; 5],
+            gate: Gating::BeforeNorm,
             eps: self.eps,
             dt_limit: dt_limit(c)?,
         };
@@ -80,19 +87,8 @@ impl Sizes<'_> {
     }
 
     fn attention(&self) -> Result<attention::Plan> {
-        let heads = heads_or(self.c, 128)?;
-        Ok(attention::Plan {
-            width: self.width,
-            heads,
-            output: "o_proj",
-            gated: false,
-            // `attention_bias` in these files is not read by the family's own code either.
-            bias: false,
-            qk_norm: None,
-            rope: None,
-            scale: (heads.head_dim as f32).sqrt().recip(),
-            window: None,
-        })
+        // `attention_bias` in these files is not read by the family's own code either.
+        Ok(attention::Plan::new(self.width, heads_or(self.c, 128)?))
     }
 
     fn act(&self) -> Result<Act> {
@@ -107,12 +103,13 @@ impl Sizes<'_> {
             output: "down_proj",
             act: self.act()?,
             bias: self.c.bool_or("mlp_bias", false)?,
+            gate_scale: 1.0,
             row_gate: None,
         })
     }
 
     /// The experts, and the shared ones beside them.
-    fn moe(&self, prefix: String) -> Result<Vec<(String, Plan)>> {
+    fn moe(&self, prefix: String) -> Result<Vec<Branch>> {
         let c = self.c;
         let experts = c.usize("n_routed_experts")?;
         let (groups, topk_group) = (c.usize_or("n_group", 1)?, c.usize_or("topk_group", 1)?);
@@ -148,10 +145,10 @@ impl Sizes<'_> {
             }),
         };
         let shared = format!("{prefix}shared_experts.");
-        let mut mixers: Vec<(String, Plan)> = vec![(prefix, plan.into())];
+        let mut branches = vec![Branch::new(prefix, plan)];
         if c.count_or("n_shared_experts", 1)? > 0 {
-            mixers.push((shared, self.mlp("moe_shared_expert_intermediate_size")?.into()));
+            branches.push(Branch::new(shared, self.mlp("moe_shared_expert_intermediate_size")?));
         }
-        Ok(mixers)
+        Ok(branches)
     }
 }

@@ -1,13 +1,12 @@
 //! Qwen3: attention with per-head norms, optionally with a sliding window in the later layers, and SwiGLU.
 
 use super::{
-    Architecture, Norm, NormKind,
-    architecture::{heads_or, require_act},
-    llama,
+    Architecture, Norm, NormKind, llama,
+    readers::{heads_or, require_act},
 };
 use crate::{
     Result,
-    blocks::attention,
+    blocks::attention::{self, QkNorm},
     config::{Config, LayerType},
     rope::Rope,
 };
@@ -24,15 +23,11 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     let mlp = llama::mlp(a.width, c.usize("intermediate_size")?, false);
     for (i, sliding) in sliding.into_iter().enumerate() {
         let attention = attention::Plan {
-            width: a.width,
-            heads,
-            output: "o_proj",
-            gated: false,
             bias: c.bool_or("attention_bias", false)?,
-            qk_norm: Some((NormKind::Plain, eps)),
+            qk_norm: Some(QkNorm::per_head(NormKind::Plain, eps)),
             rope: Some(Rope::read(c, heads.head_dim, 1e4)?),
-            scale: (heads.head_dim as f32).sqrt().recip(),
             window: sliding.then_some(window),
+            ..attention::Plan::new(a.width, heads)
         };
         a.layers.push(llama::layer(i, eps, attention, mlp.clone()));
     }

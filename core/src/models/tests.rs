@@ -136,8 +136,8 @@ fn what_a_configuration_leaves_out_is_as_its_family_has_it() {
         "hybrid_override_pattern": "*"}"#;
     let attention = |text: &str| {
         let a = parse(text).unwrap();
-        let mixers = a.layers.into_iter().flatten().flat_map(|step| step.mixers);
-        let plans = mixers.filter_map(|(_, plan)| if let Plan::Attention(plan) = plan { Some(plan) } else { None });
+        let branches = a.layers.into_iter().flatten().flat_map(|step| step.branches);
+        let plans = branches.filter_map(|b| if let Plan::Attention(plan) = b.plan { Some(plan) } else { None });
         let plan = plans.max_by_key(|p| p.heads.heads).expect("an attention layer");
         (plan.heads.head_dim, plan.rope.map(|r| r.rotary_dims))
     };
@@ -162,7 +162,7 @@ fn sliding_windows_need_the_switch() {
             r#"{{"model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4,
             "intermediate_size": 8, "num_hidden_layers": 3, "sliding_window": 16 {more}}}"#
         );
-        let windows = |s: &SubLayer| match &s.mixers[0].1 {
+        let windows = |s: &SubLayer| match &s.branches[0].plan {
             Plan::Attention(p) => p.window,
             other => panic!("{other:?}"),
         };

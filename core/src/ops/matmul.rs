@@ -1,4 +1,4 @@
-//! `out = scale * x Wᵀ (+ bias) (+ out)`: every linear layer.
+//! `out = scale * columns * x Wᵀ (+ bias) (+ out)`: every linear layer.
 
 use super::{Access, Cost, ensure, expect, moved};
 use crate::backend::Handle;
@@ -53,6 +53,8 @@ pub struct Matmul<Buf> {
     pub x: Tensor<Buf>,
     /// `[N, K]`.
     pub w: Weight<Buf>,
+    /// `[N] f32`: a factor per output column, besides `scale`.
+    pub columns: Option<Tensor<Buf>>,
     /// `[N] f32`, added after scaling.
     pub bias: Option<Tensor<Buf>>,
     /// `[M, N]`, activation dtype or f32 (router and output logits).
@@ -67,7 +69,7 @@ impl<Buf: Handle> Matmul<Buf> {
     pub(super) fn tensors(&self) -> Vec<(Access, &Tensor<Buf>)> {
         let out = if self.accumulate { Access::InPlace } else { Access::Write };
         let mut t = vec![(Access::Read, &self.x), (out, &self.out)];
-        t.extend(self.bias.iter().map(|b| (Access::Read, b)));
+        t.extend(self.columns.iter().chain(&self.bias).map(|b| (Access::Read, b)));
         t.extend(self.w.blocks.iter().map(|b| (Access::Read, &b.w)));
         t
     }
@@ -81,9 +83,11 @@ impl<Buf: Handle> Matmul<Buf> {
         self.w.check("matmul");
         expect("matmul", "x", &self.x, &[self.x.rows(), self.w.k]);
         expect("matmul", "out", &self.out, &[self.x.rows(), self.w.n]);
-        if let Some(b) = &self.bias {
-            expect("matmul", "bias", b, &[self.w.n]);
-            ensure!("matmul", b.dtype == DType::F32, "bias is not f32");
+        for (name, b) in [("columns", &self.columns), ("bias", &self.bias)] {
+            if let Some(b) = b {
+                expect("matmul", name, b, &[self.w.n]);
+                ensure!("matmul", b.dtype == DType::F32, "{name} is not f32");
+            }
         }
     }
 }

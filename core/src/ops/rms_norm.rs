@@ -30,6 +30,9 @@ pub struct RmsNorm<Buf> {
     pub gate: Option<Gate<Buf>>,
     /// `[T, D]`.
     pub out: Tensor<Buf>,
+    /// Adds to what `out` holds (a norm behind a mixer, whose result goes to the residual stream) instead of overwriting it. Not
+    /// with a gate or `add`.
+    pub accumulate: bool,
     /// Added to the mean square.
     pub eps: f32,
     /// Equal parts of a row, each with its own mean: Mamba-2's groups, or heads.
@@ -39,7 +42,8 @@ pub struct RmsNorm<Buf> {
 impl<Buf: Handle> RmsNorm<Buf> {
     pub(super) fn tensors(&self) -> Vec<(Access, &Tensor<Buf>)> {
         let x = if self.add.is_some() { Access::InPlace } else { Access::Read };
-        let mut t = vec![(x, &self.x), (Access::Read, &self.weight), (Access::Write, &self.out)];
+        let out = if self.accumulate { Access::InPlace } else { Access::Write };
+        let mut t = vec![(x, &self.x), (Access::Read, &self.weight), (out, &self.out)];
         t.extend(self.add.iter().map(|(a, _)| (Access::Read, a)));
         t.extend(self.gate.iter().map(|g| (Access::Read, &g.z)));
         t
@@ -57,6 +61,8 @@ impl<Buf: Handle> RmsNorm<Buf> {
         let w = self.weight.len();
         ensure!("rms_norm", w == d || w == d / self.groups, "weight of {w} for {d} in {} groups", self.groups);
         ensure!("rms_norm", self.weight.dtype == DType::F32, "weight is not f32");
+        let alone = self.gate.is_none() && self.add.is_none();
+        ensure!("rms_norm", alone || !self.accumulate, "accumulates with a gate or another input");
         if let Some((a, _)) = &self.add {
             expect("rms_norm", "add", a, &[rows, d]);
         }

@@ -67,6 +67,7 @@ fn a_product_binds_one_row_block_at_a_time() {
     let op: Op<Numbered> = Matmul {
         x: tensor(0, &[1, 8]),
         w: Weight { blocks, n: 48, k: 8 },
+        columns: None,
         bias: None,
         out: tensor(1, &[1, 48]),
         scale: 1.0,

@@ -106,7 +106,7 @@ impl<B: Backend> Device<'_, B> {
         let (rows, k) = (x.rows(), x.row_len());
         let w = Weight { blocks: vec![RowBlock { w: self.filled("w", &[n, k])?, col: 0 }], n, k };
         let out = self.filled("out", &[rows, n])?;
-        Ok(Matmul { x: x.clone(), w, bias: None, out, scale: 0.5, accumulate: false })
+        Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 0.5, accumulate: false })
     }
 
     fn products(mut self, rows: usize, k: usize, n: usize, gate: bool, up: bool) -> Result<Linked<B::Buf>> {
@@ -124,7 +124,7 @@ impl<B: Backend> Device<'_, B> {
             out: mid.clone(),
             act: if up { Act::Silu } else { Act::Relu2 },
         };
-        let norm = RmsNorm { x, add: None, weight, gate, out: u.clone(), eps: 1e-5, groups: 1 };
+        let norm = RmsNorm { x, add: None, weight, gate, out: u.clone(), accumulate: false, eps: 1e-5, groups: 1 };
         Ok(Linked {
             ops: vec![norm.into(), product.into(), act.into()],
             left: vec![("u", u), ("out", out), ("mid", mid)],

@@ -16,6 +16,8 @@ pub(super) struct Product {
     blocks: Vec<(usize, usize)>,
     /// All blocks are parts of one buffer.
     one_buffer: bool,
+    /// A factor per column.
+    columns: bool,
     bias: bool,
     scale: f32,
     accumulate: bool,
@@ -48,6 +50,9 @@ impl Spec for Product {
                 h.spread(&name, 0, 8);
             }
         }
+        if self.columns {
+            h.float("columns", DType::F32, &[self.n], rng.vec(self.n, 1.0));
+        }
         if self.bias {
             h.float("bias", DType::F32, &[self.n], rng.vec(self.n, 1.0));
         }
@@ -73,6 +78,9 @@ impl Spec for Product {
                 for j in 0..n {
                     let at = r * self.n + col + j;
                     let mut y = f64::from(self.scale) * dot(&x[r * self.k..][..self.k], &w[j * self.k..][..self.k]);
+                    if self.columns {
+                        y *= f64::from(h.get("columns")[col + j]);
+                    }
                     if self.bias {
                         y += f64::from(h.get("bias")[col + j]);
                     }
@@ -92,6 +100,7 @@ impl Spec for Product {
         Matmul {
             x: b.t("x"),
             w: Weight { blocks, n: self.n, k: self.k },
+            columns: b.opt("columns"),
             bias: b.opt("bias"),
             out: b.t("out"),
             scale: self.scale,
@@ -109,6 +118,7 @@ pub(super) fn cases(to: &mut Table) {
         dtype: DType::Bf16,
         blocks: vec![],
         one_buffer: false,
+        columns: false,
         bias: false,
         scale: 1.0,
         accumulate: false,
@@ -150,6 +160,9 @@ pub(super) fn cases(to: &mut Table) {
     for (name, base) in kinds {
         to.add(&format!("bias, {name}"), Product { bias: true, ..base.clone() });
         to.add(&format!("scale, {name}"), Product { scale: 0.22, ..base.clone() });
+        to.add(&format!("factors of columns, {name}"), Product { columns: true, ..base.clone() });
+        let all = Product { columns: true, scale: 0.22, bias: true, accumulate: true, ..base.clone() };
+        to.add(&format!("factors of columns, scale, bias, residual, {name}"), all);
         to.add(&format!("residual, {name}"), Product { accumulate: true, ..base.clone() });
         to.add(
             &format!("scale, bias, residual, {name}"),
@@ -164,7 +177,7 @@ pub(super) fn cases(to: &mut Table) {
         let n = base.n;
         let blocks = vec![(n - 8, 8), (0, 4), (20, n - 28), (4, 16)];
         to.add(&format!("row blocks, {name}"), Product { blocks: blocks.clone(), ..base.clone() });
-        let one = Product { blocks, one_buffer: true, bias: true, accumulate: true, ..base.clone() };
+        let one = Product { blocks, one_buffer: true, columns: true, bias: true, accumulate: true, ..base.clone() };
         to.add(&format!("row blocks of one buffer, {name}"), one);
         let odd = vec![(0, 3), (3, 1), (4, n - 4)];
         to.add(&format!("odd row blocks, {name}"), Product { blocks: odd, dtype: DType::F32, ..base });
@@ -183,6 +196,11 @@ pub(super) fn cases(to: &mut Table) {
         let few = Product { m, k: 4352, ..all.clone() };
         to.add(&format!("{m} x 132 x 4352, scale, bias, residual in a wider matrix"), few);
     }
+    // The shapes of a library's product.
+    for m in [12, 40] {
+        let both = Product { m, k: 4160, columns: true, bias: true, ..base.clone() };
+        to.add(&format!("{m} x 36 x 4160, factors of columns, bias"), both);
+    }
     to.add("24 x 132 x 4128", Product { m: 24, n: 132, k: 4128, ..base.clone() });
     to.add("24 x 66 x 512", Product { m: 24, n: 66, k: 512, ..base.clone() });
     to.sized(Size::Large, "1 x 1030 x 4096", Product { m: 1, n: 1030, k: 4096, ..base.clone() });
@@ -196,7 +214,7 @@ pub(super) fn cases(to: &mut Table) {
         );
     }
     // Long enough for a kernel that every warp streams rows of W for by itself.
-    let all = Product { m: 2, scale: 0.22, bias: true, accumulate: true, ..base.clone() };
+    let all = Product { m: 2, columns: true, scale: 0.22, bias: true, accumulate: true, ..base.clone() };
     to.sized(Size::Bench, "2 x 18560 x 4096", Product { n: 18560, k: 4096, ..all.clone() });
     to.sized(Size::Bench, "2 x 36000 x 768", Product { n: 36000, k: 768, ..all.clone() });
     // A row of several stages, the last one shorter.
@@ -228,6 +246,7 @@ mod tests {
             dtype: DType::F32,
             blocks: vec![(1, 1), (0, 1)],
             one_buffer: false,
+            columns: false,
             bias: true,
             scale: 2.0,
             accumulate: true,

@@ -16,6 +16,8 @@ pub(super) struct Norm {
     add: Option<f32>,
     /// The activation, and whether the gate comes before the norm.
     gate: Option<(Act, bool)>,
+    /// The norm is added to what `out` holds.
+    accumulate: bool,
     eps: f32,
     rms: f32,
     /// Gaps between the rows of all matrices.
@@ -34,7 +36,10 @@ impl Spec for Norm {
         if self.gate.is_some() {
             h.float("z", d.act, &dims, rng.vec(self.rows * self.d, 1.5));
         }
-        h.out("out", d.act, &dims);
+        match self.accumulate {
+            true => h.float("out", d.act, &dims, rng.vec(self.rows * self.d, self.rms)),
+            false => h.out("out", d.act, &dims),
+        }
         if self.views {
             for name in ["x", "add", "z", "out"]
                 .into_iter()
@@ -64,7 +69,8 @@ impl Spec for Norm {
             let mean = t.iter().map(|v| v * v).sum::<f64>() / part as f64;
             for (j, v) in t.iter().enumerate() {
                 let w = f64::from(weight[if self.shared { j } else { (start + j) % d }]);
-                out[start + j] = Want::Near(v / (mean + f64::from(self.eps)).sqrt() * w * after(start + j));
+                let held = if self.accumulate { f64::from(h.get("out")[start + j]) } else { 0.0 };
+                out[start + j] = Want::Near(held + v / (mean + f64::from(self.eps)).sqrt() * w * after(start + j));
             }
         }
         let mut wants = vec![("out", out)];
@@ -81,6 +87,7 @@ impl Spec for Norm {
             weight: b.t("weight"),
             gate: self.gate.map(|(act, before)| Gate { z: b.t("z"), act, before }),
             out: b.t("out"),
+            accumulate: self.accumulate,
             eps: self.eps,
             groups: self.groups,
         }
@@ -89,13 +96,24 @@ impl Spec for Norm {
 }
 
 pub(super) fn cases(to: &mut Table) {
-    let base =
-        Norm { rows: 5, d: 64, groups: 1, shared: false, add: None, gate: None, eps: 1e-5, rms: 1.0, views: false };
+    let base = Norm {
+        rows: 5,
+        d: 64,
+        groups: 1,
+        shared: false,
+        add: None,
+        gate: None,
+        accumulate: false,
+        eps: 1e-5,
+        rms: 1.0,
+        views: false,
+    };
     to.add("base", base.clone());
     for rows in [1, 8, 33, 130] {
         to.add(&format!("{rows} rows"), Norm { rows, ..base.clone() });
     }
-    for d in [4, 12, 100, 260, 1536, 4100] {
+    // 5 is the rank of the time step of a Mamba-1 of width 80.
+    for d in [4, 5, 12, 100, 250, 260, 1536, 4100] {
         to.add(&format!("width {d}"), Norm { d, ..base.clone() });
     }
     to.add("residual", Norm { add: Some(1.0), ..base.clone() });
@@ -110,6 +128,10 @@ pub(super) fn cases(to: &mut Table) {
     to.add("grouped, gate before", Norm { gate: Some((Act::Silu, true)), groups: 8, d: 1024, ..base.clone() });
     let heads = Norm { gate: Some((Act::Silu, false)), groups: 4, d: 512, shared: true, ..base.clone() };
     to.add("per head, gate after", heads);
+    for (rows, d) in [(1, 64), (33, 100), (3, 3840)] {
+        to.add(&format!("added to the output, {rows} x {d}"), Norm { rows, d, accumulate: true, ..base.clone() });
+    }
+    to.add("added to columns of a wider matrix", Norm { views: true, accumulate: true, ..base.clone() });
     to.add("tiny numbers", Norm { rms: 1e-4, ..base.clone() });
     to.add("large numbers", Norm { rms: 1e4, ..base.clone() });
     to.add("large eps", Norm { eps: 0.5, ..base.clone() });
@@ -139,6 +161,7 @@ mod tests {
             shared: true,
             add: Some(2.0),
             gate: None,
+            accumulate: false,
             eps: 0.0,
             rms: 1.0,
             views: false,

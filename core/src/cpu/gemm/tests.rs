@@ -98,6 +98,7 @@ impl Case {
             k,
             scale: SCALE,
             bias: self.bias.as_ptr(),
+            columns: std::ptr::null(),
             accumulate: true,
         };
         // SAFETY: the vectors hold what the views describe.
@@ -182,6 +183,7 @@ fn plain_epilogue_overwrites() {
             k: 33,
             scale: 1.0,
             bias: std::ptr::null(),
+            columns: std::ptr::null(),
             accumulate: false,
         };
         // SAFETY: the vectors hold what the views describe.

@@ -62,6 +62,7 @@ impl ExpertMatmul<Buf> {
                 m: group.len(),
                 k: inner,
                 scale: 1.0,
+                columns: std::ptr::null(),
                 bias: std::ptr::null(),
                 accumulate: false,
             };

@@ -8,6 +8,7 @@ use crate::ops::Matmul;
 impl Matmul<Buf> {
     pub(super) fn run(&self) {
         let x = view::read::<f32>(&self.x);
+        let columns = self.columns.as_ref().map(view::read::<f32>);
         let bias = self.bias.as_ref().map(view::read::<f32>);
         let weights: Vec<_> = self.w.blocks.iter().map(|b| (b.col, view::read_bytes(&b.w))).collect();
         let blocks: Vec<_> = weights.iter().map(|(col, w)| w.block(0, w.rows(), *col)).collect();
@@ -23,10 +24,11 @@ impl Matmul<Buf> {
             m: x.rows(),
             k: self.w.k,
             scale: self.scale,
+            columns: columns.as_ref().map_or(std::ptr::null(), |c| c.flat().as_ptr()),
             bias: bias.as_ref().map_or(std::ptr::null(), |b| b.flat().as_ptr()),
             accumulate: self.accumulate,
         };
-        // SAFETY: `check` compared the shapes; the views above hold the leases of all five until the product is done.
+        // SAFETY: `check` compared the shapes; the views above hold the leases of all of them until the product is done.
         unsafe { gemm::matmul(&product) };
     }
 }

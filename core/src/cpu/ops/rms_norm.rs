@@ -33,9 +33,17 @@ impl RmsNorm<Buf> {
             });
         } else {
             let x = view::read(&self.x);
+            let accumulate = self.accumulate;
             par::for_each(out, work, |i, mut out| {
+                let mut normed = vec![0.0; if accumulate { d } else { 0 }];
                 for r in 0..out.rows() {
-                    norm(x.row(i * TILE + r), i * TILE + r, out.row_mut(r));
+                    let t = i * TILE + r;
+                    if accumulate {
+                        norm(x.row(t), t, &mut normed);
+                        dispatch!(Isa::best(), |s| add_scaled(s, 1.0, &normed, out.row_mut(r)));
+                    } else {
+                        norm(x.row(t), t, out.row_mut(r));
+                    }
                 }
             });
         }
