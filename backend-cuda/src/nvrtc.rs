@@ -145,6 +145,7 @@ mod tests {
     #[test]
     fn images_come_back_and_foreign_files_do_not() {
         let dir = scratch_dir("cache");
+        fs::create_dir_all(&dir).unwrap();
         let cache = DiskCache::at(Some(dir.clone()), "sm_90a", (13, 0));
         let spec = Spec::new(File::Sample).int("V", 32);
         assert_eq!(cache.load(&spec), None);

@@ -8,10 +8,14 @@ mod native {
     use std::cell::Cell;
     use std::path::PathBuf;
 
+    use selkie_core::cache_dir;
+
+    const MAGIC: &[u8; 16] = b"selkie pipes  1\n";
+
     /// A pipeline cache and its file.
     pub struct CacheFile {
         cache: Option<(wgpu::PipelineCache, PathBuf)>,
-        /// Whether the file existed.
+        /// Whether the file existed and was ours.
         warm: bool,
         changed: Cell<bool>,
     }
@@ -19,14 +23,17 @@ mod native {
     impl CacheFile {
         /// The cache of an adapter, under the user's cache directory; empty without one or without the feature.
         pub fn open(device: &wgpu::Device, info: &wgpu::AdapterInfo) -> Self {
-            let path = wgpu::util::pipeline_cache_key(info).zip(directory()).map(|(name, dir)| dir.join(name));
-            let path = path.filter(|_| device.features().contains(wgpu::Features::PIPELINE_CACHE));
-            let data = path.as_ref().and_then(|path| std::fs::read(path).ok());
+            let name = wgpu::util::pipeline_cache_key(info);
+            let name = name.filter(|_| device.features().contains(wgpu::Features::PIPELINE_CACHE));
+            let path = name.and_then(|name| Some(cache_dir::open("")?.join(name)));
+            let data = path.as_ref().and_then(|path| unpack(&std::fs::read(path).ok()?).map(<[u8]>::to_vec));
             let cache = path.map(|path| {
                 let desc =
                     wgpu::PipelineCacheDescriptor { label: Some("selkie"), data: data.as_deref(), fallback: true };
-                // SAFETY: the data was written by `drop` below for an adapter with the same key; wgpu and the driver check
-                // its header, and with `fallback` they start empty if it does not fit.
+                // SAFETY: the data must come from `get_data` of a cache for the same adapter. `drop` below wrote it under the
+                // adapter's key, to a directory that only this user can write, and the checksum says that these are the
+                // bytes. A process of this user that forges all that can as well change this program. What an updated driver
+                // no longer takes it refuses by its header, and with `fallback` the cache starts empty.
                 (unsafe { device.create_pipeline_cache(&desc) }, path)
             });
             Self { cache, warm: data.is_some(), changed: Cell::new(false) }
@@ -52,26 +59,34 @@ mod native {
         fn drop(&mut self) {
             let Some((cache, path)) = self.cache.as_ref().filter(|_| self.changed.get()) else { return };
             let Some(data) = cache.get_data() else { return };
-            // Written to a temporary file and renamed, so that other processes never read an incomplete file.
-            let aside = path.with_extension(std::process::id().to_string());
-            let dir = path.parent().map_or(Ok(()), std::fs::create_dir_all);
-            let written = dir.and_then(|()| std::fs::write(&aside, data)).and_then(|()| std::fs::rename(&aside, path));
-            if let Err(e) = written {
+            if let Err(e) = cache_dir::replace(path, &[MAGIC, &cache_dir::hash(&[&data]).to_le_bytes(), &data]) {
                 tracing::debug!("pipeline cache {}: {e}", path.display());
             }
         }
     }
 
-    fn directory() -> Option<PathBuf> {
-        let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-        let base = if cfg!(windows) {
-            var("LOCALAPPDATA")
-        } else if cfg!(target_os = "macos") {
-            var("HOME").map(|home| home.join("Library/Caches"))
-        } else {
-            var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|home| home.join(".cache")))
-        };
-        base.map(|dir| dir.join("selkie"))
+    /// The data of a file that [`CacheFile`] wrote; `None` if it is damaged or anything else.
+    fn unpack(file: &[u8]) -> Option<&[u8]> {
+        let (sum, data) = file.strip_prefix(MAGIC)?.split_at_checked(16)?;
+        (sum == cache_dir::hash(&[data]).to_le_bytes()).then_some(data)
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn only_whole_files_of_ours_are_taken() {
+            let good = [&MAGIC[..], &cache_dir::hash(&[b"data"]).to_le_bytes(), b"data"].concat();
+            assert_eq!(unpack(&good), Some(&b"data"[..]));
+            for i in 0..good.len() {
+                let mut bad = good.clone();
+                bad[i] ^= 1;
+                assert_eq!(unpack(&bad), None, "byte {i}");
+                assert_eq!(unpack(&good[..i]), None, "{i} bytes");
+            }
+            assert_eq!(unpack(b"data"), None);
+        }
     }
 }
 

@@ -5,6 +5,8 @@
 
 pub mod backend;
 pub mod blocks;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod cache_dir;
 pub mod chat;
 pub mod checkpoint;
 pub mod config;
