@@ -1,9 +1,7 @@
 // out = act(gate) * up * sigmoid(row_gate). Grid (rows, column tiles).
 // VEC, DIM, ACT, HAS_UP, HAS_ROW_GATE; gate_t, up_t, row_gate_t, out_t.
 
-extern "C" __global__ void __launch_bounds__(256) ENTRY(const gate_t *gate, i64 gate_stride, const up_t *up,
-                                                        i64 up_stride, const row_gate_t *row_gate, i64 row_gate_stride,
-                                                        out_t *out, i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     i64 t = blockIdx.x;

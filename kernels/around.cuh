@@ -2,7 +2,7 @@
 // `sync_consumers`.
 
 constexpr int NORM_WARPS = THREADS / 32;         // of a group in rms_norm.cu; the warps here stand in for them in turn
-constexpr int NORM_UNITS = PRE == 1 ? K / GROUP * NORM_WARPS : 1;
+constexpr int NORM_UNITS = PROLOGUE == 1 ? K / GROUP * NORM_WARPS : 1;
 constexpr int NORM_TURNS = div_up(NORM_UNITS, WARPS);
 constexpr int NORM_PASSES = div_up(GROUP, VEC * THREADS);
 
@@ -11,7 +11,7 @@ struct Channel {
     float w[TAPS + 1], window[TAPS - 1];
     bool in = false;
 
-    DEV void fetch(const u32 *ints, int c, const float *weight, i64 weight_stride, const pool_t *pool, i64 slot_stride) {
+    DEV void fetch(const u32 *ints, int c, const float *weight, i64 weight_stride, const pool_t *pool, i64 pool_stride) {
         in = c >= 0 && c < CHANNELS;
         if (!in) return;
         u32 src = Chunk(ints + 3).src;
@@ -19,10 +19,10 @@ struct Channel {
         for (int j = 0; j <= TAPS; j++) w[j] = weight[c * weight_stride + j];
 #pragma unroll
         for (int j = 0; j < TAPS - 1; j++)
-            window[j] = src == 0 ? 0.f : to_f32(pool[src * slot_stride + (i64)c * (TAPS - 1) + j]);
+            window[j] = src == 0 ? 0.f : to_f32(pool[src * pool_stride + (i64)c * (TAPS - 1) + j]);
     }
     // As conv1d.cu does it.
-    DEV void put(const u32 *ints, int c, float x, pool_t *pool, i64 slot_stride, conv_t *out) {
+    DEV void put(const u32 *ints, int c, float x, pool_t *pool, i64 pool_stride, conv_t *out) {
         if (!in) return;
         Chunk ch(ints + 3);
         if (ints[2] == NONE || ch.len == 0) {
@@ -34,7 +34,7 @@ struct Channel {
         for (int j = 0; j < TAPS - 1; j++) s = __fmaf_rn(w[j], window[j], s);
         out[c] = from_f32<conv_t>(activate<CONV_ACT>(__fmaf_rn(w[TAPS - 1], x, s)));
         if (ch.dst == 0) return;
-        pool_t *to = pool + ch.dst * slot_stride + (i64)c * (TAPS - 1);
+        pool_t *to = pool + ch.dst * pool_stride + (i64)c * (TAPS - 1);
 #pragma unroll
         for (int j = 0; j < TAPS - 1; j++) to[j] = from_f32<pool_t>(j + 1 < TAPS - 1 ? window[j + 1] : x);
     }

@@ -8,9 +8,7 @@ constexpr int LANES = 8;
 constexpr int GROUPS = THREADS / LANES;
 constexpr int VECS = div_up(HEAD_DIM, 4 * LANES);
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ENTRY(Step st, const q_t *q, i64 q_stride, const kv_t *k_pages, i64 k_page_stride, const kv_t *v_pages,
-          i64 v_page_stride, out_t *out, i64 out_stride, float *partial, float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     __shared__ __align__(16) float accs[GROUPS][HEAD_DIM];
@@ -46,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             int c = (j * LANES + lane) * 4;
             if (!in || c >= HEAD_DIM) continue;
             float kv[4];
-            load<4>(k_pages + page * k_page_stride + at + c, kv);
+            load<4>(k_pages + page * k_pages_stride + at + c, kv);
 #pragma unroll
             for (int e = 0; e < 4; e++) dot += qv[j][e] * kv[e];
         }
@@ -62,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             int c = (j * LANES + lane) * 4;
             if (c >= HEAD_DIM) continue;
             float vv[4];
-            load<4>(v_pages + page * v_page_stride + at + c, vv);
+            load<4>(v_pages + page * v_pages_stride + at + c, vv);
 #pragma unroll
             for (int e = 0; e < 4; e++) acc[j][e] = acc[j][e] * keep + w * vv[e];
         }

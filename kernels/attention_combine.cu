@@ -2,7 +2,7 @@
 // A warp per (token, head). Grid (T * H / 4).
 // HEAD_DIM, HEADS, SPLITS; out_t.
 
-extern "C" __global__ void __launch_bounds__(128) ENTRY(Step st, const float *partial, out_t *out, i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     i64 unit = blockIdx.x * 4 + threadIdx.x / 32;

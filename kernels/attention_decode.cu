@@ -53,9 +53,7 @@ template <int N> DEV Part merged(const Part (&parts)[N]) {
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k_pages, i64 k_page_stride, const bf16 *v_pages,
-          i64 v_page_stride, out_t *out, i64 out_stride, float *partial, u32 *tickets, float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     extern __shared__ __align__(256) u8 shared[];
     int t = blockIdx.x, kv = blockIdx.y, split = blockIdx.z;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -105,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         i64 id = __shfl_sync(0xffffffffu, ids, page - base);
         i64 in_page = ((i64)kv * PAGE + key0 % PAGE) * HEAD_DIM + lane * 8;
-        const bf16 *k = k_pages + id * k_page_stride + in_page, *v = v_pages + id * v_page_stride + in_page;
+        const bf16 *k = k_pages + id * k_pages_stride + in_page, *v = v_pages + id * v_pages_stride + in_page;
         u32 to_k = ring + stage * 2 * SLICE, to_v = to_k + SLICE;
 #pragma unroll
         for (int j = 0; j < div_up(KEYS * VECS, 32); j++) {

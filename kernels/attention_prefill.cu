@@ -11,9 +11,7 @@ constexpr int VECS = HEAD_DIM / 8;
 constexpr int KSTEPS = HEAD_DIM / 16;
 constexpr u32 ALL = 0xffffffffu;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k_pages, i64 k_page_stride, const bf16 *v_pages,
-          i64 v_page_stride, bf16 *out, i64 out_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     extern __shared__ __align__(16) u8 shared[];
     bf16 *sq = reinterpret_cast<bf16 *>(shared), *ring = sq + TILE * PITCH;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -34,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     auto fetch = [&](int page) {
         i64 id = table[page];
-        const bf16 *k = k_pages + id * k_page_stride + head, *v = v_pages + id * v_page_stride + head;
+        const bf16 *k = k_pages + id * k_pages_stride + head, *v = v_pages + id * v_pages_stride + head;
         bf16 *sk = ring + (page - page_from) % 2 * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
         int keys = final + 1 - page * PAGE;            // those behind must not bring a NaN into the products
 #pragma unroll 4

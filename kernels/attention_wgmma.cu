@@ -14,9 +14,7 @@ constexpr int VECS = HEAD_DIM / 8;
 constexpr u32 Q_BYTES = TILE * HEAD_DIM * 2, KV_BYTES = KEYS * HEAD_DIM * 2;
 constexpr u32 ALL = 0xffffffffu;
 
-extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
-    ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k_pages, i64 k_page_stride, const bf16 *v_pages,
-          i64 v_page_stride, bf16 *out, i64 out_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
     extern __shared__ u8 shared[];
     __shared__ u64 bars[4 * STAGES];
     int tile = gridDim.y - 1 - blockIdx.y, r, first, tokens;
@@ -80,12 +78,12 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
                 pages(from + i, next);
                 int s = i % STAGES;
                 if (i >= STAGES) mbar_wait(empty + 8 * s, (i / STAGES - 1) & 1);
-                copy(k_pages, k_page_stride, next, from + i, sk + s * KV_BYTES, full + 8 * s);
+                copy(k_pages, k_pages_stride, next, from + i, sk + s * KV_BYTES, full + 8 * s);
             }
             if (i > 0) {
                 int s = (i - 1) % STAGES;
                 if (i > STAGES) mbar_wait(empty + 8 * (STAGES + s), ((i - 1) / STAGES - 1) & 1);
-                copy(v_pages, v_page_stride, now, from + i - 1, sv + s * KV_BYTES, full + 8 * (STAGES + s));
+                copy(v_pages, v_pages_stride, now, from + i - 1, sv + s * KV_BYTES, full + 8 * (STAGES + s));
             }
 #pragma unroll
             for (int j = 0; j < KEYS / PAGE; j++) now[j] = next[j];

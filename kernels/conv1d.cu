@@ -8,9 +8,7 @@
 constexpr int BACK = TAPS - 1;
 constexpr int TILES = div_up(CHANNELS, COLS * VEC);
 
-extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 ? 5 : 1)
-    ENTRY(Step st, const x_t *x, i64 x_stride, const float *weight, i64 weight_stride, pool_t *pool, i64 slot_stride,
-          out_t *out, i64 out_stride, u32 untouched) {
+extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 ? 5 : 1) ENTRY(PARAMETERS) {
     let_next_start();
     int unit = blockIdx.x / TILES, c = (blockIdx.x % TILES * COLS + threadIdx.x) * VEC;
     if (unit >= st.chunks) {
@@ -57,13 +55,13 @@ extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 
         }
     };
     // A row's first chunk needs nothing but its state before the input itself.
-    bool first = ch.src != CARRY, early = untouched && first;
+    bool first = ch.src != CARRY, early = state_unwritten && first;
     // Inputs before the next token, oldest first: earlier tokens of the row, then the state that the row started from.
     float window[BACK][VEC];
     auto from_state = [&](u32 src, int j, int at) {
 #pragma unroll
         for (int i = 0; i < VEC; i++)
-            window[j][i] = src == 0 ? 0.f : to_f32(pool[src * slot_stride + (i64)(c + i) * BACK + at]);
+            window[j][i] = src == 0 ? 0.f : to_f32(pool[src * pool_stride + (i64)(c + i) * BACK + at]);
     };
     if (!early) wait_for_inputs();
     if (first) {
@@ -116,5 +114,5 @@ extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 
     for (int i = 0; i < VEC; i++)
 #pragma unroll
         for (int j = 0; j < BACK; j++)
-            pool[ch.dst * slot_stride + (i64)(c + i) * BACK + j] = from_f32<pool_t>(window[j][i]);
+            pool[ch.dst * pool_stride + (i64)(c + i) * BACK + j] = from_f32<pool_t>(window[j][i]);
 }

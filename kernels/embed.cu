@@ -1,9 +1,7 @@
 // Token embedding of one row block of the table. Grid (T, column tiles).
 // VEC, DIM; table_t, out_t.
 
-extern "C" __global__ void __launch_bounds__(256) ENTRY(Step st, const u32 *last, const table_t *table,
-                                                        i64 table_stride, u32 first, u32 rows, out_t *out,
-                                                        i64 out_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     int t = blockIdx.x, c = (blockIdx.y * 256 + threadIdx.x) * VEC;

@@ -2,9 +2,7 @@
 // Grid (T, column tiles).
 // VEC, N, TOP, ACCUMULATE; product_t, out_t.
 
-extern "C" __global__ void __launch_bounds__(256)
-    ENTRY(const product_t *products, const u32 *ids, i64 ids_stride, const float *weights, i64 weights_stride,
-          out_t *out, i64 out_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     i64 t = blockIdx.x;

@@ -12,8 +12,7 @@ constexpr int STEPS = div_up(K, DEPTH);
 constexpr int M_TILES = BM / 16;
 constexpr int N_TILES = BN / WARPS / 8;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 expert_stride, const u32 *list, out_t *out, i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     extern __shared__ __align__(16) u8 shared[];
@@ -33,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, c = lane % 4, n0 = blockIdx.x * BN;
     for (int i = tid; i < BM; i += THREADS) pairs[i] = order[begin + min(i, rows - 1)];
     __syncthreads();
-    const bf16 *we = w + e * expert_stride;
+    const bf16 *we = w + e * w_stride;
     auto fetch = [&](int step) {
         bf16 *sx = stages + step % STAGES * STAGE, *sw = sx + BM * PITCH;
         int k0 = step * DEPTH;

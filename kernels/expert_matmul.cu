@@ -5,9 +5,7 @@
 constexpr int COLS = 4;
 constexpr int WARPS = 8;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    ENTRY(const x_t *x, i64 x_stride, const w_t *w, i64 expert_stride, u32 first, u32 experts, int n, const u32 *ids,
-          i64 ids_stride, out_t *out, i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     i64 pair = blockIdx.x;
@@ -16,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     int lane = threadIdx.x % 32, col = (blockIdx.y * WARPS + threadIdx.x / 32) * COLS;
     if (col >= n) return;
     const x_t *px = x + (X_PER_PAIR ? pair : pair / TOP) * x_stride;
-    const w_t *pw = w + e * expert_stride;
+    const w_t *pw = w + e * w_stride;
     float acc[COLS] = {};
 #pragma unroll 4
     for (int k = lane * VEC; k < K; k += 32 * VEC) {

@@ -6,8 +6,7 @@
 constexpr int THREADS = 1024;
 constexpr int PER = div_up(E, THREADS);
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ENTRY(const u32 *ids, i64 ids_stride, u32 pairs, u32 *list) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     __shared__ u32 count[E], warps[2][THREADS / 32];

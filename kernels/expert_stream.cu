@@ -4,7 +4,7 @@
 // depends on K only. A unit is ROWS neighbouring rows of one expert for one (token, choice), and with PARTS = 2 also those N / 2
 // rows behind. Without COMBINE units are dealt to all warps, and with HAS_MID the activation behind is computed too; with COMBINE
 // all choices of a column belong to one block, which adds them up in ascending order.
-// With `settled`, the ids, and without COMBINE x, were written before the kernel ahead started; they are read at once.
+// With `inputs_complete`, the ids, and without COMBINE x, were written before the kernel ahead started; they are read at once.
 // Grid (blocks that fit on the device at once).
 // TOKENS, K, N (rows of W of an expert), TOP, WARPS, STAGES, ROWS, PARTS, COMBINE, ACCUMULATE, HAS_MID, ACT; out_t, mid_t.
 
@@ -17,10 +17,7 @@ constexpr int PAIRS = TOKENS * TOP;              // at most 32: a lane for each
 constexpr int X_ROWS = COMBINE ? PAIRS : TOKENS;
 constexpr u32 ALL = 0xffffffffu;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 expert_stride, u32 experts, const u32 *ids,
-          i64 ids_stride, out_t *out, i64 out_stride, mid_t *mid, i64 mid_stride, const float *weights,
-          i64 weights_stride, float scale, u32 settled) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(8) u64 full[WARPS][STAGES];
     __shared__ float factor[32];
@@ -52,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_init_done();
     }
     __syncwarp();
-    if (!settled) wait_for_inputs();
+    if (!inputs_complete) wait_for_inputs();
     // Past the L1, which may hold what was there before. Choices of no expert are units without a copy.
     u32 mine = lane < PAIRS ? *(volatile const u32 *)(ids + lane / TOP * ids_stride + lane % TOP) : NONE;
     u64 once = evict_first();
@@ -63,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (lane != 0) return;
         u64 *bar = full[warp] + i % STAGES;
         if (e >= experts) return barrier_arrive(bar);
-        const bf16 *from = w + e * expert_stride + (i64)group * ROWS * K;
+        const bf16 *from = w + e * w_stride + (i64)group * ROWS * K;
         bf16 *to = ring + i % STAGES * STAGE;
         bulk_expect(bar, 2 * STAGE);
 #pragma unroll

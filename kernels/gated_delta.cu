@@ -12,10 +12,7 @@ constexpr int RPT = div_up(DK, GROUPS);       // rows per thread
 constexpr int TILES = div_up(DV, COLS);
 constexpr int WARPS = THREADS / 32;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride, const a_t *a,
-          i64 a_stride, const b_t *b, i64 b_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride,
-          out_t *out, i64 out_stride, float beta_scale, u32 untouched) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) {
     // kᵀS and qᵀS of 4 columns, k·k, q·q, k·q; of two tokens in turn, so that a token has one barrier.
     __shared__ __align__(16) float parts[2][WARPS][LANES][12];
     int unit = blockIdx.x / (HEADS * TILES), h = blockIdx.x / TILES % HEADS, tile = blockIdx.x % TILES * COLS;
@@ -35,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Chunk ch(st.chunk(unit));
     float a_neg = par[h], dt_bias = par[par_stride + h];
     mine = mine && ch.len != 0 && ch.src != CARRY;
-    if (!untouched || !mine) wait_for_inputs();
+    if (!state_unwritten || !mine) wait_for_inputs();
     let_next_start();
     if (!mine) return;
     int tid = threadIdx.x, warp = tid / 32, lane = tid % LANES, group = tid / LANES;
@@ -49,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (active && ch.src != 0) {
 #pragma unroll
         for (int r = 0; r < RPT; r++) {
-            if (is_row(r)) raw[r] = load_raw<4>(pool + ch.src * slot_stride + base + r * GROUPS * DV);
+            if (is_row(r)) raw[r] = load_raw<4>(pool + ch.src * pool_stride + base + r * GROUPS * DV);
         }
     }
     int key = (FIRST_HEAD + h) / HEADS_PER_KEY * DK, turn = 0;
-    if (untouched) wait_for_inputs();
+    if (state_unwritten) wait_for_inputs();
     float s[RPT][4];
 #pragma unroll
     for (int r = 0; r < RPT; r++) unpack<4>(raw[r], s[r]);
@@ -114,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (ch.dst != 0 && active) {
 #pragma unroll
             for (int r = 0; r < RPT; r++) {
-                if (is_row(r)) store_global<4>(pool + ch.dst * slot_stride + base + r * GROUPS * DV, s[r]);
+                if (is_row(r)) store_global<4>(pool + ch.dst * pool_stride + base + r * GROUPS * DV, s[r]);
             }
         }
         if (++c >= st.chunks) return;

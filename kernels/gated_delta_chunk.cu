@@ -17,9 +17,7 @@ constexpr int AT_K = UNIT_BYTES, AT_Q = AT_K + Q * DK * 2, AT_V = AT_Q + Q * DK 
 constexpr int PAIR_BYTES = (KSTEPS + Q / 16) * 512;        // S and R as operands, for the warp of the outputs
 constexpr int BLOCKS = DV / DB;
 
-extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
-    ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k, i64 k_stride, const bf16 *v, i64 v_stride,
-          const u8 *scratch, pool_t *pool, i64 slot_stride, bf16 *out, i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ u64 bars[2 * STAGES + 2 * PAIRS];
     int r = long_row(st, MIN_TOKENS, blockIdx.x);
@@ -151,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
     for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            s[n][e] = src == 0 ? 0.f : to_f32(pool[src * slot_stride + base + (8 * n + e % 2) * DV + e / 2 * 8]);
+            s[n][e] = src == 0 ? 0.f : to_f32(pool[src * pool_stride + base + (8 * n + e % 2) * DV + e / 2 * 8]);
     u32 dst = table[4];
     for (int i = 0; i < chunks; i++) {
         u32 from = stages + i % STAGES * STAGE;
@@ -207,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
             for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    pool[dst * slot_stride + base + (8 * n + e % 2) * DV + e / 2 * 8] = from_f32<pool_t>(s[n][e]);
+                    pool[dst * pool_stride + base + (8 * n + e % 2) * DV + e / 2 * 8] = from_f32<pool_t>(s[n][e]);
         }
         if (i + 1 < chunks) dst = table[5 * i + 9];
     }

@@ -26,9 +26,7 @@ DEV void mma_tf32(float *d, const u32 *a, u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    ENTRY(Step st, const bf16 *q, i64 q_stride, const bf16 *k, i64 k_stride, const bf16 *a, i64 a_stride, const bf16 *b,
-          i64 b_stride, const float *par, i64 par_stride, u8 *scratch, float beta_scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     // Of the tokens: running sum of the decays' logarithms to base 2, β, and the decay from it to the end of its block of 16.
     __shared__ float sum[4][Q], beta[4][Q], ahead[4][Q], rk[Q], rq[Q];

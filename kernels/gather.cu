@@ -1,8 +1,7 @@
 // Rows whose logits are wanted. Grid (O, column tiles).
 // VEC, DIM; x_t, out_t.
 
-extern "C" __global__ void __launch_bounds__(256) ENTRY(Step st, const x_t *x, i64 x_stride, out_t *out,
-                                                        i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     int o = blockIdx.x, c = (blockIdx.y * 256 + threadIdx.x) * VEC;

@@ -3,13 +3,13 @@
 // operands for the tensor cores, piece i of 8 elements in row i % 16, and those of x the columns that go with them, so that
 // products of a row of W lie on the diagonal: W and x are read as they lie in memory, and warps meet only with SPLIT, once for 32
 // rows.
-// With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
+// With PROLOGUE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
 // 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
 // is computed too, again to the same bits. M is 1 there.
 // Grid (at most the blocks that fit on the device at once).
 // K, M, WARPS, STAGES (of a warp's ring), DEPTH (elements of a stage), SPLIT (the warps of a block share its rows, each with a
 // stage of every row), ROWS (of W that a warp multiplies side by side; they divide STAGES, and more than one only if a stage holds
-// all that the warp has of a row), ONCE (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT,
+// all that the warp has of a row), EVICT_FIRST (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PROLOGUE, ACT,
 // HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS (that rms_norm.cu gives a group), GATE,
 // SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT; out_t, pool_t, conv_t.
 
@@ -27,12 +27,7 @@ DEV void sync_consumers() { __syncthreads(); }
 
 #include "around.cuh"
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
-    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *columns, const float *bias, out_t *out,
-          i64 out_stride,
-          float scale, const bf16 *first, const bf16 *second, const float *norm_weight, float eps, const u32 *ints,
-          const float *conv_weight, i64 conv_weight_stride, pool_t *pool, i64 slot_stride, conv_t *conv_out,
-          u32 untouched) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ float sums[NORM_UNITS];
     __shared__ float parts[SPLIT ? WARPS : 1][M][32];
@@ -55,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
         int k0 = begin + j % SLICES * DEPTH;
         u32 bytes = 2 * min(DEPTH, end - k0);
         bulk_expect(bar, bytes);
-        bulk_load<ONCE>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
+        bulk_load<EVICT_FIRST>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
     };
     if constexpr (RAGGED) {
         // What stands behind the inner dimension must be finite; x is zero there.
@@ -66,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
     }
     // The weight does not wait for the kernels ahead, but for the part of the warp that asks for x.
     if (lane == 0) {
-        if (PRE == 0 && warp == 0) {
+        if (PROLOGUE == 0 && warp == 0) {
             // Sooner than most of the weight: nothing is multiplied without it.
             barrier_init(&x_full, 1);
             barrier_init_done();
@@ -87,22 +82,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
     auto row_at = [&](int i) { return i < rows && (!SPLIT || warp == 0) ? row_of(i) : -1; };
     Channel channel;
     auto fetch_channel = [&](int i) {
-        if constexpr (CONV) channel.fetch(ints, row_at(i) - CONV_FIRST, conv_weight, conv_weight_stride, pool, slot_stride);
+        if constexpr (CONV) channel.fetch(ints, row_at(i) - CONV_FIRST, conv_weight, conv_weight_stride, pool, pool_stride);
     };
-    if (untouched) fetch_channel(lane);
-    if constexpr (PRE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    if (state_unwritten) fetch_channel(lane);
+    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
     wait_for_inputs();
     // Not sooner: blocks that wait two kernels ahead slow down those that are to run first.
     let_next_start();
-    if constexpr (PRE == 2) activation(first, second, resident);
-    if constexpr (PRE != 0) {
+    if constexpr (PROLOGUE == 2) activation(first, second, resident);
+    if constexpr (PROLOGUE != 0) {
         __syncthreads();
         for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
             reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
     } else {
         barrier_wait(&x_full, 0);
     }
-    if (!untouched) fetch_channel(lane);
+    if (!state_unwritten) fetch_channel(lane);
     // As it is in memory: to convert it here would be to wait for it.
     out_t before[M];
     float factor = scale, add = 0.f, sum[M];
@@ -136,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1)
             if constexpr (ACCUMULATE) v += to_f32(before[m]);
             out[m * out_stride + row] = from_f32<out_t>(v);
             if constexpr (CONV)
-                channel.put(ints, row - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, slot_stride, conv_out);
+                channel.put(ints, row - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, pool_stride, conv_out);
         }
     };
     fetch_row(lane);

@@ -1,8 +1,7 @@
 // out = columns out (+ bias), after a library product. Grid (M, column tiles).
 // N, HAS_COLUMNS, HAS_BIAS; out_t.
 
-extern "C" __global__ void __launch_bounds__(256)
-    ENTRY(const float *columns, const float *bias, out_t *out, i64 out_stride) {
+extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     int c = blockIdx.y * 256 + threadIdx.x;

@@ -14,9 +14,7 @@ constexpr int X_PITCH = DEPTH * WARPS * SLICES_ALL + 8;
 constexpr int VECS = DEPTH / 8;
 constexpr int SLICES = SLICES_ALL;               // of a warp, per tile
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    ENTRY(const bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *columns, const float *bias, out_t *out,
-          i64 out_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ float part[2][WARPS][M][ROWS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;

@@ -1,12 +1,12 @@
 // As matmul_few.cu, from compute capability 9.0 on: a warp of its own copies slices of 16 rows of W in bulk into one ring,
 // which runs on across tiles and starts before the kernels ahead are done; WARPS others share the inner dimension of every
 // slice and add up in a fixed order, so a result does not depend on the number of rows of x that this kernel gets.
-// With PRE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
+// With PROLOGUE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
 // 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
 // is computed too, again to the same bits. M is 1 there.
 // Grid (blocks that fit on the device at once, at most the tiles).
-// K, M, WARPS, STAGES, DEPTH (of a slice, a warp), X_RESIDENT (x is copied once, not with every slice), ONCE (nothing else
-// keeps W in the L2), ACCUMULATE, HAS_BIAS, PRE, ACT, HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS
+// K, M, WARPS, STAGES, DEPTH (of a slice, a warp), X_RESIDENT (x is copied once, not with every slice), EVICT_FIRST (nothing else
+// keeps W in the L2), ACCUMULATE, HAS_BIAS, PROLOGUE, ACT, HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS
 // (that rms_norm.cu gives a group), GATE, SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT;
 // out_t, pool_t, conv_t.
 
@@ -23,12 +23,7 @@ DEV void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "m
 
 #include "around.cuh"
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
-    ENTRY(bf16 *x, i64 x_stride, const bf16 *w, i64 w_stride, int n, const float *columns, const float *bias, out_t *out,
-          i64 out_stride,
-          float scale, const bf16 *first, const bf16 *second, const float *norm_weight, float eps, const u32 *ints,
-          const float *conv_weight, i64 conv_weight_stride, pool_t *pool, i64 slot_stride, conv_t *conv_out,
-          u32 untouched) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ float part[2][WARPS][M][ROWS], sums[NORM_UNITS];
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES], x_full;
@@ -63,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
                 if (lane == 0) bulk_expect(full + stage, (ROWS + (X_RESIDENT ? 0 : M)) * bytes);
                 __syncwarp();
                 int row = min((int)(blockIdx.x + j / SLICES * gridDim.x) * ROWS + lane, n - 1);
-                if (lane < ROWS) bulk_load<ONCE>(to + lane * PITCH, w + row * w_stride + k0, bytes, full + stage, once);
+                if (lane < ROWS) bulk_load<EVICT_FIRST>(to + lane * PITCH, w + row * w_stride + k0, bytes, full + stage, once);
             }
             if (!X_RESIDENT && of_x && lane < M)
                 bulk_load(to + (ROWS + lane) * PITCH, x + lane * x_stride + k0, bytes, full + stage);
@@ -71,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
         // The weight does not wait for the kernels ahead.
         for (int j = 0; j < min(STAGES, total); j++) copy(j, true, false);
         wait_for_inputs();
-        if (PRE != 0) {
+        if (PROLOGUE != 0) {
         } else if (X_RESIDENT) {
             if (lane == 0) bulk_expect(&x_full, 2 * M * K);
             __syncwarp();
@@ -88,22 +83,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
     Channel channel;
     auto fetch_channel = [&](int tile) {
         if (CONV && threadIdx.x < ROWS)
-            channel.fetch(ints, tile * ROWS + (int)threadIdx.x - CONV_FIRST, conv_weight, conv_weight_stride, pool, slot_stride);
+            channel.fetch(ints, tile * ROWS + (int)threadIdx.x - CONV_FIRST, conv_weight, conv_weight_stride, pool, pool_stride);
     };
-    if (untouched) fetch_channel(blockIdx.x);
-    if constexpr (PRE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    if (state_unwritten) fetch_channel(blockIdx.x);
+    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
     wait_for_inputs();
     // Not sooner: blocks that wait two kernels ahead slow down those that are to run first.
     let_next_start();
-    if constexpr (PRE == 2) activation(first, second, resident);
-    if constexpr (PRE != 0) {
+    if constexpr (PROLOGUE == 2) activation(first, second, resident);
+    if constexpr (PROLOGUE != 0) {
         sync_consumers();
         for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
             reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
     } else if (X_RESIDENT) {
         barrier_wait(&x_full, 0);
     }
-    if (!untouched) fetch_channel(blockIdx.x);
+    if (!state_unwritten) fetch_channel(blockIdx.x);
     int block = lane / 8, brow = lane % 8, g = lane / 4, q = lane % 4;
     int a_at = (brow + block % 2 * 8) * PITCH + block / 2 * 8 + warp * DEPTH;
     // Eight rows of x, 32 k at once; rows that are not there repeat the first.
@@ -148,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32)
             if constexpr (ACCUMULATE) v += to_f32(*o);
             *o = from_f32<out_t>(v);
             if constexpr (CONV)
-                channel.put(ints, n0 + r - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, slot_stride, conv_out);
+                channel.put(ints, n0 + r - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, pool_stride, conv_out);
         }
         if (i + 1 < mine) fetch_channel(blockIdx.x + (i + 1) * gridDim.x);
     }

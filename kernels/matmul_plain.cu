@@ -4,9 +4,7 @@
 
 constexpr int DEPTH = 32;
 
-extern "C" __global__ void __launch_bounds__(256)
-    ENTRY(const x_t *x, i64 x_stride, const w_t *w, i64 w_stride, int m, int n, const float *columns, const float *bias, out_t *out,
-          i64 out_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     __shared__ __align__(16) float xs[DEPTH][64 + 4], ws[DEPTH][64 + 4];

@@ -5,9 +5,7 @@
 
 constexpr int PASSES = div_up(GROUP, VEC * THREADS);
 
-extern "C" __global__ void __launch_bounds__(THREADS *PER_BLOCK)
-    ENTRY(x_t *x, i64 x_stride, const add_t *add, i64 add_stride, float add_scale, const float *weight,
-          const gate_t *gate, i64 gate_stride, out_t *out, i64 out_stride, float eps, u32 units) {
+extern "C" __global__ void __launch_bounds__(THREADS *PER_BLOCK) ENTRY(PARAMETERS) {
     __shared__ float part[32];
     u32 unit = blockIdx.x * PER_BLOCK + threadIdx.x / THREADS;
     if (PER_BLOCK > 1 && unit >= units) {

@@ -5,10 +5,7 @@
 constexpr int PER_LANE = div_up(HEAD_DIM, 32 * VEC);
 constexpr int WARPS = 8;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    ENTRY(Step st, const q_t *q, i64 q_stride, const k_t *k, i64 k_stride, const v_t *v, i64 v_stride,
-          const float *norm, float eps, const float *inv_freq, q_out_t *q_out, i64 q_out_stride, kv_t *k_pages,
-          i64 k_page_stride, kv_t *v_pages, i64 v_page_stride) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     __shared__ float rows[WARPS][HEAD_DIM];
@@ -76,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (is_q)
             store_global<VEC>(q_out + t * q_out_stride + head * HEAD_DIM + c, x[p]);
         else if (is_v)
-            store_global<VEC>(v_pages + page * v_page_stride + at + c, x[p]);
+            store_global<VEC>(v_pages + page * v_pages_stride + at + c, x[p]);
         else
-            store_global<VEC>(k_pages + page * k_page_stride + at + c, x[p]);
+            store_global<VEC>(k_pages + page * k_pages_stride + at + c, x[p]);
     }
 }

@@ -18,9 +18,7 @@ template <int FIRST, int N> DEV u32 largest(const u32 *v) {
     else return max(largest<FIRST, N / 2>(v), largest<FIRST + N / 2, N - N / 2>(v));
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    ENTRY(Step st, const float *logits, i64 logits_stride, const float *bias, u32 *ids, i64 ids_stride, float *weights,
-          i64 weights_stride, float sum_eps, float scale) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
     let_next_start();
     __shared__ float choices[WARPS][KIND == 2 && GROUPS > 1 ? E : 1], ranks[WARPS][GROUPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -72,9 +72,7 @@ template <bool WEIGHTED> DEV u32 select(const Row &row, u32 least, u64 target, u
     return prefix;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ENTRY(Step st, const float *logits, i64 logits_stride, const u32 *lanes, i64 lanes_stride, u32 *seen,
-          i64 seen_stride, u32 *last, u32 *ids) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
     __shared__ u64 bins[256], found[2], tiles[TILES + 1], warps[WARPS];

@@ -27,10 +27,7 @@ struct Token {
     x_t x[SUB];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    ENTRY(Step st, const x_t *x, i64 x_stride, const b_t *b, i64 b_stride, const c_t *cc, i64 c_stride, const dt_t *dt,
-          i64 dt_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride, y_t *y, i64 y_stride,
-          float dt_min, float dt_max, u32 untouched) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) {
     int tile = blockIdx.x % TILES, unit = blockIdx.x / TILES, blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
         let_next_start();
@@ -62,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             bias[r] = bias_par[row / P];
         }
     }
-    if (!untouched || !mine) wait_for_inputs();
+    if (!state_unwritten || !mine) wait_for_inputs();
     let_next_start();
     if (!mine) return;
     // What SUB rows from `part` on read of a token.
@@ -75,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
                 for (int e = 0; e < VECS; e++) {
                     token.b[r][e] = load_raw<VEC>(b + t * b_stride + g * N + (e * LANES + lane) * VEC);
-                    token.c[r][e] = load_raw<VEC>(cc + t * c_stride + g * N + (e * LANES + lane) * VEC);
+                    token.c[r][e] = load_raw<VEC>(cc + t * cc_stride + g * N + (e * LANES + lane) * VEC);
                 }
             }
             token.x[r] = x[t * x_stride + row];
@@ -83,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
     Packed<VEC, pool_t> raw[RPT][VECS];
     if (begin.src != 0) {
-        const pool_t *p = pool + begin.src * slot_stride + (first * N + lane * VEC);
+        const pool_t *p = pool + begin.src * pool_stride + (first * N + lane * VEC);
 #pragma unroll
         for (int r = 0; r < RPT; r++) {
 #pragma unroll
@@ -97,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
     }
     Token token;
-    if (untouched) wait_for_inputs();
+    if (state_unwritten) wait_for_inputs();
     fetch(token, begin.start, 0);
     // The compiler would rather ask where the token is used.
     asm volatile("" ::: "memory");
@@ -150,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
                     for (int r = 0; r < SUB; r++) {
                         if (!is_row(first + part + r)) continue;
-                        pool_t *p = pool + ch.dst * slot_stride + (first * N + lane * VEC) + (part + r) * N;
+                        pool_t *p = pool + ch.dst * pool_stride + (first * N + lane * VEC) + (part + r) * N;
 #pragma unroll
                         for (int e = 0; e < VECS; e++) store_global<VEC>(p + e * LANES * VEC, s[r] + VEC * e);
                     }

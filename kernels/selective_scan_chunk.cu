@@ -18,10 +18,7 @@ constexpr int COPIES = SETS + 1;                 // of the state
 constexpr int STATE_BYTES = HOLDERS * KSTEPS * 512;
 constexpr int BLOCKS = P / PB;
 
-extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
-    ENTRY(Step st, const bf16 *x, i64 x_stride, const bf16 *b, i64 b_stride, const bf16 *cc, i64 c_stride,
-          const bf16 *dt, i64 dt_stride, const float *par, i64 par_stride, pool_t *pool, i64 slot_stride, bf16 *y,
-          i64 y_stride, float dt_min, float dt_max) {
+extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ u64 bars[2 * STAGES + 2 * COPIES];
     // Of each token: log2 of the decay since the chunk's start; the same less log2(dt), so that one power of two gives
@@ -66,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
                 d[e] = copier < 32 && 2 * lane + e < len ? to_f32(dt[(start + 2 * lane + e) * dt_stride + h]) : -INF;
             if (i >= STAGES) mbar_wait(empty + 8 * s, (i / STAGES - 1) & 1);
             u32 to = stages + s * STAGE;
-            cp_async_tile<Q, NP, COPY>(to, pc + start * c_stride, c_stride, len, copier);
+            cp_async_tile<Q, NP, COPY>(to, pc + start * cc_stride, cc_stride, len, copier);
             cp_async_tile<Q, NP, COPY>(to + AT_B, pb + start * b_stride, b_stride, len, copier);
             cp_async_tile<Q, XP, COPY>(to + AT_X, px + start * x_stride, x_stride, len, copier);
             mbar_arrive_copied(full + 8 * s);
@@ -214,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
     for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const pool_t *p = pool + src * slot_stride + base + e * 8 * N + n * 8;
+            const pool_t *p = pool + src * pool_stride + base + e * 8 * N + n * 8;
             float2 v = src == 0 ? make_float2(0.f, 0.f) : load_pair(p);
             s[n][2 * e] = v.x;
             s[n][2 * e + 1] = v.y;
@@ -259,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1)
             for (int n = 0; n < 2 * KSTEPS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++)
-                    store_pair(pool + dst * slot_stride + base + e * 8 * N + n * 8, s[n][2 * e], s[n][2 * e + 1]);
+                    store_pair(pool + dst * pool_stride + base + e * 8 * N + n * 8, s[n][2 * e], s[n][2 * e + 1]);
         }
         if (i + 1 < chunks) dst = table[5 * i + 9];
     }

@@ -1,6 +1,6 @@
 //! The backend: opening a device, running and recording steps.
 
-use std::{cell::RefCell, collections::HashMap, rc::Rc};
+use std::{cell::RefCell, collections::HashMap, rc::Rc, time::Instant};
 
 use cudarc::driver::{result, sys};
 use selkie_core::{
@@ -13,15 +13,17 @@ use selkie_core::{
 };
 
 use crate::{
+    arguments,
     blas::{self, Blas},
+    compiler::Compiler,
     driver::{self, Context, Event, Kernel, Stream, named},
     faults::Faults,
-    launch::{Address, Args, Launch, Work, address},
+    launch::{Address, Gemm, Launch, Work, address},
     memory::{Buf, Pool, Read, Ring},
     nvrtc::{self, DiskCache},
-    plan::{self, Target},
-    record::{Ready, Rec, Tape},
-    spec::{File, Spec},
+    plan::{self, Arena, Device},
+    record::{Ready, Rec, Tape, Times},
+    spec::{File, Spec, Waits},
 };
 
 /// How to open a device.
@@ -106,14 +108,8 @@ pub struct Cuda {
     /// Written over to flush the L2, by benches.
     flush: RefCell<Option<Buf>>,
     caps: Caps,
-    arch: String,
-    disk: DiskCache,
-    sms: usize,
-    /// Most shared memory of a block, in bytes.
-    shared: usize,
-    generic: bool,
-    /// Compute capability 9.0 or later: kernels of a step may start while the one before them runs, and copy in bulk.
-    hopper: bool,
+    pub(crate) compiler: RefCell<Compiler>,
+    device: Device,
     /// Waits after every op, so that a device error names it.
     pub(crate) synchronous: bool,
     faults: Rc<Faults>,
@@ -140,6 +136,7 @@ impl Cuda {
         let stream = Stream::new(&context)?;
         let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let arch = nvrtc::arch(major, minor);
+        let compiler = Compiler::new(&arch, DiskCache::open(&arch, nvrtc::version()?));
         let (_, total) = driver::memory()?;
         let blas = match blas::missing() {
             None if !options.f32 && !options.generic => Some(Blas::open(&context, &stream, &device.name)?),
@@ -148,7 +145,6 @@ impl Cuda {
         let activations = if options.f32 { DType::F32 } else { DType::Bf16 };
         Ok(Self {
             kernels: RefCell::default(),
-            blas,
             ring: RefCell::new(Ring::new()?),
             pool: Pool::default(),
             scratch: RefCell::default(),
@@ -166,13 +162,18 @@ impl Cuda {
                 max_binding: u64::MAX,
                 asynchronous: true,
             },
-            disk: DiskCache::open(&arch, nvrtc::version()?),
-            arch,
-            sms,
-            shared: context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
-                as usize,
-            generic: options.generic,
-            hopper: major >= 9,
+            compiler: RefCell::new(compiler),
+            device: Device {
+                sms,
+                shared: context
+                    .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                    as usize,
+                bulk_copies: major >= 9,
+                wgmma: arch == "sm_90a",
+                blas: blas.is_some(),
+                tuned: !options.generic,
+            },
+            blas,
             synchronous: std::env::var_os("SELKIE_CUDA_SYNC").is_some(),
             faults: Faults::new(&stream)?,
             stream,
@@ -180,66 +181,81 @@ impl Cuda {
         })
     }
 
-    pub(crate) fn target(&self, untouched: bool, settled: bool) -> Target {
-        Target {
-            sms: self.sms,
-            shared: self.shared,
-            bulk: self.hopper,
-            wgmma: self.arch == "sm_90a",
-            blas: self.blas.is_some(),
-            tuned: !self.generic,
-            tickets: self.tickets.address(),
-            scratch: self.scratch.borrow().as_ref().map_or(0, |b| b.address()),
-            untouched,
-            settled,
+    /// Facts for plans.
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The arena with at least `bytes` of scratch memory.
+    pub(crate) fn arena(&self, bytes: u64) -> Result<Arena> {
+        if bytes > 0 {
+            self.reserve(bytes)?;
+        }
+        let scratch = self.scratch.borrow().as_ref().map_or(0, |b| b.address());
+        Ok(Arena { scratch, tickets: self.tickets.address() })
+    }
+
+    /// The kernel of a variant, if it is loaded.
+    pub(crate) fn loaded_kernel(&self, spec: &Spec) -> Option<Rc<Kernel>> {
+        self.kernels.borrow().get(spec).cloned()
+    }
+
+    /// `work` as it can be enqueued, if it needs neither the compiler nor a measurement.
+    pub(crate) fn loaded(&self, work: &Work) -> Option<Ready> {
+        match work {
+            Work::Kernel(l) => self.loaded_kernel(&l.spec).map(|kernel| Ready::Kernel(kernel, l.clone())),
+            Work::Gemm(g) => self.blas.as_ref().filter(|blas| blas.has_chosen(g)).map(|_| Ready::Gemm(g.clone())),
         }
     }
 
+    /// Starts to make the image of a kernel that is not loaded.
+    pub(crate) fn request(&self, work: &Work) {
+        if let Work::Kernel(l) = work
+            && self.loaded_kernel(&l.spec).is_none()
+        {
+            self.compiler.borrow_mut().request(&l.spec);
+        }
+    }
+
+    /// Chooses the algorithm of a product; returns 1 if it was not chosen before.
+    pub(crate) fn choose(&self, g: &Gemm) -> Result<usize> {
+        let blas = self.blas.as_ref().expect("products are planned only with cuBLASLt");
+        if blas.has_chosen(g) {
+            return Ok(0);
+        }
+        blas.choose(&self.context, &self.stream, g).map(|()| 1)
+    }
+
     /// The loaded kernel of a variant, from disk or from the compiler the first time.
-    fn kernel(&self, op: &'static str, launch: &Launch) -> Result<Rc<Kernel>> {
-        if let Some(k) = self.kernels.borrow().get(&launch.spec) {
-            return Ok(k.clone());
+    pub(crate) fn kernel(&self, op: &'static str, launch: &Launch, times: &mut Times) -> Result<Rc<Kernel>> {
+        if let Some(k) = self.loaded_kernel(&launch.spec) {
+            return Ok(k);
         }
         let (spec, entry) = (&launch.spec, launch.spec.entry());
         let started = self.faults.add(op, spec)?;
-        let load = |image: &[u8]| Kernel::load(image, &entry, launch.shared, started);
-        let stored = self.disk.load(spec).and_then(|image| load(&image).ok());
-        let mut kernel = match stored {
-            Some(k) => k,
-            None => {
-                let image = nvrtc::compile(spec, &self.arch)?;
-                let kernel = named(&format!("loading {spec}"), load(&image.bytes))?;
-                self.disk.store(spec, &image.bytes);
-                kernel
+        let asked = Instant::now();
+        let image = self.compiler.borrow_mut().take(spec)?;
+        let here = Instant::now();
+        times.waiting += here - asked;
+        let load = |bytes: &[u8]| Kernel::load(bytes, &entry, launch.shared, started);
+        let mut kernel = match load(&image.bytes) {
+            // A driver may refuse an image that an older compiler left on disk.
+            Err(_) if image.stored => {
+                let image = self.compiler.borrow().compile(spec)?;
+                named(&format!("loading {spec}"), load(&image.bytes))?
             }
+            loaded => named(&format!("loading {spec}"), loaded)?,
         };
-        kernel.early = self.hopper && spec.waits();
+        times.loading += here.elapsed();
+        kernel.early = self.device.bulk_copies && spec.file().waits() != Waits::Never;
         let kernel = Rc::new(kernel);
         self.kernels.borrow_mut().insert(spec.clone(), kernel.clone());
         Ok(kernel)
     }
 
-    /// Compiles and measures what `work` needs, so that running it does neither.
-    pub(crate) fn prepare(&self, op: &'static str, work: &Work) -> Result<Ready> {
-        match work {
-            Work::Kernel(l) => Ok(Ready::Kernel(self.kernel(op, l)?, l.clone())),
-            Work::Gemm(g) => {
-                let blas = self.blas.as_ref().expect("planned only with cuBLASLt");
-                blas.choose(&self.context, &self.stream, g)?;
-                Ok(Ready::Gemm(g.clone()))
-            }
-        }
-    }
-
-    /// Plans an op and makes sure that scratch, kernels and algorithms are there.
-    pub(crate) fn ready(&self, op: &Op<Buf>, target: &Target) -> Result<Vec<Ready>> {
-        let need = plan::scratch(op, target);
-        if need > self.scratch.borrow().as_ref().map_or(0, |b| b.bytes()) {
-            self.reserve(need)?;
-        }
-        // With the arena as it is now.
-        let target = Target { scratch: self.target(false, false).scratch, ..*target };
-        plan::plan(op, &target)?.iter().map(|w| self.prepare(op.name(), w)).collect()
+    /// A launch of our own, outside of plans.
+    fn own(&self, op: &'static str, launch: Launch) -> Result<Vec<(&'static str, Ready)>> {
+        self.prepare(vec![(op, Work::Kernel(launch))])
     }
 }
 
@@ -268,10 +284,9 @@ impl Backend for Cuda {
     fn fill_random(&self, t: &Tensor<Buf>, seed: u32, half: f32) -> Result<bool> {
         assert!(t.is_contiguous(), "random values for a view with gaps");
         let spec = Spec::new(File::Fill).ty("out_t", t.dtype);
-        let args = Args::new().int(address(t)).int(t.len() as u64).int(u64::from(seed)).float(half);
-        let launch = Launch::new(spec, [self.sms * 8, 1, 1], 256, args);
-        let ready = self.prepare("fill", &Work::Kernel(launch))?;
-        self.enqueue("fill", &ready, &mut false)?;
+        let args = arguments::Fill { out: t.into(), n: t.len() as u64, seed, scale: half };
+        let launch = Launch::new(spec, [self.device.sms * 8, 1, 1], 256, &args);
+        self.own("fill", launch)?.iter().try_for_each(|(op, ready)| self.enqueue(op, ready, &mut false))?;
         Ok(true)
     }
 
@@ -282,7 +297,7 @@ impl Backend for Cuda {
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
-        plan::scratch(op, &self.target(false, false))
+        plan::scratch(op, &self.device)
     }
 
     fn reserve(&self, bytes: u64) -> Result<()> {
@@ -296,16 +311,21 @@ impl Backend for Cuda {
         Ok(())
     }
 
+    fn expect(&self, step: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
+        let mut rec = Rec::new(self, true);
+        step(&mut rec)?;
+        rec.request()
+    }
+
     fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
-        let mut rec = Rec::new(self, None);
-        f(&mut rec).and_then(|()| rec.flush()).map_err(|e| self.faults.name(e))
+        let mut rec = Rec::new(self, false);
+        f(&mut rec).and_then(|()| rec.run()).map_err(|e| self.faults.name(e))
     }
 
     fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
-        let mut rec = Rec::new(self, Some(Vec::new()));
+        let mut rec = Rec::new(self, true);
         f(&mut rec)?;
-        rec.flush()?;
-        self.tape(rec.recorded.unwrap_or_default(), rec.keep)
+        rec.tape()
     }
 
     fn play(&self, tape: &Tape) -> Result<()> {
@@ -336,8 +356,8 @@ impl Timer for Cuda {
     }
 
     fn empty(&self) -> Result<Tape> {
-        let launch = Launch::new(Spec::new(File::Empty), [1, 1, 1], 32, Args::new());
-        self.tape(vec![("empty", self.prepare("empty", &Work::Kernel(launch))?)], Vec::new())
+        let launch = Launch::new(Spec::new(File::Empty), [1, 1, 1], 32, &arguments::Empty {});
+        self.tape(self.own("empty", launch)?, Vec::new())
     }
 
     async fn time(&self, tape: &Tape) -> Result<f64> {

@@ -104,6 +104,11 @@ impl Blas {
         Ok(Self { handle, workspace, device, chosen: RefCell::new(HashMap::new()) })
     }
 
+    /// Whether the algorithm of a product is chosen.
+    pub fn has_chosen(&self, g: &Gemm) -> bool {
+        self.chosen.borrow().contains_key(&Key::of(g))
+    }
+
     /// Chooses the algorithm of a product: from disk, or by running the library's candidates. `out` receives garbage
     /// unless the product overwrites it, so a fresh buffer is used. Never within a capture.
     pub fn choose(&self, context: &Rc<Context>, stream: &Stream, g: &Gemm) -> Result<()> {

@@ -2,11 +2,10 @@
 
 use selkie_core::{
     backend::Handle,
-    step::Step,
     tensor::{DType, Tensor},
 };
 
-use crate::spec::Spec;
+use crate::{arguments::Arguments, spec::Spec};
 
 /// A handle whose bytes have a device address. Tests plan with handles that are only numbers.
 pub trait Address: Handle {
@@ -19,62 +18,25 @@ pub fn address<B: Address>(t: &Tensor<B>) -> u64 {
     t.buf.address() + t.byte_offset() as u64
 }
 
-/// Kernel arguments: each starts at an 8-byte word of its own.
+/// Values of a kernel's parameters; each starts at an 8-byte word of its own.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Args {
-    /// Raw bytes of all arguments.
+    /// Raw bytes of all values.
     pub words: Vec<u64>,
     /// First word of each.
     pub starts: Vec<usize>,
 }
 
 impl Args {
-    /// No arguments yet.
-    pub fn new() -> Self {
-        Self { words: Vec::with_capacity(24), starts: Vec::with_capacity(20) }
+    /// No values yet, with room for those of `parameters` declarations.
+    pub(crate) fn with_capacity(parameters: usize) -> Self {
+        Self { words: Vec::with_capacity(2 * parameters + 3), starts: Vec::with_capacity(2 * parameters) }
     }
 
-    /// A 32- or 64-bit integer or an address; kernels read as many bytes as their parameter has.
-    pub fn int(mut self, v: u64) -> Self {
+    /// Adds a value.
+    pub(crate) fn with(mut self, words: &[u64]) -> Self {
         self.starts.push(self.words.len());
-        self.words.push(v);
-        self
-    }
-
-    /// An f32.
-    pub fn float(self, v: f32) -> Self {
-        self.int(u64::from(v.to_bits()))
-    }
-
-    /// Address and row stride of a tensor.
-    pub fn rows<B: Address>(self, t: &Tensor<B>) -> Self {
-        self.int(address(t)).int(t.row_stride as u64)
-    }
-
-    /// Address and row stride, or two zeros.
-    pub fn maybe_rows<B: Address>(self, t: Option<&Tensor<B>>) -> Self {
-        match t {
-            Some(t) => self.rows(t),
-            None => self.int(0).int(0),
-        }
-    }
-
-    /// Address of a tensor without gaps.
-    pub fn at<B: Address>(self, t: &Tensor<B>) -> Self {
-        self.int(address(t))
-    }
-
-    /// Address, or null.
-    pub fn maybe_at<B: Address>(self, t: Option<&Tensor<B>>) -> Self {
-        self.int(t.map_or(0, address))
-    }
-
-    /// The `Step` structure of `common.cuh`.
-    pub fn step<B: Address>(mut self, s: &Step<B>) -> Self {
-        let b = &s.bucket;
-        let pair = |lo: usize, hi: usize| lo as u64 | (hi as u64) << 32;
-        self.starts.push(self.words.len());
-        self.words.extend([address(&s.ints), pair(b.tokens, b.rows), pair(b.chunks, b.outputs), pair(b.pages, 0)]);
+        self.words.extend_from_slice(words);
         self
     }
 }
@@ -90,7 +52,7 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory, in bytes.
     pub shared: u32,
-    /// May start while the kernel before it runs, if its source says how it waits.
+    /// May start while the kernel before it runs, if it waits for its inputs by itself.
     pub early: bool,
     /// Arguments.
     pub args: Args,
@@ -98,11 +60,19 @@ pub struct Launch {
 
 impl Launch {
     /// A launch without dynamic shared memory.
-    pub fn new(spec: Spec, grid: [usize; 3], threads: usize, args: Args) -> Self {
-        Self { spec, grid: grid.map(|g| g as u32), threads: threads as u32, shared: 0, early: true, args }
+    ///
+    /// # Panics
+    /// If `A` is not the declaration of the spec's file.
+    pub fn new<A: Arguments>(spec: Spec, grid: [usize; 3], threads: usize, args: &A) -> Self {
+        let declared = spec.file().parameters();
+        assert!(
+            std::ptr::eq(declared, A::PARAMETERS) || declared == A::PARAMETERS,
+            "arguments of another kernel: {spec}"
+        );
+        Self { spec, grid: grid.map(|g| g as u32), threads: threads as u32, shared: 0, early: true, args: args.args() }
     }
 
-    /// Starts early only if `early`: a kernel that has nothing to do before it must wait starts sooner when it is launched late.
+    /// Starts early only if `early`: a kernel that has nothing to do before its wait starts sooner when it is launched late.
     pub fn with_early(mut self, early: bool) -> Self {
         self.early = early;
         self

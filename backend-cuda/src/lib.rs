@@ -6,9 +6,11 @@
 //! While kernels are being written, the environment variable `SELKIE_KERNELS` names a folder whose files stand in for those of
 //! `kernels/` that were built in.
 
+pub mod arguments;
 mod backend;
 mod blas;
 mod cache;
+mod compiler;
 mod driver;
 mod faults;
 pub mod launch;

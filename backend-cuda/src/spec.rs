@@ -10,6 +10,8 @@ use std::{
 
 use selkie_core::tensor::DType;
 
+use crate::arguments::{self, Arguments, Parameter};
+
 /// What every kernel includes.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// What some kernels include as well.
@@ -26,7 +28,7 @@ fn text_of(name: &str, built_in: &'static str) -> Cow<'static, str> {
 }
 
 macro_rules! kernels {
-    ($($name:ident $file:literal),* $(,)?) => {
+    ($($name:ident $file:literal $waits:ident $parameters:ident,)*) => {
         /// A file of `kernels/`, whose text is in the binary.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum File {
@@ -42,6 +44,16 @@ macro_rules! kernels {
                 match self { $(Self::$name => $file,)* }
             }
 
+            /// How the kernel takes part in programmatic dependent launch.
+            pub fn waits(self) -> Waits {
+                match self { $(Self::$name => Waits::$waits,)* }
+            }
+
+            /// The kernel's parameters.
+            pub fn parameters(self) -> &'static [Parameter] {
+                match self { $(Self::$name => arguments::$parameters::PARAMETERS,)* }
+            }
+
             fn source(self) -> Cow<'static, str> {
                 match self { $(Self::$name => {
                     text_of(concat!($file, ".cu"), const { selkie_kernels::text(concat!($file, ".cu")) })
@@ -49,6 +61,19 @@ macro_rules! kernels {
             }
         }
     };
+}
+
+/// How a kernel takes part in programmatic dependent launch: it may start while the kernel before it runs, if it waits for its
+/// inputs by itself (`griddepcontrol.wait`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waits {
+    /// It does not wait, so it is launched when everything before it is complete.
+    Never,
+    /// It waits, and may trigger the next kernel before that.
+    Early,
+    /// It waits, and triggers the next kernel only afterwards: when the next kernel starts, everything before this one is
+    /// complete.
+    Late,
 }
 
 /// Whether kernels leave their numbers when they start, see `faults.rs`. Reading where to takes each of them a quarter of a
@@ -69,40 +94,37 @@ impl File {
 }
 
 kernels! {
-    Activation "activation",
-    Attention "attention",
-    AttentionCombine "attention_combine",
-    AttentionDecode "attention_decode",
-    AttentionPrefill "attention_prefill",
-    AttentionWgmma "attention_wgmma",
-    Conv1d "conv1d",
-    Embed "embed",
-    Empty "empty",
-    ExpertCombine "expert_combine",
-    ExpertGrouped "expert_grouped",
-    ExpertMatmul "expert_matmul",
-    ExpertSort "expert_sort",
-    ExpertStream "expert_stream",
-    Fill "fill",
-    GatedDelta "gated_delta",
-    GatedDeltaChunk "gated_delta_chunk",
-    GatedDeltaPrepare "gated_delta_prepare",
-    Gather "gather",
-    Gemv "gemv",
-    MatmulBias "matmul_bias",
-    MatmulFew "matmul_few",
-    MatmulFewBulk "matmul_few_bulk",
-    MatmulPlain "matmul_plain",
-    RmsNorm "rms_norm",
-    RopeKv "rope_kv",
-    Route "route",
-    Sample "sample",
-    SelectiveScan "selective_scan",
-    SelectiveScanChunk "selective_scan_chunk",
+    Activation "activation" Early Activation,
+    Attention "attention" Early Attention,
+    AttentionCombine "attention_combine" Early AttentionCombine,
+    AttentionDecode "attention_decode" Early AttentionDecode,
+    AttentionPrefill "attention_prefill" Never AttentionTiles,
+    AttentionWgmma "attention_wgmma" Never AttentionTiles,
+    Conv1d "conv1d" Early Conv1d,
+    Embed "embed" Early Embed,
+    Empty "empty" Never Empty,
+    ExpertCombine "expert_combine" Early ExpertCombine,
+    ExpertGrouped "expert_grouped" Early ExpertGrouped,
+    ExpertMatmul "expert_matmul" Early ExpertMatmul,
+    ExpertSort "expert_sort" Early ExpertSort,
+    ExpertStream "expert_stream" Late ExpertStream,
+    Fill "fill" Never Fill,
+    GatedDelta "gated_delta" Early GatedDelta,
+    GatedDeltaChunk "gated_delta_chunk" Never GatedDeltaChunk,
+    GatedDeltaPrepare "gated_delta_prepare" Never GatedDeltaPrepare,
+    Gather "gather" Early Gather,
+    Gemv "gemv" Late FusedProduct,
+    MatmulBias "matmul_bias" Early MatmulBias,
+    MatmulFew "matmul_few" Early MatmulFew,
+    MatmulFewBulk "matmul_few_bulk" Late FusedProduct,
+    MatmulPlain "matmul_plain" Early MatmulPlain,
+    RmsNorm "rms_norm" Early RmsNorm,
+    RopeKv "rope_kv" Early RopeKv,
+    Route "route" Early Route,
+    Sample "sample" Early Sample,
+    SelectiveScan "selective_scan" Early SelectiveScan,
+    SelectiveScanChunk "selective_scan_chunk" Never SelectiveScanChunk,
 }
-
-/// See [`Spec::starts_next_late`].
-const STARTS_NEXT_LATE: [File; 3] = [File::ExpertStream, File::Gemv, File::MatmulFewBulk];
 
 /// Value of a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -161,16 +183,6 @@ impl Spec {
         self.file
     }
 
-    /// Whether the kernel itself waits for what runs before it, so that it may start early.
-    pub fn waits(&self) -> bool {
-        self.file.source().contains("wait_for_inputs();")
-    }
-
-    /// Whether the kernel lets the next one start only behind its own wait, so that all before it is done by then.
-    pub fn starts_next_late(&self) -> bool {
-        STARTS_NEXT_LATE.contains(&self.file)
-    }
-
     /// Name of the kernel's symbol; profilers show it.
     pub fn entry(&self) -> String {
         let mut s = self.file.stem().to_string();
@@ -195,6 +207,8 @@ impl Spec {
             }
             .expect("writing to a string");
         }
+        let parameters: Vec<String> = self.file.parameters().iter().map(Parameter::declaration).collect();
+        writeln!(s, "#define PARAMETERS {}", parameters.join(", ")).expect("writing to a string");
         let source = if *NAMES_FAULTS { self.file.marked().into() } else { self.file.source() };
         writeln!(s, "#line 1 \"{}.cu\"", self.file.stem()).expect("writing to a string");
         for (i, line) in source.lines().enumerate() {
@@ -243,12 +257,31 @@ mod tests {
     }
 
     #[test]
-    fn late_kernels_wait_before_the_next_starts() {
-        for file in STARTS_NEXT_LATE {
+    fn kernels_wait_as_the_table_says() {
+        for &file in File::ALL {
             let source = file.source();
             let code: Vec<&str> = source.lines().map(str::trim).filter(|l| !l.starts_with("//")).collect();
-            let at: Vec<usize> = (0..code.len()).filter(|&i| code[i] == "let_next_start();").collect();
-            assert!(!at.is_empty() && at.iter().all(|&i| code[i - 1] == "wait_for_inputs();"), "{}", file.stem());
+            let triggers: Vec<usize> = (0..code.len()).filter(|&i| code[i] == "let_next_start();").collect();
+            let late = !triggers.is_empty() && triggers.iter().all(|&i| code[i - 1] == "wait_for_inputs();");
+            let waits = match (source.contains("wait_for_inputs();"), late) {
+                (false, _) => Waits::Never,
+                (true, false) => Waits::Early,
+                (true, true) => Waits::Late,
+            };
+            assert_eq!(file.waits(), waits, "{}", file.stem());
+        }
+    }
+
+    /// A parameter that no line reads is one that host and kernel do not agree on.
+    #[test]
+    fn kernels_use_the_parameters_that_are_declared() {
+        for &file in File::ALL {
+            let text = Spec::new(file).text();
+            let (_, body) = text.split_once("ENTRY(PARAMETERS) {").expect("a signature");
+            for p in file.parameters() {
+                let word = |c: char| c.is_alphanumeric() || c == '_';
+                assert!(body.split(|c| !word(c)).any(|w| w == p.name), "{}: {}", file.stem(), p.name);
+            }
         }
     }
 

@@ -104,6 +104,12 @@ pub trait Backend: Sized + 'static {
     fn scratch(&self, op: &Op<Self::Buf>) -> u64;
     /// Makes the scratch arena at least `bytes` large. Called at load, never within a step.
     fn reserve(&self, bytes: u64) -> Result<()>;
+    /// Announces a step like one that will run soon, so that a device that compiles can begin to, concurrently with what comes
+    /// first. Nothing runs.
+    fn expect(&self, step: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<()> {
+        let _ = step;
+        Ok(())
+    }
     /// Records a step and runs it once.
     fn run(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<()>;
     /// Records a step for [`Backend::play`] without running it.

@@ -2,9 +2,10 @@
 
 use selkie_core::{Result, ops::Attention, step::PAGE};
 
-use super::{Target, aligned, fours, wide};
+use super::{Arena, Device, aligned, fours, wide};
 use crate::{
-    launch::{Address, Args, Launch, Work},
+    arguments::{self, At},
+    launch::{Address, Launch, Work},
     spec::{File, Spec},
 };
 
@@ -43,13 +44,13 @@ const MOST_WARPS: usize = 8;
 impl Decode {
     /// One large block a multiprocessor where there are few, so that most results are merged in shared memory, else two of half
     /// the size, one of which copies while the other begins or ends.
-    fn of(units: usize, slices: usize, (hd, group): (usize, usize), target: &Target) -> Option<Self> {
+    fn of(units: usize, slices: usize, (hd, group): (usize, usize), device: &Device) -> Option<Self> {
         let fits =
-            |&(warps, stages): &(usize, usize)| Self { warps, stages, splits: 1 }.shared(hd, group) <= target.shared;
+            |&(warps, stages): &(usize, usize)| Self { warps, stages, splits: 1 }.shared(hd, group) <= device.shared;
         let rings = [MOST_WARPS, MOST_WARPS / 2].into_iter().flat_map(|w| [4, 3, 2].map(|s| (w, s)));
         let (most, stages) = rings.into_iter().find(fits)?;
-        let warps = if units > target.sms { most / 2 } else { most };
-        let splits = (target.sms / units.max(1)).min(slices.div_ceil(warps)).max(1);
+        let warps = if units > device.sms { most / 2 } else { most };
+        let splits = (device.sms / units.max(1)).min(slices.div_ceil(warps)).max(1);
         Some(Self { warps, stages, splits })
     }
 
@@ -88,41 +89,41 @@ fn splits(units: usize, pages: usize, blocks: usize) -> usize {
     (blocks / units.max(1)).min(pages).clamp(1, MAX_SPLITS)
 }
 
-fn variant<B: Address>(a: &Attention<B>, target: &Target) -> Variant {
+fn variant<B: Address>(a: &Attention<B>, device: &Device) -> Variant {
     let (hd, tokens, pages) = (a.head_dim, a.step.bucket.tokens, a.step.bucket.pages);
     let (heads, kv_heads) = (a.q.row_len() / hd, a.pool.k.dims()[1]);
     let group = heads / kv_heads;
-    let tensor_cores = target.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.pool.k, &a.pool.v, &a.out]);
+    let tensor_cores = device.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.pool.k, &a.pool.v, &a.out]);
     // The largest tile that fits everywhere; a device with more memory runs two such blocks.
-    let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= target.shared);
-    let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), (hd, group), target);
+    let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= device.shared);
+    let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), (hd, group), device);
     let many = tokens > PAGE && tokens > a.step.bucket.rows;
-    if tensor_cores && many && target.wgmma && matches!(hd, 64 | 128) && wgmma_shared(hd) <= target.shared {
+    if tensor_cores && many && device.wgmma && matches!(hd, 64 | 128) && wgmma_shared(hd) <= device.shared {
         return Variant::Wgmma;
     }
     match (tiles, decode) {
         (Some(tiles), _) if tensor_cores && many => Variant::Prefill { tiles },
         (_, Some(decode)) if tensor_cores && group <= 16 => Variant::Decode(decode),
-        _ => Variant::Generic { splits: splits(tokens * heads, pages, 8 * target.sms) },
+        _ => Variant::Generic { splits: splits(tokens * heads, pages, 8 * device.sms) },
     }
 }
 
-pub(super) fn scratch<B: Address>(a: &Attention<B>, target: &Target) -> u64 {
-    if variant(a, target).splits() == 1 && a.step.bucket.tokens > 8 * target.sms {
+pub(super) fn scratch<B: Address>(a: &Attention<B>, device: &Device) -> u64 {
+    if variant(a, device).splits() == 1 && a.step.bucket.tokens > 8 * device.sms {
         return 0;
     }
     // Units times splits stays below this for every number of tokens that is split, so a smaller step fits too.
     let heads = a.q.row_len() / a.head_dim;
-    ((8 * target.sms).max(2 * target.sms * heads) * (a.head_dim + 4) * 4) as u64
+    ((8 * device.sms).max(2 * device.sms * heads) * (a.head_dim + 4) * 4) as u64
 }
 
-pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result<Vec<Work>> {
+pub(super) fn attention<B: Address>(a: &Attention<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
     aligned("attention", 4, &[&a.q, &a.pool.k, &a.pool.v, &a.out])?;
     // Rows of 4 heads of 6 are aligned, but their heads are not.
     fours("attention", "head dim", a.head_dim)?;
     let (hd, bucket) = (a.head_dim, &a.step.bucket);
     let (heads, kv_heads) = (a.q.row_len() / hd, a.pool.k.dims()[1]);
-    let variant = variant(a, target);
+    let variant = variant(a, device);
     let file = match variant {
         Variant::Generic { .. } => File::Attention,
         Variant::Decode(_) => File::AttentionDecode,
@@ -134,29 +135,32 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result
         .int("HEADS", heads)
         .int("KV_HEADS", kv_heads)
         .int("WINDOW", a.window.map_or(0, |w| w.min(i32::MAX as u32) as usize));
-    let args = Args::new().step(&a.step).rows(&a.q).rows(&a.pool.k).rows(&a.pool.v).rows(&a.out);
+    let (st, q, out, scale) = ((&a.step).into(), (&a.q).into(), (&a.out).into(), a.scale);
+    let (k_pages, v_pages, partial) = ((&a.pool.k).into(), (&a.pool.v).into(), At(arena.scratch));
+    let tiled = arguments::AttentionTiles { st, q, k_pages, v_pages, out, scale };
     let launch = match variant {
         Variant::Generic { splits } => {
             let spec =
                 spec.int("SPLITS", splits).ty("q_t", a.q.dtype).ty("kv_t", a.pool.k.dtype).ty("out_t", a.out.dtype);
-            let args = args.int(target.scratch).float(a.scale);
-            Launch::new(spec, [bucket.tokens, heads, splits], 128, args)
+            let args = arguments::Attention { st, q, k_pages, v_pages, out, partial, scale };
+            Launch::new(spec, [bucket.tokens, heads, splits], 128, &args)
         }
         Variant::Decode(d) => {
             let spec =
                 spec.int("WARPS", d.warps).int("STAGES", d.stages).int("SPLITS", d.splits).ty("out_t", a.out.dtype);
-            let args = args.int(target.scratch).int(target.tickets).float(a.scale);
-            Launch::new(spec, [bucket.tokens, kv_heads, d.splits], 32 * d.warps, args)
+            let tickets = At(arena.tickets);
+            let args = arguments::AttentionDecode { st, q, k_pages, v_pages, out, partial, tickets, scale };
+            Launch::new(spec, [bucket.tokens, kv_heads, d.splits], 32 * d.warps, &args)
                 .with_shared(d.shared(hd, heads / kv_heads))
         }
         Variant::Prefill { tiles } => {
             let spec = spec.int("MT", tiles);
             let grid = [bucket.tokens.div_ceil(64 * tiles) + bucket.rows, heads, 1];
-            Launch::new(spec, grid, 128, args.float(a.scale)).with_shared(prefill_shared(hd, tiles))
+            Launch::new(spec, grid, 128, &tiled).with_shared(prefill_shared(hd, tiles))
         }
         Variant::Wgmma => {
             let grid = [heads, bucket.tokens.div_ceil(WGMMA_TILE) + bucket.rows, 1];
-            Launch::new(spec, grid, 384, args.float(a.scale)).with_shared(wgmma_shared(hd))
+            Launch::new(spec, grid, 384, &tiled).with_shared(wgmma_shared(hd))
         }
     };
     let mut work = vec![Work::Kernel(launch)];
@@ -166,8 +170,8 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, target: &Target) -> Result
             .int("HEADS", heads)
             .int("SPLITS", variant.splits())
             .ty("out_t", a.out.dtype);
-        let args = Args::new().step(&a.step).int(target.scratch).rows(&a.out);
-        work.push(Work::Kernel(Launch::new(spec, [(bucket.tokens * heads).div_ceil(4), 1, 1], 128, args)));
+        let args = arguments::AttentionCombine { st, partial, out };
+        work.push(Work::Kernel(Launch::new(spec, [(bucket.tokens * heads).div_ceil(4), 1, 1], 128, &args)));
     }
     Ok(work)
 }
@@ -187,7 +191,7 @@ mod tests {
 
     #[test]
     fn decode_blocks_fill_the_device() {
-        let of = |units, slices, hd| Decode::of(units, slices, (hd, 4), &Target::like_h200(227)).unwrap();
+        let of = |units, slices, hd| Decode::of(units, slices, (hd, 4), &Device::like_h200(227)).unwrap();
         assert_eq!(of(8, 2048, 128), Decode { warps: 8, stages: 3, splits: 16 });
         assert_eq!(of(8, 16, 128), Decode { warps: 8, stages: 3, splits: 2 });
         assert_eq!(of(64, 256, 128), Decode { warps: 8, stages: 3, splits: 2 });
@@ -203,7 +207,7 @@ mod tests {
     #[test]
     fn common_head_dims_fit_into_shared_memory() {
         for hd in [64, 80, 96, 128] {
-            assert!(Decode::of(1, 1, (hd, 4), &Target::like_h200(99)).is_some(), "{hd}");
+            assert!(Decode::of(1, 1, (hd, 4), &Device::like_h200(99)).is_some(), "{hd}");
             assert!(prefill_shared(hd, 1) <= SHARED, "{hd}");
         }
     }

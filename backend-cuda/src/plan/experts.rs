@@ -6,9 +6,10 @@ use selkie_core::{
     tensor::{DType, Tensor},
 };
 
-use super::{BESIDE, Target, act, same_view, vector, wide};
+use super::{Arena, Device, Hazards, SMEM_LEFT_FREE, act, same_view, vector, wide};
 use crate::{
-    launch::{Address, Args, Launch, Work, address},
+    arguments::{self, At, Rows},
+    launch::{Address, Launch, Work, address},
     spec::{File, Spec},
 };
 
@@ -23,10 +24,10 @@ fn in_one_block<B: Address>(a: &ExpertMatmul<B>) -> Option<(usize, &RowBlock<B>)
 }
 
 /// The one block of weights, and pairs of a tile, if the grouped kernel takes this op.
-fn grouped<'a, B: Address>(a: &'a ExpertMatmul<B>, target: &Target) -> Option<(&'a RowBlock<B>, usize)> {
+fn grouped<'a, B: Address>(a: &'a ExpertMatmul<B>, device: &Device) -> Option<(&'a RowBlock<B>, usize)> {
     let (experts, block) = in_one_block(a)?;
     let pairs = a.ids.len();
-    let fits = target.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x, &block.w]);
+    let fits = device.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x, &block.w]);
     fits.then(|| (block, pair_tile(pairs, experts)))
 }
 
@@ -72,7 +73,7 @@ struct StreamShape {
 }
 
 /// Cuts the products of `tokens` tokens of `top` choices with experts of `n` rows of `k`, in `parts` halves, if x fits.
-fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, target: &Target) -> Option<StreamShape> {
+fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, device: &Device) -> Option<StreamShape> {
     // Copies of some KiB, of rows that follow each other.
     let fits = |r: usize| n.is_multiple_of(parts * r) && 2 * parts * r * k <= 8 << 10;
     let rows = [1, 2, 4].into_iter().find(|&r| fits(r) && 2 * r * k >= 3 << 10);
@@ -80,33 +81,45 @@ fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, ta
     let groups = n / parts / rows;
     let (units, blocks) = match combine {
         true => {
-            let blocks = (tokens * groups).min(target.sms);
+            let blocks = (tokens * groups).min(device.sms);
             ((tokens * groups).div_ceil(blocks) * top, blocks)
         }
         false => {
-            let blocks = (tokens * top * groups).div_ceil(STREAM_WARPS).min(target.sms);
+            let blocks = (tokens * top * groups).div_ceil(STREAM_WARPS).min(device.sms);
             ((tokens * top * groups).div_ceil(blocks), blocks)
         }
     };
     let x_bytes = 2 * k * tokens * if combine { top } else { 1 };
     let sums = if combine { 4 * rows * (units + units / top) } else { 0 };
-    let room = target.shared.checked_sub(BESIDE + 4096 + x_bytes + sums)? / STREAM_WARPS;
+    let room = device.shared.checked_sub(SMEM_LEFT_FREE + 4096 + x_bytes + sums)? / STREAM_WARPS;
     let (stage, needed) = (2 * parts * rows * k, units.div_ceil(STREAM_WARPS));
     let stages = (room / stage).min(needed).min(16);
     let shared = STREAM_WARPS * stages * stage + x_bytes + sums;
     (n.is_multiple_of(parts) && stages >= needed.min(2)).then_some(StreamShape { rows, stages, blocks, shared })
 }
 
-/// Few pairs in a kernel that streams W, with the activation behind it, if it takes this op.
-fn streamed<B: Address>(a: &ExpertMatmul<B>, then: Option<&Activation<B>>, target: &Target) -> Option<Work> {
-    let (experts, block) = in_one_block(a)?;
+/// How the kernel that streams W is cut for few pairs, in `parts` halves, if it takes this op.
+fn stream_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) -> Option<StreamShape> {
+    let (_, block) = in_one_block(a)?;
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
-    let few = target.tuned && target.bulk && tokens * top < FEW_PAIRS;
+    let few = device.tuned && device.bulk_copies && tokens * top < FEW_PAIRS;
     if !(few && k.is_multiple_of(8) && wide(&[&a.x, &block.w])) {
         return None;
     }
+    stream_shape([tokens, top, n, k], parts, a.combine.is_some(), device)
+}
+
+/// Few pairs in the kernel that streams W, with the activation after the products, if it takes this op.
+fn streamed<B: Address>(
+    a: &ExpertMatmul<B>,
+    then: Option<&Activation<B>>,
+    device: &Device,
+    hazards: &Hazards,
+) -> Option<Work> {
+    let (experts, block) = in_one_block(a)?;
+    let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
     let parts = if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 };
-    let shape = stream_shape([tokens, top, n, k], parts, a.combine.is_some(), target)?;
+    let shape = stream_cut(a, parts, device)?;
     let spec = Spec::new(File::ExpertStream)
         .int("TOKENS", tokens)
         .int("K", k)
@@ -122,27 +135,33 @@ fn streamed<B: Address>(a: &ExpertMatmul<B>, then: Option<&Activation<B>>, targe
         .int("ACT", then.map_or(0, |t| act(t.act)))
         .ty("out_t", a.out.dtype)
         .ty("mid_t", then.map_or(DType::F32, |t| t.out.dtype));
-    let args = Args::new()
-        .rows(&a.x)
-        .rows(&block.w)
-        .int(experts as u64)
-        .rows(&a.ids)
-        .rows(&a.out)
-        .maybe_rows(then.map(|t| &t.out))
-        .maybe_rows(a.combine.as_ref())
-        .float(a.scale)
-        .int(u64::from(target.settled));
-    let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * STREAM_WARPS, args);
+    let args = arguments::ExpertStream {
+        x: (&a.x).into(),
+        w: (&block.w).into(),
+        experts: experts as u32,
+        ids: (&a.ids).into(),
+        out: (&a.out).into(),
+        mid: then.map(|t| &t.out).into(),
+        weights: a.combine.as_ref().into(),
+        scale: a.scale,
+        inputs_complete: u32::from(hazards.inputs_complete),
+    };
+    let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * STREAM_WARPS, &args);
     Some(Work::Kernel(launch.with_shared(shape.shared)))
 }
 
-/// Whether the activation behind may be computed by the kernel of `a`.
-pub(super) fn may_go_on<B: Address>(a: &ExpertMatmul<B>, target: &Target) -> bool {
-    a.combine.is_none() && streamed(a, None, target).is_some()
+/// Whether the kernel of `a` may compute the activation after it too.
+pub(super) fn may_fuse<B: Address>(a: &ExpertMatmul<B>, device: &Device) -> bool {
+    a.combine.is_none() && stream_cut(a, 1, device).is_some()
 }
 
 /// Products and the activation that reads all of them, as one kernel.
-pub(super) fn with_activation<B: Address>(a: &ExpertMatmul<B>, then: &Activation<B>, target: &Target) -> Option<Work> {
+pub(super) fn with_activation<B: Address>(
+    a: &ExpertMatmul<B>,
+    then: &Activation<B>,
+    device: &Device,
+    hazards: &Hazards,
+) -> Option<Work> {
     let n = a.out.row_len();
     let reads = match &then.up {
         Some(up) => {
@@ -154,29 +173,35 @@ pub(super) fn with_activation<B: Address>(a: &ExpertMatmul<B>, then: &Activation
     let read = [&a.x, &a.ids].into_iter().chain(a.experts.iter().flat_map(|r| &r.blocks).map(|b| &b.w));
     let apart = read.chain([&a.out]).all(|t| t.buf.id() != then.out.buf.id());
     (a.combine.is_none() && then.row_gate.is_none() && reads && apart)
-        .then(|| streamed(a, Some(then), target))
+        .then(|| streamed(a, Some(then), device, hazards))
         .flatten()
 }
 
-pub(super) fn expert_matmul<B: Address>(a: &ExpertMatmul<B>, target: &Target) -> Result<Vec<Work>> {
-    if let Some(work) = streamed(a, None, target) {
+pub(super) fn expert_matmul<B: Address>(
+    a: &ExpertMatmul<B>,
+    device: &Device,
+    arena: &Arena,
+    hazards: &Hazards,
+) -> Result<Vec<Work>> {
+    if let Some(work) = streamed(a, None, device, hazards) {
         return Ok(vec![work]);
     }
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
-    let products = target.scratch + list_bytes(a) as u64;
-    let grouped = grouped(a, target);
+    let products = arena.scratch + list_bytes(a) as u64;
+    let grouped = grouped(a, device);
     // Where the products go before they are combined: rounded like any activation in the grouped case.
     let product = if grouped.is_some() { DType::Bf16 } else { DType::F32 };
     let (to, to_stride, to_dtype) = match a.combine {
-        Some(_) => (products, n, product),
-        None => (address(&a.out), a.out.row_stride, a.out.dtype),
+        Some(_) => (products, n as u64, product),
+        None => (address(&a.out), a.out.row_stride as u64, a.out.dtype),
     };
     let mut work = Vec::new();
     if let Some((block, bm)) = grouped {
         let experts = block.w.rows();
         let spec = Spec::new(File::ExpertSort).int("E", experts).int("TOP", top).int("BM", bm);
-        let args = Args::new().rows(&a.ids).int(a.ids.len() as u64).int(target.scratch);
-        work.push(Work::Kernel(Launch::new(spec, [1, 1, 1], 1024, args)));
+        let list = At(arena.scratch);
+        let args = arguments::ExpertSort { ids: (&a.ids).into(), pairs: a.ids.len() as u32, list };
+        work.push(Work::Kernel(Launch::new(spec, [1, 1, 1], 1024, &args)));
         let (stages, shared) = tile_shared(bm);
         let spec = Spec::new(File::ExpertGrouped)
             .int("K", k)
@@ -187,9 +212,10 @@ pub(super) fn expert_matmul<B: Address>(a: &ExpertMatmul<B>, target: &Target) ->
             .int("TOP", top)
             .flag("X_PER_PAIR", a.combine.is_some())
             .ty("out_t", to_dtype);
-        let args = Args::new().rows(&a.x).rows(&block.w).int(target.scratch).int(to).int(to_stride as u64);
+        let out = Rows { at: to, stride: to_stride };
+        let args = arguments::ExpertGrouped { x: (&a.x).into(), w: (&block.w).into(), list, out };
         let grid = [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 128, args).with_shared(shared)));
+        work.push(Work::Kernel(Launch::new(spec, grid, 128, &args).with_shared(shared)));
     } else {
         for range in &a.experts {
             for block in &range.blocks {
@@ -202,16 +228,16 @@ pub(super) fn expert_matmul<B: Address>(a: &ExpertMatmul<B>, target: &Target) ->
                     .ty("x_t", a.x.dtype)
                     .ty("w_t", block.w.dtype)
                     .ty("out_t", to_dtype);
-                let args = Args::new()
-                    .rows(&a.x)
-                    .rows(&block.w)
-                    .int(range.first as u64)
-                    .int(range.experts as u64)
-                    .int(rows as u64)
-                    .rows(&a.ids)
-                    .int(to + (block.col * to_dtype.bytes()) as u64)
-                    .int(to_stride as u64);
-                work.push(Work::Kernel(Launch::new(spec, [tokens * top, rows.div_ceil(32), 1], 256, args)));
+                let args = arguments::ExpertMatmul {
+                    x: (&a.x).into(),
+                    w: (&block.w).into(),
+                    first: range.first as u32,
+                    experts: range.experts as u32,
+                    n: rows as i32,
+                    ids: (&a.ids).into(),
+                    out: Rows { at: to + (block.col * to_dtype.bytes()) as u64, stride: to_stride },
+                };
+                work.push(Work::Kernel(Launch::new(spec, [tokens * top, rows.div_ceil(32), 1], 256, &args)));
             }
         }
     }
@@ -224,8 +250,14 @@ pub(super) fn expert_matmul<B: Address>(a: &ExpertMatmul<B>, target: &Target) ->
             .flag("ACCUMULATE", a.accumulate)
             .ty("product_t", product)
             .ty("out_t", a.out.dtype);
-        let args = Args::new().int(products).rows(&a.ids).rows(weights).rows(&a.out).float(a.scale);
-        work.push(Work::Kernel(Launch::new(spec, [tokens, n.div_ceil(256 * vec), 1], 256, args)));
+        let args = arguments::ExpertCombine {
+            products: At(products),
+            ids: (&a.ids).into(),
+            weights: weights.into(),
+            out: (&a.out).into(),
+            scale: a.scale,
+        };
+        work.push(Work::Kernel(Launch::new(spec, [tokens, n.div_ceil(256 * vec), 1], 256, &args)));
     }
     Ok(work)
 }
@@ -250,7 +282,7 @@ mod tests {
 
     #[test]
     fn streams_fit_beside_their_inputs() {
-        let target = Target::like_h200(227);
+        let device = Device::like_h200(227);
         for (dims, parts, combine, rows, stages) in [
             ([1, 6, 1856, 2688], 1, false, 1, 4),
             ([1, 6, 2688, 1856], 1, true, 1, 6),
@@ -258,11 +290,11 @@ mod tests {
             ([1, 10, 2048, 512], 1, true, 4, 5),
             ([5, 6, 2688, 1856], 1, true, 1, 3),
         ] {
-            let f = stream_shape(dims, parts, combine, &target).expect("a published shape");
+            let f = stream_shape(dims, parts, combine, &device).expect("a published shape");
             assert_eq!((f.rows, f.stages), (rows, stages), "{dims:?}");
-            assert!(f.shared + 4096 <= target.shared);
+            assert!(f.shared + 4096 <= device.shared);
         }
         // A stage of one row does not fit twice.
-        assert_eq!(stream_shape([1, 2, 4096, 14336], 1, true, &target), None);
+        assert_eq!(stream_shape([1, 2, 4096, 14336], 1, true, &device), None);
     }
 }

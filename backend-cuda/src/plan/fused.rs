@@ -1,5 +1,5 @@
-//! Ops of one token as one kernel: a norm or an activation, the product that follows it, and the convolution behind that.
-//! Launches bound a decode step of a small model, and the product's weight is on its way meanwhile.
+//! Ops of one token as one kernel: a prologue (RMS norm or activation), the product that reads it, and the convolution after
+//! the product. Launches bound a decode step of a small model, and the product's weights arrive while the prologue runs.
 
 use selkie_core::{
     ops::{Act, Activation, Conv1d, Matmul, Op, RmsNorm},
@@ -7,51 +7,144 @@ use selkie_core::{
 };
 
 use super::{
-    Target, experts,
-    matmul::{self, Prologue},
+    Device, Hazards, act, experts,
+    pick::{self, Product},
     pointwise::norm_access,
     same_view, wide,
 };
-use crate::launch::{Address, Work};
+use crate::{
+    arguments::FusedProduct,
+    launch::{Address, Work},
+    spec::Spec,
+};
 
 /// Whether `ops`, one op or several that [`fused`] takes, may become one kernel with the next op.
-pub fn may_go_on<B: Address>(ops: &[Op<B>], target: &Target) -> bool {
-    target.tuned
-        && target.bulk
+pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
+    device.tuned
+        && device.bulk_copies
         && match ops {
             [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
             [Op::Activation(a)] => a.gate.rows() == 1,
-            [Op::ExpertMatmul(a)] => experts::may_go_on(a, target),
+            [Op::ExpertMatmul(a)] => experts::may_fuse(a, device),
             [.., Op::Matmul(a)] => a.x.rows() == 1 && !a.accumulate,
             _ => false,
         }
 }
 
-/// One kernel for several ops, which leaves what they leave one by one, to the same bits.
-pub fn fused<B: Address>(ops: &[Op<B>], target: &Target) -> Option<Work> {
+/// One kernel for several ops. It writes everything that they write one by one, to the same bits.
+pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, hazards: &Hazards) -> Option<Work> {
     if let [Op::ExpertMatmul(a), Op::Activation(act)] = ops {
-        return experts::with_activation(a, act, target);
+        return experts::with_activation(a, act, device, hazards);
     }
-    let (ahead, product, conv) = match ops {
+    let (prologue, product, conv) = match ops {
         [first, Op::Matmul(p)] => (Some(prologue(first, p)?), p, None),
         [Op::Matmul(p), Op::Conv1d(c)] => (None, p, Some(c)),
         [first, Op::Matmul(p), Op::Conv1d(c)] => (Some(prologue(first, p)?), p, Some(c)),
         _ => return None,
     };
-    if conv.is_some_and(|c| !behind(c, product)) {
+    if conv.is_some_and(|c| !reads_product(c, product)) {
         return None;
     }
-    // Every block reads what is read while others write.
+    // Every block reads the inputs while others write: they must be different buffers.
     let read: Vec<_> =
-        ahead.iter().flat_map(|p| std::iter::once(p.first).chain(p.second)).chain([&product.x]).collect();
+        prologue.iter().flat_map(|p| std::iter::once(p.first).chain(p.second)).chain([&product.x]).collect();
     let written = [Some(&product.out), conv.map(|c| &c.out)];
     if written.iter().flatten().any(|w| read.iter().any(|r| r.buf.id() == w.buf.id())) {
         return None;
     }
-    matmul::around(product, ahead.as_ref(), conv, target)
+    pick::fuse_neighbours(product, &Neighbours { prologue, conv }, device, hazards)
 }
 
-/// What comes before a product that reads all of it.
+/// The ops that a product's kernel computes with it.
+pub(super) struct Neighbours<'a, B> {
+    /// The op before the product.
+    prologue: Option<Prologue<'a, B>>,
+    /// The op after it.
+    conv: Option<&'a Conv1d<B>>,
+}
+
+/// The op before a product.
+struct Prologue<'a, B> {
+    /// RMS norm instead of an activation.
+    norm: bool,
+    /// Input of the norm or the activation.
+    first: &'a Tensor<B>,
+    /// Gate of the norm, or second factor.
+    second: Option<&'a Tensor<B>>,
+    /// Elements from `first` to the gate of the row; 0 = none.
+    row_gate: usize,
+    act: Act,
+    /// Weight and epsilon of a norm.
+    weight: Option<(&'a Tensor<B>, f32)>,
+    /// Access width, size and threads of a group of a norm.
+    shape: [usize; 3],
+    /// As in `rms_norm.cu`.
+    gate: usize,
+}
+
+impl<B: Address> Neighbours<'_, B> {
+    /// The product alone.
+    pub const fn none() -> Self {
+        Self { prologue: None, conv: None }
+    }
+
+    /// Whether it is the product alone.
+    pub fn is_none(&self) -> bool {
+        self.prologue.is_none() && self.conv.is_none()
+    }
+
+    /// Adds the constants of the product and its neighbours to those of its kernel.
+    pub fn constants(&self, spec: Spec, p: &Product<B>) -> Spec {
+        let (prologue, conv) = (self.prologue.as_ref(), self.conv);
+        let [vec, group, threads] = prologue.map_or([1, 1, 32], |p| p.shape);
+        spec.flag("ACCUMULATE", p.op.accumulate)
+            .flag("HAS_COLUMNS", p.op.columns.is_some())
+            .flag("HAS_BIAS", p.op.bias.is_some())
+            .int("PROLOGUE", prologue.map_or(0, |p| if p.norm { 1 } else { 2 }))
+            .int("ACT", prologue.map_or(0, |p| act(p.act)))
+            .flag("HAS_SECOND", prologue.is_some_and(|p| p.second.is_some()))
+            .int("ROW_GATE", prologue.map_or(0, |p| p.row_gate))
+            .int("VEC", vec)
+            .int("GROUP", group)
+            .int("THREADS", threads)
+            .int("GATE", prologue.map_or(0, |p| p.gate))
+            .flag("SHARED_WEIGHT", prologue.and_then(|p| p.weight).is_some_and(|(w, _)| w.len() == group))
+            .flag("CONV", conv.is_some())
+            .int("CONV_FIRST", conv.map_or(0, |c| c.x.offset - p.out.offset))
+            .int("CHANNELS", conv.map_or(1, |c| c.x.row_len()))
+            .int("TAPS", conv.map_or(2, |c| c.weight.row_len() - 1))
+            .int("CONV_ACT", conv.map_or(0, |c| act(c.act)))
+            .ty("out_t", p.out.dtype)
+            .ty("pool_t", conv.map_or(DType::F32, |c| c.pool.dtype))
+            .ty("conv_t", conv.map_or(DType::F32, |c| c.out.dtype))
+    }
+
+    /// The arguments of the product and its neighbours.
+    pub fn arguments(&self, p: &Product<B>, hazards: &Hazards) -> FusedProduct {
+        let (prologue, conv) = (self.prologue.as_ref(), self.conv);
+        let weight = prologue.and_then(|p| p.weight);
+        FusedProduct {
+            x: (&p.op.x).into(),
+            w: (&p.block.w).into(),
+            n: p.n() as i32,
+            columns: p.columns(),
+            bias: p.bias(),
+            out: p.out.into(),
+            scale: p.op.scale,
+            first: prologue.map(|p| p.first).into(),
+            second: prologue.and_then(|p| p.second).into(),
+            norm_weight: weight.map(|w| w.0).into(),
+            eps: weight.map_or(0.0, |w| w.1),
+            ints: conv.map(|c| &c.step.ints).into(),
+            conv_weight: conv.map(|c| &c.weight).into(),
+            pool: conv.map(|c| &c.pool).into(),
+            conv_out: conv.map(|c| &c.out).into(),
+            state_unwritten: u32::from(hazards.state_unwritten),
+        }
+    }
+}
+
+/// The prologue, if `first` writes what the product reads.
 fn prologue<'a, B: Address>(first: &'a Op<B>, product: &Matmul<B>) -> Option<Prologue<'a, B>> {
     match first {
         Op::RmsNorm(a) if same_view(&product.x, &a.out) => norm(a),
@@ -64,7 +157,7 @@ fn norm<B: Address>(a: &RmsNorm<B>) -> Option<Prologue<'_, B>> {
     let z = a.gate.as_ref().map(|g| &g.z);
     let (vec, threads) = norm_access(a);
     let bf16 = a.x.dtype == DType::Bf16 && z.is_none_or(|z| z.dtype == DType::Bf16);
-    // All of a row stays in the registers of at most 256 threads, and the sums of its groups in shared memory.
+    // A row stays in the registers of at most 256 threads, and the sums of its groups in shared memory.
     let fits = a.x.row_len() <= 8192 && a.groups * (threads / 32) <= 128;
     (bf16 && a.add.is_none() && !a.accumulate && fits).then_some(Prologue {
         norm: true,
@@ -81,13 +174,13 @@ fn norm<B: Address>(a: &RmsNorm<B>) -> Option<Prologue<'_, B>> {
 fn activation<B: Address>(a: &Activation<B>) -> Option<Prologue<'_, B>> {
     let mut inputs = vec![&a.gate];
     inputs.extend(&a.up);
-    // The gate of the row is a column of the same matrix.
-    let behind = |g: &Tensor<B>| {
+    // The gate of the row must be a later column of the same matrix.
+    let distance = |g: &Tensor<B>| {
         let same = g.buf.id() == a.gate.buf.id() && g.dtype == a.gate.dtype;
         g.offset.checked_sub(a.gate.offset).filter(|&by| same && by > 0)
     };
     let row_gate = match &a.row_gate {
-        Some(g) => behind(g)?,
+        Some(g) => distance(g)?,
         None => 0,
     };
     (a.gate.row_len().is_multiple_of(8) && wide(&inputs)).then_some(Prologue {
@@ -103,7 +196,7 @@ fn activation<B: Address>(a: &Activation<B>) -> Option<Prologue<'_, B>> {
 }
 
 /// Whether a convolution of one token reads columns of a product.
-fn behind<B: Address>(c: &Conv1d<B>, product: &Matmul<B>) -> bool {
+fn reads_product<B: Address>(c: &Conv1d<B>, product: &Matmul<B>) -> bool {
     let (x, out, b) = (&c.x, &product.out, &c.step.bucket);
     b.tokens == 1
         && b.chunks == 1

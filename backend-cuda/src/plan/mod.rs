@@ -4,8 +4,11 @@
 mod attention;
 mod experts;
 mod fused;
-mod matmul;
+mod gemv;
+mod pick;
 mod pointwise;
+mod sequence;
+mod skinny;
 mod state;
 
 use selkie_core::{
@@ -16,49 +19,50 @@ use selkie_core::{
 
 use crate::launch::{Address, Work, address};
 
-pub use fused::{fused, may_go_on};
+pub use fused::{fused, may_fuse};
+pub use sequence::{Planned, Sequencer};
 
-/// What a plan may rely on.
+/// Facts about the device that plans depend on.
 #[derive(Clone, Copy, Debug)]
-pub struct Target {
+pub struct Device {
     /// Multiprocessors.
     pub sms: usize,
     /// Most shared memory of a block, in bytes.
     pub shared: usize,
-    /// Whether the device copies in bulk between memory and shared memory (compute capability 9.0).
-    pub bulk: bool,
-    /// Whether cuBLASLt is there.
-    pub blas: bool,
-    /// Whether variants for some shapes only may be taken.
-    pub tuned: bool,
-    /// Whether warpgroup products are there: compute capability 9.0.
+    /// It copies in bulk between global and shared memory, and kernels may start early (compute capability 9.0 or later).
+    pub bulk_copies: bool,
+    /// It has warpgroup products (compute capability 9.0).
     pub wgmma: bool,
-    /// Address of the scratch arena.
+    /// cuBLASLt is there.
+    pub blas: bool,
+    /// Kernels that take only some shapes may be used.
+    pub tuned: bool,
+}
+
+/// Addresses of the backend's own memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Arena {
+    /// The scratch memory; as large as [`scratch`] asks for.
     pub scratch: u64,
-    /// Address of a u32 for every multiprocessor, zeros: blocks count on them and leave zeros behind.
+    /// A u32 for every multiprocessor, zero between kernels: blocks count on them.
     pub tickets: u64,
-    /// No earlier op of the step wrote what this one updates in place, so it may be read before that op is done.
-    pub untouched: bool,
-    /// What experts read of this step, but for the inputs of those that combine, was there before the kernel ahead started.
-    pub settled: bool,
+}
+
+/// What an op's inputs owe to the ops before it in the same step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hazards {
+    /// No earlier op of the step wrote what this one updates in place, so it may be read before `griddepcontrol.wait`.
+    pub state_unwritten: bool,
+    /// Of an expert product: the expert ids (and, without `combine`, x) were complete before the previous kernel launched, so
+    /// they may be read before `griddepcontrol.wait`.
+    pub inputs_complete: bool,
 }
 
 #[cfg(test)]
-impl Target {
+impl Device {
     /// An H200, but for `shared` KiB of shared memory a block.
     fn like_h200(shared: usize) -> Self {
-        Self {
-            sms: 132,
-            shared: shared << 10,
-            bulk: true,
-            wgmma: true,
-            blas: true,
-            tuned: true,
-            scratch: 0,
-            tickets: 0,
-            untouched: true,
-            settled: true,
-        }
+        Self { sms: 132, shared: shared << 10, bulk_copies: true, wgmma: true, blas: true, tuned: true }
     }
 }
 
@@ -66,30 +70,30 @@ impl Target {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a shape or an alignment that no kernel takes.
-pub fn plan<B: Address>(op: &Op<B>, target: &Target) -> Result<Vec<Work>> {
+pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Hazards) -> Result<Vec<Work>> {
     match op {
         Op::Embed(a) => pointwise::embed(a),
         Op::RmsNorm(a) => pointwise::rms_norm(a),
-        Op::Matmul(a) => matmul::matmul(a, target),
+        Op::Matmul(a) => pick::matmul(a, device, hazards),
         Op::Activation(a) => pointwise::activation(a),
         Op::RopeKv(a) => pointwise::rope_kv(a),
-        Op::Attention(a) => attention::attention(a, target),
-        Op::Conv1d(a) => state::conv1d(a, target),
-        Op::SelectiveScan(a) => state::selective_scan(a, target),
-        Op::GatedDelta(a) => state::gated_delta(a, target),
+        Op::Attention(a) => attention::attention(a, device, arena),
+        Op::Conv1d(a) => state::conv1d(a, hazards),
+        Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),
+        Op::GatedDelta(a) => state::gated_delta(a, device, arena, hazards),
         Op::Route(a) => pointwise::route(a),
-        Op::ExpertMatmul(a) => experts::expert_matmul(a, target),
+        Op::ExpertMatmul(a) => experts::expert_matmul(a, device, arena, hazards),
         Op::Gather(a) => pointwise::gather(a),
         Op::Sample(a) => pointwise::sample(a),
     }
 }
 
-/// Bytes of the scratch arena that [`plan`] uses for `op`.
-pub fn scratch<B: Address>(op: &Op<B>, target: &Target) -> u64 {
+/// Bytes of the scratch memory that [`plan`] uses for `op`.
+pub fn scratch<B: Address>(op: &Op<B>, device: &Device) -> u64 {
     match op {
-        Op::Attention(a) => attention::scratch(a, target),
+        Op::Attention(a) => attention::scratch(a, device),
         Op::ExpertMatmul(a) => experts::scratch(a),
-        Op::GatedDelta(a) => state::delta_scratch(a, target),
+        Op::GatedDelta(a) => state::delta_scratch(a, device),
         _ => 0,
     }
 }
@@ -105,9 +109,9 @@ fn vector<B: Address>(dim: usize, tensors: &[&Tensor<B>]) -> usize {
     [8, 4, 2].into_iter().find(|v| fits(*v)).unwrap_or(1)
 }
 
-/// Shared memory of a multiprocessor that a kernel with large rings leaves alone: blocks of the small kernels ahead fit beside
-/// it, so that it can begin to copy while they run.
-const BESIDE: usize = 20 << 10;
+/// Bytes of a multiprocessor's shared memory that a kernel with large rings leaves free: blocks of the small kernels before it
+/// run on the same multiprocessor while it already copies.
+const SMEM_LEFT_FREE: usize = 20 << 10;
 
 /// Whether two views are of the same elements, read as the same type.
 fn same_view<B: Address>(a: &Tensor<B>, b: &Tensor<B>) -> bool {

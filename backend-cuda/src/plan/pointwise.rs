@@ -8,7 +8,8 @@ use selkie_core::{
 
 use super::{act, vector};
 use crate::{
-    launch::{Address, Args, Launch, Work},
+    arguments,
+    launch::{Address, Launch, Work},
     spec::{File, Spec},
 };
 
@@ -27,16 +28,17 @@ pub(super) fn embed<B: Address>(a: &Embed<B>) -> Result<Vec<Work>> {
             .int("DIM", dim)
             .ty("table_t", block.w.dtype)
             .ty("out_t", a.out.dtype);
-        let args = Args::new()
-            .step(&a.step)
-            .at(&a.last)
-            .rows(&block.w)
-            .int(block.col as u64)
-            .int(block.w.rows() as u64)
-            .rows(&a.out)
-            .float(a.scale);
+        let args = arguments::Embed {
+            st: (&a.step).into(),
+            last: (&a.last).into(),
+            table: (&block.w).into(),
+            first: block.col as u32,
+            rows: block.w.rows() as u32,
+            out: (&a.out).into(),
+            scale: a.scale,
+        };
         let grid = [a.step.bucket.tokens, tiles(dim, vec), 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 256, args)));
+        work.push(Work::Kernel(Launch::new(spec, grid, 256, &args)));
     }
     Ok(work)
 }
@@ -45,8 +47,8 @@ pub(super) fn gather<B: Address>(a: &Gather<B>) -> Result<Vec<Work>> {
     let dim = a.x.row_len();
     let vec = vector(dim, &[&a.x, &a.out]);
     let spec = Spec::new(File::Gather).int("VEC", vec).int("DIM", dim).ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
-    let args = Args::new().step(&a.step).rows(&a.x).rows(&a.out);
-    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, tiles(dim, vec), 1], 256, args))])
+    let args = arguments::Gather { st: (&a.step).into(), x: (&a.x).into(), out: (&a.out).into() };
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, tiles(dim, vec), 1], 256, &args))])
 }
 
 pub(super) fn activation<B: Address>(a: &Activation<B>) -> Result<Vec<Work>> {
@@ -65,8 +67,13 @@ pub(super) fn activation<B: Address>(a: &Activation<B>) -> Result<Vec<Work>> {
         .ty("up_t", dtype(&a.up))
         .ty("row_gate_t", dtype(&a.row_gate))
         .ty("out_t", a.out.dtype);
-    let args = Args::new().rows(&a.gate).maybe_rows(a.up.as_ref()).maybe_rows(a.row_gate.as_ref()).rows(&a.out);
-    Ok(vec![Work::Kernel(Launch::new(spec, [a.gate.rows(), tiles(dim, vec), 1], 256, args))])
+    let args = arguments::Activation {
+        gate: (&a.gate).into(),
+        up: a.up.as_ref().into(),
+        row_gate: a.row_gate.as_ref().into(),
+        out: (&a.out).into(),
+    };
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.gate.rows(), tiles(dim, vec), 1], 256, &args))])
 }
 
 /// Threads that hold a group of a norm, and groups of a block.
@@ -108,16 +115,17 @@ pub(super) fn rms_norm<B: Address>(a: &RmsNorm<B>) -> Result<Vec<Work>> {
         .ty("gate_t", dtype(gate))
         .ty("out_t", a.out.dtype);
     let units = rows * a.groups;
-    let args = Args::new()
-        .rows(&a.x)
-        .maybe_rows(add)
-        .float(a.add.as_ref().map_or(0.0, |(_, s)| *s))
-        .at(&a.weight)
-        .maybe_rows(gate)
-        .rows(&a.out)
-        .float(a.eps)
-        .int(units as u64);
-    Ok(vec![Work::Kernel(Launch::new(spec, [units.div_ceil(per_block), 1, 1], threads * per_block, args))])
+    let args = arguments::RmsNorm {
+        x: (&a.x).into(),
+        add: add.into(),
+        add_scale: a.add.as_ref().map_or(0.0, |(_, s)| *s),
+        weight: (&a.weight).into(),
+        gate: gate.into(),
+        out: (&a.out).into(),
+        eps: a.eps,
+        units: units as u32,
+    };
+    Ok(vec![Work::Kernel(Launch::new(spec, [units.div_ceil(per_block), 1, 1], threads * per_block, &args))])
 }
 
 pub(super) fn rope_kv<B: Address>(a: &RopeKv<B>) -> Result<Vec<Work>> {
@@ -136,24 +144,25 @@ pub(super) fn rope_kv<B: Address>(a: &RopeKv<B>) -> Result<Vec<Work>> {
         .ty("v_t", a.v.dtype)
         .ty("q_out_t", a.q_out.dtype)
         .ty("kv_t", a.pool.k.dtype);
-    let args = Args::new()
-        .step(&a.step)
-        .rows(&a.q)
-        .rows(&a.k)
-        .rows(&a.v)
-        .maybe_at(a.norm.as_ref().map(|(n, _)| n))
-        .float(a.norm.as_ref().map_or(0.0, |(_, eps)| *eps))
-        .maybe_at(a.inv_freq.as_ref())
-        .rows(&a.q_out)
-        .rows(&a.pool.k)
-        .rows(&a.pool.v);
+    let args = arguments::RopeKv {
+        st: (&a.step).into(),
+        q: (&a.q).into(),
+        k: (&a.k).into(),
+        v: (&a.v).into(),
+        norm: a.norm.as_ref().map(|(n, _)| n).into(),
+        eps: a.norm.as_ref().map_or(0.0, |(_, eps)| *eps),
+        inv_freq: a.inv_freq.as_ref().into(),
+        q_out: (&a.q_out).into(),
+        k_pages: (&a.pool.k).into(),
+        v_pages: (&a.pool.v).into(),
+    };
     let grid = [a.step.bucket.tokens, (q_heads + 2 * kv_heads).div_ceil(8), 1];
-    Ok(vec![Work::Kernel(Launch::new(spec, grid, 256, args))])
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, 256, &args))])
 }
 
 pub(super) fn route<B: Address>(a: &Route<B>) -> Result<Vec<Work>> {
     use selkie_core::ops::Router;
-    let (kind, renorm, groups, keep, eps, scale) = match a.router {
+    let (kind, renorm, groups, keep, sum_eps, scale) = match a.router {
         Router::SoftmaxTopK { renorm } => (0, renorm, 1, 1, 0.0, 1.0),
         Router::TopKSoftmax => (1, true, 1, 1, 0.0, 1.0),
         Router::Sigmoid { groups, topk_group, renorm, sum_eps, scale } => {
@@ -168,19 +177,27 @@ pub(super) fn route<B: Address>(a: &Route<B>) -> Result<Vec<Work>> {
         .int("GROUPS", groups)
         .int("KEEP", keep)
         .flag("HAS_BIAS", a.bias.is_some());
-    let args = Args::new()
-        .step(&a.step)
-        .rows(&a.logits)
-        .maybe_at(a.bias.as_ref())
-        .rows(&a.ids)
-        .rows(&a.weights)
-        .float(eps)
-        .float(scale);
-    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.tokens.div_ceil(4), 1, 1], 128, args))])
+    let args = arguments::Route {
+        st: (&a.step).into(),
+        logits: (&a.logits).into(),
+        bias: a.bias.as_ref().into(),
+        ids: (&a.ids).into(),
+        weights: (&a.weights).into(),
+        sum_eps,
+        scale,
+    };
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.tokens.div_ceil(4), 1, 1], 128, &args))])
 }
 
 pub(super) fn sample<B: Address>(a: &Sample<B>) -> Result<Vec<Work>> {
     let spec = Spec::new(File::Sample).int("V", a.logits.row_len());
-    let args = Args::new().step(&a.step).rows(&a.logits).rows(&a.lanes).rows(&a.seen).at(&a.last).at(&a.ids);
-    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, 1, 1], 1024, args))])
+    let args = arguments::Sample {
+        st: (&a.step).into(),
+        logits: (&a.logits).into(),
+        lanes: (&a.lanes).into(),
+        seen: (&a.seen).into(),
+        last: (&a.last).into(),
+        ids: (&a.ids).into(),
+    };
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, 1, 1], 1024, &args))])
 }

@@ -7,9 +7,10 @@ use selkie_core::{
     tensor::DType,
 };
 
-use super::{Target, act, aligned, fours, vector, wide};
+use super::{Arena, Device, Hazards, act, aligned, fours, vector, wide};
 use crate::{
-    launch::{Address, Args, Launch, Work},
+    arguments::{self, At},
+    launch::{Address, Launch, Work},
     spec::{File, Spec},
 };
 
@@ -19,7 +20,7 @@ fn conv_shape(tokens: usize, chunks: usize, widest: usize) -> (usize, usize, usi
     if tokens <= 2 * chunks { (widest.min(2), 128, 1) } else { (widest.min(4), 128, 8) }
 }
 
-pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<Work>> {
+pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, hazards: &Hazards) -> Result<Vec<Work>> {
     let (tokens, chunks) = (a.step.bucket.tokens, a.step.bucket.chunks);
     let (channels, taps) = (a.x.row_len(), a.weight.row_len() - 1);
     let (vec, cols, loads) = conv_shape(tokens, chunks, vector(channels, &[&a.x, &a.out]));
@@ -35,10 +36,16 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, target: &Target) -> Result<Vec<W
         .ty("x_t", a.x.dtype)
         .ty("pool_t", a.pool.dtype)
         .ty("out_t", a.out.dtype);
-    let args = Args::new().step(&a.step).rows(&a.x).rows(&a.weight).rows(&a.pool).rows(&a.out);
-    let args = args.int(u64::from(target.untouched));
+    let args = arguments::Conv1d {
+        st: (&a.step).into(),
+        x: (&a.x).into(),
+        weight: (&a.weight).into(),
+        pool: (&a.pool).into(),
+        out: (&a.out).into(),
+        state_unwritten: u32::from(hazards.state_unwritten),
+    };
     let grid = [chunks * channels.div_ceil(cols * vec) + padding_blocks(tokens, channels), 1, 1];
-    Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, args).with_early(target.untouched))])
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, &args).with_early(hazards.state_unwritten))])
 }
 
 /// Tokens that a padding block looks through, and columns that it zeroes, as in `common.cuh`.
@@ -117,12 +124,12 @@ fn scan_sets(n: usize) -> usize {
 const CHUNKED_STATIC: usize = 4096;
 
 /// Cut of the chunked scan over P x N states, if it takes this shape; `blocks` of 64 columns would be there.
-fn scan_block(p: usize, n: usize, blocks: usize, target: &Target) -> Option<ChunkedShape> {
+fn scan_block(p: usize, n: usize, blocks: usize, device: &Device) -> Option<ChunkedShape> {
     if !(n.is_multiple_of(64) && n <= 256 || n == 32) {
         return None;
     }
     // Half as wide where that leaves half of the device empty.
-    let widest = if 2 * blocks <= target.sms { 32 } else { 64 };
+    let widest = if 2 * blocks <= device.sms { 32 } else { 64 };
     let shape = |columns: usize, stages| {
         let stage = 2 * PAGE * (2 * n + columns);
         // A copy of the state more than there are sets, and a tile of outputs for each of their warps.
@@ -133,24 +140,28 @@ fn scan_block(p: usize, n: usize, blocks: usize, target: &Target) -> Option<Chun
         .into_iter()
         .filter(|&(columns, _)| columns <= widest && p.is_multiple_of(columns) && n * columns <= 8192)
         .map(|(columns, stages)| shape(columns, stages))
-        .find(|s| s.shared + CHUNKED_STATIC <= target.shared)
+        .find(|s| s.shared + CHUNKED_STATIC <= device.shared)
 }
 
-pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) -> Result<Vec<Work>> {
+pub(super) fn selective_scan<B: Address>(
+    a: &SelectiveScan<B>,
+    device: &Device,
+    hazards: &Hazards,
+) -> Result<Vec<Work>> {
     let &[_, heads, p, n] = a.pool.dims() else { unreachable!("checked") };
     aligned("selective_scan", 4, &[&a.b, &a.c, &a.pool])?;
     fours("selective_scan", "state size", n)?;
     let per_channel = a.form == ScanForm::PerChannel;
     let bucket = &a.step.bucket;
-    let long = target.tuned
+    let long = device.tuned
         && !per_channel
         && may_be_long(bucket)
         && a.dt.dtype == DType::Bf16
         && wide(&[&a.x, &a.b, &a.c, &a.y]);
     let blocks = long_rows(bucket) * (heads * p).div_ceil(64);
-    let chunked = scan_block(p, n, blocks, target).filter(|_| long);
+    let chunked = scan_block(p, n, blocks, device).filter(|_| long);
     let pairs = a.pool.dtype != DType::F32 && !per_channel && wide(&[&a.b, &a.c, &a.pool]);
-    let shape = scan_shape(n, heads * p, per_channel, pairs, bucket.chunks, target.sms);
+    let shape = scan_shape(n, heads * p, per_channel, pairs, bucket.chunks, device.sms);
     let tile = shape.threads / shape.lanes * shape.rows;
     let spec = Spec::new(File::SelectiveScan)
         .int("HEADS", heads)
@@ -178,21 +189,13 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         .ty("dt_t", a.dt.dtype)
         .ty("pool_t", a.pool.dtype)
         .ty("y_t", a.y.dtype);
-    let args = Args::new()
-        .step(&a.step)
-        .rows(&a.x)
-        .rows(&a.b)
-        .rows(&a.c)
-        .rows(&a.dt)
-        .rows(&a.par)
-        .rows(&a.pool)
-        .rows(&a.y)
-        .float(a.dt_limit.0)
-        .float(a.dt_limit.1)
-        .int(u64::from(target.untouched));
+    let (st, x, b, cc, dt) = ((&a.step).into(), (&a.x).into(), (&a.b).into(), (&a.c).into(), (&a.dt).into());
+    let (par, pool, y, (dt_min, dt_max)) = ((&a.par).into(), (&a.pool).into(), (&a.y).into(), a.dt_limit);
+    let state_unwritten = u32::from(hazards.state_unwritten);
+    let args = arguments::SelectiveScan { st, x, b, cc, dt, par, pool, y, dt_min, dt_max, state_unwritten };
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
     let grid = [(heads * p).div_ceil(tile) * units + padding_blocks(bucket.tokens, heads * p), 1, 1];
-    let launch = Launch::new(spec, grid, shape.threads, args.clone());
+    let launch = Launch::new(spec, grid, shape.threads, &args);
     let mut work = vec![Work::Kernel(launch)];
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let spec = Spec::new(File::SelectiveScanChunk)
@@ -209,7 +212,8 @@ pub(super) fn selective_scan<B: Address>(a: &SelectiveScan<B>, target: &Target) 
         let grid = [long_rows(bucket), heads * p / columns, 1];
         // A warp per 16 columns, those of the outputs, and four that copy.
         let threads = 32 * (columns / 16 + 4 * scan_sets(n) + 4);
-        work.push(Work::Kernel(Launch::new(spec, grid, threads, args).with_shared(shared)));
+        let args = arguments::SelectiveScanChunk { st, x, b, cc, dt, par, pool, y, dt_min, dt_max };
+        work.push(Work::Kernel(Launch::new(spec, grid, threads, &args).with_shared(shared)));
     }
     Ok(work)
 }
@@ -237,49 +241,54 @@ const DELTA_UNIT: usize = 2 * PAGE * DELTA_KEYS + 2 * PAGE * PAGE + 3 * 4 * PAGE
 const DELTA_PREPARE: usize = 2 * PAGE * (DELTA_KEYS + 8) + 2 * 2 * PAGE * (PAGE + 8) + 4 * PAGE * (PAGE + 4);
 
 /// Cut of the second half of the chunked delta rule, if it takes this shape; `blocks` of 64 columns would be there.
-fn delta_block(dk: usize, dv: usize, blocks: usize, target: &Target) -> Option<ChunkedShape> {
+fn delta_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<ChunkedShape> {
     let shape = |columns: usize, stages| {
         let stage = DELTA_UNIT + 2 * PAGE * (2 * dk + columns);
         ChunkedShape { columns, stages, shared: stages * stage + columns / 16 * (dk + PAGE) / 16 * 512 }
     };
     // Half as wide where that leaves half of the device empty.
-    let widest = if 2 * blocks <= target.sms { 32 } else { 64 };
+    let widest = if 2 * blocks <= device.sms { 32 } else { 64 };
     [(64, 3), (64, 2), (32, 3), (32, 2)]
         .into_iter()
         .filter(|&(columns, _)| dk == DELTA_KEYS && columns <= widest && dv.is_multiple_of(columns))
         .map(|(columns, stages)| shape(columns, stages))
-        .find(|s| s.shared.max(DELTA_PREPARE) + CHUNKED_STATIC <= target.shared)
+        .find(|s| s.shared.max(DELTA_PREPARE) + CHUNKED_STATIC <= device.shared)
 }
 
 /// Whether the inputs are such as the chunked delta rule reads.
-fn delta_inputs<B: Address>(a: &GatedDelta<B>, target: &Target) -> bool {
-    target.tuned && a.a.dtype == DType::Bf16 && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
+fn delta_inputs<B: Address>(a: &GatedDelta<B>, device: &Device) -> bool {
+    device.tuned && a.a.dtype == DType::Bf16 && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
 }
 
-fn delta_chunked<B: Address>(a: &GatedDelta<B>, target: &Target) -> Option<ChunkedShape> {
+fn delta_chunked<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<ChunkedShape> {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
-    let long = may_be_long(&a.step.bucket) && delta_inputs(a, target);
+    let long = may_be_long(&a.step.bucket) && delta_inputs(a, device);
     let blocks = long_rows(&a.step.bucket) * (heads * dv).div_ceil(64);
-    delta_block(dk, dv, blocks, target).filter(|_| long)
+    delta_block(dk, dv, blocks, device).filter(|_| long)
 }
 
 /// At most, in steps of as many tokens or fewer: one of more rows may have no long one and take none.
-pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, target: &Target) -> u64 {
+pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, device: &Device) -> u64 {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let b = &a.step.bucket;
     // What fits with any number of blocks fits with the fewest, whose columns are half as wide.
-    let takes = b.tokens > PAGE && delta_inputs(a, target) && delta_block(dk, dv, 0, target).is_some();
+    let takes = b.tokens > PAGE && delta_inputs(a, device) && delta_block(dk, dv, 0, device).is_some();
     if takes { (b.chunks * heads * DELTA_UNIT) as u64 } else { 0 }
 }
 
-pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Result<Vec<Work>> {
+pub(super) fn gated_delta<B: Address>(
+    a: &GatedDelta<B>,
+    device: &Device,
+    arena: &Arena,
+    hazards: &Hazards,
+) -> Result<Vec<Work>> {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     aligned("gated_delta", 4, &[&a.v, &a.pool, &a.out])?;
     fours("gated_delta", "value head dim", dv)?;
     let bucket = &a.step.bucket;
-    let chunked = delta_chunked(a, target);
-    let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), target.sms);
-    let blocks = delta_blocks(a, columns, target.sms);
+    let chunked = delta_chunked(a, device);
+    let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), device.sms);
+    let blocks = delta_blocks(a, columns, device.sms);
     let spec = Spec::new(File::GatedDelta)
         .int("HEADS", heads)
         .int("DK", dk)
@@ -297,21 +306,14 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
         .ty("b_t", a.b.dtype)
         .ty("pool_t", a.pool.dtype)
         .ty("out_t", a.out.dtype);
-    let args = Args::new()
-        .step(&a.step)
-        .rows(&a.q)
-        .rows(&a.k)
-        .rows(&a.v)
-        .rows(&a.a)
-        .rows(&a.b)
-        .rows(&a.par)
-        .rows(&a.pool)
-        .rows(&a.out)
-        .float(a.beta_scale)
-        .int(u64::from(target.untouched));
+    let (st, q, k, v, beta_scale) = ((&a.step).into(), (&a.q).into(), (&a.k).into(), (&a.v).into(), a.beta_scale);
+    let (gates, par, pool, out) = (((&a.a).into(), (&a.b).into()), (&a.par).into(), (&a.pool).into(), (&a.out).into());
+    let state_unwritten = u32::from(hazards.state_unwritten);
+    let args =
+        arguments::GatedDelta { st, q, k, v, a: gates.0, b: gates.1, par, pool, out, beta_scale, state_unwritten };
     let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
     let grid = [heads * dv.div_ceil(columns) * units + padding_blocks(bucket.tokens, heads * dv), 1, 1];
-    let mut work = vec![Work::Kernel(Launch::new(spec, grid, DELTA_THREADS, args))];
+    let mut work = vec![Work::Kernel(Launch::new(spec, grid, DELTA_THREADS, &args))];
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let constants = |file| {
             Spec::new(file)
@@ -321,22 +323,22 @@ pub(super) fn gated_delta<B: Address>(a: &GatedDelta<B>, target: &Target) -> Res
                 .int("FIRST_HEAD", a.first_head)
                 .int("MIN_TOKENS", SHORT)
         };
-        let args = Args::new().step(&a.step).rows(&a.q).rows(&a.k);
-        let prepare = args.clone().rows(&a.a).rows(&a.b).rows(&a.par).int(target.scratch).float(a.beta_scale);
+        let scratch = At(arena.scratch);
+        let prepare = arguments::GatedDeltaPrepare { st, q, k, a: gates.0, b: gates.1, par, scratch, beta_scale };
         let (first_key, last_key) = (a.first_head / a.heads_per_key, (a.first_head + heads - 1) / a.heads_per_key);
         let grid = [bucket.chunks, last_key - first_key + 1, 1];
-        let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, prepare).with_shared(DELTA_PREPARE);
+        let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, &prepare).with_shared(DELTA_PREPARE);
         work.push(Work::Kernel(launch));
         let spec = constants(File::GatedDeltaChunk)
             .int("DV", dv)
             .int("DB", columns)
             .int("STAGES", stages)
             .ty("pool_t", a.pool.dtype);
-        let args = args.rows(&a.v).int(target.scratch).rows(&a.pool).rows(&a.out);
+        let args = arguments::GatedDeltaChunk { st, q, k, v, scratch, pool, out };
         let grid = [long_rows(bucket), heads * dv / columns, 1];
         // Two warps per 16 columns, and four that copy.
         let threads = 64 * (columns / 16) + 128;
-        work.push(Work::Kernel(Launch::new(spec, grid, threads, args).with_shared(shared)));
+        work.push(Work::Kernel(Launch::new(spec, grid, threads, &args).with_shared(shared)));
     }
     Ok(work)
 }
@@ -363,7 +365,7 @@ mod tests {
     #[test]
     fn chunked_blocks_fit() {
         let scan =
-            |p, n, blocks, shared| scan_block(p, n, blocks, &Target::like_h200(shared)).map(|s| (s.columns, s.stages));
+            |p, n, blocks, shared| scan_block(p, n, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages));
         assert_eq!(scan(64, 128, 128, 227), Some((64, 3)));
         assert_eq!(scan(64, 128, 48, 227), Some((32, 3)));
         assert_eq!(scan(64, 128, 128, 163), Some((64, 2)));
@@ -372,7 +374,7 @@ mod tests {
         assert_eq!(scan(80, 128, 128, 227), None);
         assert_eq!(scan(64, 96, 128, 227), None);
         let delta = |dv, blocks, shared| {
-            delta_block(128, dv, blocks, &Target::like_h200(shared)).map(|s| (s.columns, s.stages))
+            delta_block(128, dv, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages))
         };
         assert_eq!(delta(128, 64, 227), Some((32, 3)));
         assert_eq!(delta(128, 128, 227), Some((64, 3)));

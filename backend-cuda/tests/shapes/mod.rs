@@ -8,7 +8,7 @@ use selkie_core::{
 };
 use selkie_cuda::{
     launch::{Address, Work},
-    plan::{Target, fused, plan, scratch},
+    plan::{Arena, Device, Hazards, fused, plan, scratch},
     spec::{File, Spec},
 };
 
@@ -167,24 +167,18 @@ pub fn takes_heads_of(hd: usize) -> bool {
     let mut maker = Maker::new(DType::Bf16, DType::F32, Bucket::holding(4, 4, 4, 4, 16));
     let mut found = Vec::new();
     attention(&mut maker, &mut found, 4, 2, hd);
-    let target = target("sm_80", 163 << 10, true);
-    found.iter().all(|op| plan(op, &target).is_ok())
+    let device = device("sm_80", 163 << 10, true);
+    found.iter().all(|op| plan(op, &device, &ARENA, &FREE).is_ok())
 }
 
-fn target(arch: &str, shared: usize, tuned: bool) -> Target {
-    Target {
-        sms: 132,
-        shared,
-        bulk: !arch.starts_with("sm_8"),
-        wgmma: arch == "sm_90a",
-        blas: true,
-        tuned,
-        scratch: 1 << 60,
-        tickets: 1 << 50,
-        untouched: true,
-        settled: true,
-    }
+/// A device with the multiprocessors of an H200.
+fn device(arch: &str, shared: usize, tuned: bool) -> Device {
+    let bulk_copies = !arch.starts_with("sm_8");
+    Device { sms: 132, shared, bulk_copies, wgmma: arch == "sm_90a", blas: true, tuned }
 }
+
+const ARENA: Arena = Arena { scratch: 1 << 60, tickets: 1 << 50 };
+const FREE: Hazards = Hazards { state_unwritten: true, inputs_complete: true };
 
 /// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block; only the
 /// base shape unless `all`.
@@ -204,18 +198,18 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
         for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
             for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
                 let mut maker = Maker::new(act, state, bucket);
-                let target = target(arch, shared, tuned);
+                let device = device(arch, shared, tuned);
                 for op in ops(shape, &mut maker) {
                     op.check();
-                    let _ = scratch(&op, &target);
-                    for work in plan(&op, &target).expect("a shape of a supported model") {
+                    let _ = scratch(&op, &device);
+                    for work in plan(&op, &device, &ARENA, &FREE).expect("a shape of a supported model") {
                         if let Work::Kernel(l) = work {
                             found.push(l.spec);
                         }
                     }
                 }
                 for chain in chains(shape, &mut maker) {
-                    if let Some(Work::Kernel(l)) = fused(&chain, &target) {
+                    if let Some(Work::Kernel(l)) = fused(&chain, &device, &FREE) {
                         found.push(l.spec);
                     }
                 }
@@ -416,7 +410,8 @@ fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd
     for (norm, rope) in [(false, true), (true, true), (false, false)] {
         let norm = norm.then(|| (m.f32(&[2, hd]), 1e-6));
         let inv_freq = rope.then(|| m.f32(&[hd / 2]));
-        let (q, k, v) = (m.act(&[t, heads * hd]), m.act(&[t, kv * hd]), m.act(&[t, kv * hd]));
+        let qkv = m.act(&[t, (heads + 2 * kv) * hd]);
+        let (q, k, v) = (qkv.cols(0, heads * hd), qkv.cols(heads * hd, kv * hd), qkv.cols((heads + kv) * hd, kv * hd));
         let q_out = m.act(&[t, heads * hd]);
         ops.push(
             RopeKv { step: step.clone(), q, k, v, norm, inv_freq, q_out, pool: pool.clone(), head_dim: hd }.into(),

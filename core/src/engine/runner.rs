@@ -77,6 +77,8 @@ impl<B: Backend> Runner<B> {
         let (last, ids) = (vector("last ids")?, vector("sampled ids")?);
         let runner = Self { backend, model, pools, ints, lanes, seen, last, ids, tapes: HashMap::new() };
         runner.reserve(limits)?;
+        // After a short prompt comes a decode step; its kernels are compiled while those of the prompt are.
+        runner.backend.expect(|ops| runner.forward(ops, Bucket::holding(1, 1, 1, 1, 1)))?;
         Ok(runner)
     }
 

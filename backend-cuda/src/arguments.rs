@@ -1,0 +1,465 @@
+//! Kernel parameters: one declaration per kernel, from which the kernel's parameter list is printed and the words of a launch
+//! are written.
+//!
+//! [`Spec::text`](crate::spec::Spec::text) defines `PARAMETERS` as the declarations in order, and the kernel's signature is
+//! `ENTRY(PARAMETERS)`. Parameters stay positional: they lie in constant memory as the members of a structure would.
+
+use selkie_core::{step::Step, tensor::Tensor};
+
+use crate::launch::{Address, Args, address};
+
+/// A parameter as it is declared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parameter {
+    /// Its name in the kernel.
+    pub name: &'static str,
+    /// Its value on the host.
+    pub kind: Kind,
+    /// C++ type of the elements that an address points to; empty for values.
+    pub element: &'static str,
+}
+
+/// What a parameter is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Address and row stride of a tensor: two parameters, `T *name, i64 name_stride`.
+    Rows,
+    /// Address of a tensor without gaps, or null: `T *name`.
+    At,
+    /// `int name`
+    Int,
+    /// `u32 name`
+    U32,
+    /// `u64 name`
+    U64,
+    /// `float name`
+    Float,
+    /// The integers of a step and its bucket: `Step name`, a structure of `common.cuh`.
+    Step,
+}
+
+impl Parameter {
+    /// The declaration in the kernel's signature.
+    pub fn declaration(&self) -> String {
+        let Self { name, element, .. } = self;
+        match self.kind {
+            Kind::Rows => format!("{element} *{name}, i64 {name}_stride"),
+            Kind::At => format!("{element} *{name}"),
+            Kind::Int => format!("int {name}"),
+            Kind::U32 => format!("u32 {name}"),
+            Kind::U64 => format!("u64 {name}"),
+            Kind::Float => format!("float {name}"),
+            Kind::Step => format!("Step {name}"),
+        }
+    }
+
+    /// Bytes of each parameter that it declares, as the host writes them.
+    pub fn bytes(&self) -> &'static [usize] {
+        match self.kind {
+            Kind::Rows => &[8, 8],
+            Kind::At | Kind::U64 => &[8],
+            Kind::Int | Kind::U32 | Kind::Float => &[4],
+            Kind::Step => &[32],
+        }
+    }
+}
+
+/// The values of a kernel's parameters.
+pub trait Arguments {
+    /// The declaration.
+    const PARAMETERS: &'static [Parameter];
+    /// The values in the order of the declaration.
+    fn args(&self) -> Args;
+}
+
+/// A value of some [`Kind`].
+trait Value {
+    const KIND: Kind;
+    fn add_to(&self, args: Args) -> Args;
+}
+
+/// Address and row stride of a tensor, in elements.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rows {
+    /// Address of the first element, or null.
+    pub at: u64,
+    /// Elements between rows.
+    pub stride: u64,
+}
+
+impl<B: Address> From<&Tensor<B>> for Rows {
+    fn from(t: &Tensor<B>) -> Self {
+        Self { at: address(t), stride: t.row_stride as u64 }
+    }
+}
+
+impl<B: Address> From<Option<&Tensor<B>>> for Rows {
+    fn from(t: Option<&Tensor<B>>) -> Self {
+        t.map_or(Self::default(), Self::from)
+    }
+}
+
+/// Address of a tensor without gaps, or null.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct At(pub u64);
+
+impl<B: Address> From<&Tensor<B>> for At {
+    fn from(t: &Tensor<B>) -> Self {
+        Self(address(t))
+    }
+}
+
+impl<B: Address> From<Option<&Tensor<B>>> for At {
+    fn from(t: Option<&Tensor<B>>) -> Self {
+        t.map_or(Self::default(), Self::from)
+    }
+}
+
+/// The `Step` structure of `common.cuh`: the address of the integers, then the sizes of the bucket.
+#[derive(Clone, Copy, Debug)]
+pub struct StepWords([u64; 4]);
+
+impl<B: Address> From<&Step<B>> for StepWords {
+    fn from(s: &Step<B>) -> Self {
+        let b = &s.bucket;
+        let pair = |lo: usize, hi: usize| lo as u64 | (hi as u64) << 32;
+        Self([address(&s.ints), pair(b.tokens, b.rows), pair(b.chunks, b.outputs), pair(b.pages, 0)])
+    }
+}
+
+impl Value for Rows {
+    const KIND: Kind = Kind::Rows;
+    fn add_to(&self, args: Args) -> Args {
+        args.with(&[self.at]).with(&[self.stride])
+    }
+}
+
+impl Value for StepWords {
+    const KIND: Kind = Kind::Step;
+    fn add_to(&self, args: Args) -> Args {
+        args.with(&self.0)
+    }
+}
+
+/// Values of one word; kernels read its first 4 bytes where their parameter has 4.
+macro_rules! one_word {
+    ($($ty:ty, $kind:ident, $v:ident => $word:expr;)*) => {
+        $(impl Value for $ty {
+            const KIND: Kind = Kind::$kind;
+            fn add_to(&self, args: Args) -> Args {
+                let $v = *self;
+                args.with(&[$word])
+            }
+        })*
+    };
+}
+
+one_word! {
+    At, At, v => v.0;
+    i32, Int, v => u64::from(v.cast_unsigned());
+    u32, U32, v => u64::from(v);
+    u64, U64, v => v;
+    f32, Float, v => u64::from(v.to_bits());
+}
+
+/// Declares the parameters of a kernel: `name: host type "element type"`.
+macro_rules! arguments {
+    ($($(#[$doc:meta])* $kernel:ident { $($name:ident: $ty:ty $(= $element:literal)?,)* })*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug)]
+            #[allow(missing_docs, reason = "fields are described where kernels use them")]
+            pub struct $kernel { $(pub $name: $ty,)* }
+
+            impl Arguments for $kernel {
+                const PARAMETERS: &'static [Parameter] = &[$(Parameter {
+                    name: stringify!($name),
+                    kind: <$ty as Value>::KIND,
+                    element: concat!($($element)?),
+                },)*];
+
+                fn args(&self) -> Args {
+                    let args = Args::with_capacity(Self::PARAMETERS.len());
+                    $(let args = self.$name.add_to(args);)*
+                    args
+                }
+            }
+        )*
+    };
+}
+
+arguments! {
+    /// Of `empty.cu`.
+    Empty {}
+    /// Of `fill.cu`.
+    Fill {
+        out: At = "out_t",
+        n: u64,
+        seed: u32,
+        scale: f32,
+    }
+    /// Of `embed.cu`; `first` and `rows`: the ids in this block of the table.
+    Embed {
+        st: StepWords,
+        last: At = "const u32",
+        table: Rows = "const table_t",
+        first: u32,
+        rows: u32,
+        out: Rows = "out_t",
+        scale: f32,
+    }
+    /// Of `gather.cu`.
+    Gather {
+        st: StepWords,
+        x: Rows = "const x_t",
+        out: Rows = "out_t",
+    }
+    /// Of `activation.cu`.
+    Activation {
+        gate: Rows = "const gate_t",
+        up: Rows = "const up_t",
+        row_gate: Rows = "const row_gate_t",
+        out: Rows = "out_t",
+    }
+    /// Of `rms_norm.cu`; `units`: rows times groups.
+    RmsNorm {
+        x: Rows = "x_t",
+        add: Rows = "const add_t",
+        add_scale: f32,
+        weight: At = "const float",
+        gate: Rows = "const gate_t",
+        out: Rows = "out_t",
+        eps: f32,
+        units: u32,
+    }
+    /// Of `rope_kv.cu`; the stride of the pools is that of a page.
+    RopeKv {
+        st: StepWords,
+        q: Rows = "const q_t",
+        k: Rows = "const k_t",
+        v: Rows = "const v_t",
+        norm: At = "const float",
+        eps: f32,
+        inv_freq: At = "const float",
+        q_out: Rows = "q_out_t",
+        k_pages: Rows = "kv_t",
+        v_pages: Rows = "kv_t",
+    }
+    /// Of `route.cu`.
+    Route {
+        st: StepWords,
+        logits: Rows = "const float",
+        bias: At = "const float",
+        ids: Rows = "u32",
+        weights: Rows = "float",
+        sum_eps: f32,
+        scale: f32,
+    }
+    /// Of `sample.cu`.
+    Sample {
+        st: StepWords,
+        logits: Rows = "const float",
+        lanes: Rows = "const u32",
+        seen: Rows = "u32",
+        last: At = "u32",
+        ids: At = "u32",
+    }
+    /// Of `attention.cu`.
+    Attention {
+        st: StepWords,
+        q: Rows = "const q_t",
+        k_pages: Rows = "const kv_t",
+        v_pages: Rows = "const kv_t",
+        out: Rows = "out_t",
+        partial: At = "float",
+        scale: f32,
+    }
+    /// Of `attention_combine.cu`.
+    AttentionCombine {
+        st: StepWords,
+        partial: At = "const float",
+        out: Rows = "out_t",
+    }
+    /// Of `attention_decode.cu`; `tickets`: a u32 of zero for every multiprocessor, left as it was.
+    AttentionDecode {
+        st: StepWords,
+        q: Rows = "const bf16",
+        k_pages: Rows = "const bf16",
+        v_pages: Rows = "const bf16",
+        out: Rows = "out_t",
+        partial: At = "float",
+        tickets: At = "u32",
+        scale: f32,
+    }
+    /// Of `attention_prefill.cu` and `attention_wgmma.cu`.
+    AttentionTiles {
+        st: StepWords,
+        q: Rows = "const bf16",
+        k_pages: Rows = "const bf16",
+        v_pages: Rows = "const bf16",
+        out: Rows = "bf16",
+        scale: f32,
+    }
+    /// Of `conv1d.cu`; `state_unwritten` as in [`Hazards`](crate::plan::Hazards).
+    Conv1d {
+        st: StepWords,
+        x: Rows = "const x_t",
+        weight: Rows = "const float",
+        pool: Rows = "pool_t",
+        out: Rows = "out_t",
+        state_unwritten: u32,
+    }
+    /// Of `selective_scan.cu`; `state_unwritten` as in [`Hazards`](crate::plan::Hazards).
+    SelectiveScan {
+        st: StepWords,
+        x: Rows = "const x_t",
+        b: Rows = "const b_t",
+        cc: Rows = "const c_t",
+        dt: Rows = "const dt_t",
+        par: Rows = "const float",
+        pool: Rows = "pool_t",
+        y: Rows = "y_t",
+        dt_min: f32,
+        dt_max: f32,
+        state_unwritten: u32,
+    }
+    /// Of `selective_scan_chunk.cu`.
+    SelectiveScanChunk {
+        st: StepWords,
+        x: Rows = "const bf16",
+        b: Rows = "const bf16",
+        cc: Rows = "const bf16",
+        dt: Rows = "const bf16",
+        par: Rows = "const float",
+        pool: Rows = "pool_t",
+        y: Rows = "bf16",
+        dt_min: f32,
+        dt_max: f32,
+    }
+    /// Of `gated_delta.cu`; `state_unwritten` as in [`Hazards`](crate::plan::Hazards).
+    GatedDelta {
+        st: StepWords,
+        q: Rows = "const q_t",
+        k: Rows = "const k_t",
+        v: Rows = "const v_t",
+        a: Rows = "const a_t",
+        b: Rows = "const b_t",
+        par: Rows = "const float",
+        pool: Rows = "pool_t",
+        out: Rows = "out_t",
+        beta_scale: f32,
+        state_unwritten: u32,
+    }
+    /// Of `gated_delta_prepare.cu`.
+    GatedDeltaPrepare {
+        st: StepWords,
+        q: Rows = "const bf16",
+        k: Rows = "const bf16",
+        a: Rows = "const bf16",
+        b: Rows = "const bf16",
+        par: Rows = "const float",
+        scratch: At = "u8",
+        beta_scale: f32,
+    }
+    /// Of `gated_delta_chunk.cu`.
+    GatedDeltaChunk {
+        st: StepWords,
+        q: Rows = "const bf16",
+        k: Rows = "const bf16",
+        v: Rows = "const bf16",
+        scratch: At = "const u8",
+        pool: Rows = "pool_t",
+        out: Rows = "bf16",
+    }
+    /// Of `gemv.cu` and `matmul_few_bulk.cu`: a product, the op before it (`first`, `second`, `norm_weight`, `eps`) and the
+    /// convolution after it (`ints` and on). `n`: rows of w.
+    FusedProduct {
+        x: Rows = "bf16",
+        w: Rows = "const bf16",
+        n: i32,
+        columns: At = "const float",
+        bias: At = "const float",
+        out: Rows = "out_t",
+        scale: f32,
+        first: At = "const bf16",
+        second: At = "const bf16",
+        norm_weight: At = "const float",
+        eps: f32,
+        ints: At = "const u32",
+        conv_weight: Rows = "const float",
+        pool: Rows = "pool_t",
+        conv_out: At = "conv_t",
+        state_unwritten: u32,
+    }
+    /// Of `matmul_few.cu`; `n`: rows of w.
+    MatmulFew {
+        x: Rows = "const bf16",
+        w: Rows = "const bf16",
+        n: i32,
+        columns: At = "const float",
+        bias: At = "const float",
+        out: Rows = "out_t",
+        scale: f32,
+    }
+    /// Of `matmul_plain.cu`; `m` and `n`: rows of x and of w.
+    MatmulPlain {
+        x: Rows = "const x_t",
+        w: Rows = "const w_t",
+        m: i32,
+        n: i32,
+        columns: At = "const float",
+        bias: At = "const float",
+        out: Rows = "out_t",
+        scale: f32,
+    }
+    /// Of `matmul_bias.cu`.
+    MatmulBias {
+        columns: At = "const float",
+        bias: At = "const float",
+        out: Rows = "out_t",
+    }
+    /// Of `expert_combine.cu`.
+    ExpertCombine {
+        products: At = "const product_t",
+        ids: Rows = "const u32",
+        weights: Rows = "const float",
+        out: Rows = "out_t",
+        scale: f32,
+    }
+    /// Of `expert_grouped.cu`; the stride of w is that of an expert.
+    ExpertGrouped {
+        x: Rows = "const bf16",
+        w: Rows = "const bf16",
+        list: At = "const u32",
+        out: Rows = "out_t",
+    }
+    /// Of `expert_matmul.cu`; the stride of w is that of an expert, `first` and `experts` are those in w, `n` rows each.
+    ExpertMatmul {
+        x: Rows = "const x_t",
+        w: Rows = "const w_t",
+        first: u32,
+        experts: u32,
+        n: i32,
+        ids: Rows = "const u32",
+        out: Rows = "out_t",
+    }
+    /// Of `expert_sort.cu`.
+    ExpertSort {
+        ids: Rows = "const u32",
+        pairs: u32,
+        list: At = "u32",
+    }
+    /// Of `expert_stream.cu`; the stride of w is that of an expert, `inputs_complete` as in
+    /// [`Hazards`](crate::plan::Hazards).
+    ExpertStream {
+        x: Rows = "const bf16",
+        w: Rows = "const bf16",
+        experts: u32,
+        ids: Rows = "const u32",
+        out: Rows = "out_t",
+        mid: Rows = "mid_t",
+        weights: Rows = "const float",
+        scale: f32,
+        inputs_complete: u32,
+    }
+}

@@ -1,0 +1,189 @@
+//! Linear layers: which kernel computes a product.
+
+use selkie_core::{
+    Result,
+    ops::{Matmul, RowBlock},
+    tensor::Tensor,
+};
+
+use super::{Device, Hazards, fused::Neighbours, gemv, skinny, wide};
+use crate::{
+    arguments::{At, MatmulBias, MatmulPlain},
+    launch::{Address, Gemm, Launch, Work, address},
+    spec::{File, Spec},
+};
+
+/// Rows of x up to which a product is a skinny GEMM: our own kernels read W at memory speed.
+pub(crate) const SKINNY_ROWS: usize = 8;
+
+/// A product with one block of rows of W.
+#[derive(Clone, Copy)]
+pub(super) struct Product<'a, B> {
+    /// The op.
+    pub op: &'a Matmul<B>,
+    /// The rows of W.
+    pub block: &'a RowBlock<B>,
+    /// Their columns of the output.
+    pub out: &'a Tensor<B>,
+}
+
+impl<B: Address> Product<'_, B> {
+    /// Rows of x.
+    pub fn m(&self) -> usize {
+        self.op.x.rows()
+    }
+
+    /// Rows of W.
+    pub fn n(&self) -> usize {
+        self.block.w.rows()
+    }
+
+    /// The inner dimension.
+    pub fn k(&self) -> usize {
+        self.op.w.k
+    }
+
+    /// Address of the factors of the block's columns, or null.
+    pub fn columns(&self) -> At {
+        self.of_block(self.op.columns.as_ref())
+    }
+
+    /// Address of the bias of the block's columns, or null.
+    pub fn bias(&self) -> At {
+        self.of_block(self.op.bias.as_ref())
+    }
+
+    fn of_block(&self, all: Option<&Tensor<B>>) -> At {
+        At(all.map_or(0, |t| address(t) + 4 * self.block.col as u64))
+    }
+
+    fn kernel(&self, device: &Device) -> Kernel {
+        let Self { op, block, out } = self;
+        let (m, k) = (self.m(), self.k());
+        let inputs = device.tuned && wide(&[&op.x, &block.w]) && k.is_multiple_of(8);
+        // With more than two rows, to read x again with every slice of W costs more than the library's product.
+        let takes = |s: skinny::Shape| m <= 2 || !device.blas || s.resident;
+        if inputs && m <= SKINNY_ROWS && skinny::shape(m, k, device.shared).is_some_and(takes) {
+            Kernel::Skinny
+        } else if inputs
+            && device.blas
+            // The library adds what is there already within its product, so column factors would scale that too.
+            && !(op.columns.is_some() && op.accumulate)
+            && address(*out).is_multiple_of(16)
+            && (out.row_stride * out.dtype.bytes()).is_multiple_of(16)
+        {
+            Kernel::Library
+        } else {
+            Kernel::Plain
+        }
+    }
+
+    /// One of the kernels with bulk copies, if the device has them and one takes the shape.
+    fn bulk(&self, around: &Neighbours<B>, device: &Device, hazards: &Hazards) -> Option<Launch> {
+        // Short products depend on the kernels around them: several small blocks per multiprocessor let those start sooner.
+        let (m, k, n) = (self.m(), self.k(), self.n());
+        let rows = exceeds_l2(n, k, device) || gemv::prefers_row_dealing(m, k, n, device);
+        let by_rows = if rows { gemv::launch(self, around, device, hazards) } else { None };
+        by_rows.or_else(|| skinny::bulk(self, around, device, hazards))
+    }
+
+    fn library(&self) -> Vec<Work> {
+        let Self { op, block, out } = self;
+        let (m, n) = (self.m(), self.n());
+        let mut work = vec![Work::Gemm(Gemm {
+            mnk: [m, n, self.k()],
+            at: [address(&op.x), address(&block.w), address(out)],
+            strides: [op.x.row_stride, block.w.row_stride, out.row_stride],
+            out: out.dtype,
+            scale: op.scale,
+            accumulate: op.accumulate,
+        })];
+        if op.columns.is_some() || op.bias.is_some() {
+            let spec = Spec::new(File::MatmulBias)
+                .int("N", n)
+                .flag("HAS_COLUMNS", op.columns.is_some())
+                .flag("HAS_BIAS", op.bias.is_some())
+                .ty("out_t", out.dtype);
+            let args = MatmulBias { columns: self.columns(), bias: self.bias(), out: (*out).into() };
+            work.push(Work::Kernel(Launch::new(spec, [m, n.div_ceil(256), 1], 256, &args)));
+        }
+        work
+    }
+
+    fn plain(&self) -> Launch {
+        let Self { op, block, out } = self;
+        let (m, n) = (self.m(), self.n());
+        let spec = Spec::new(File::MatmulPlain)
+            .int("K", self.k())
+            .flag("ACCUMULATE", op.accumulate)
+            .flag("HAS_COLUMNS", op.columns.is_some())
+            .flag("HAS_BIAS", op.bias.is_some())
+            .ty("x_t", op.x.dtype)
+            .ty("w_t", block.w.dtype)
+            .ty("out_t", out.dtype);
+        let args = MatmulPlain {
+            x: (&op.x).into(),
+            w: (&block.w).into(),
+            m: m as i32,
+            n: n as i32,
+            columns: self.columns(),
+            bias: self.bias(),
+            out: (*out).into(),
+            scale: op.scale,
+        };
+        Launch::new(spec, [n.div_ceil(64), m.div_ceil(64), 1], 256, &args)
+    }
+}
+
+/// What computes a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    /// A skinny GEMM.
+    Skinny,
+    /// cuBLASLt.
+    Library,
+    /// The f32 kernel that takes every shape and dtype.
+    Plain,
+}
+
+/// Whether W is larger than an L2 holds, so that to read it takes much longer than the kernels around the product.
+fn exceeds_l2(n: usize, k: usize, device: &Device) -> bool {
+    2 * n * k > (device.sms * 400) << 10
+}
+
+/// Whether W is loaded with the evict-first policy: where it exceeds the L2, up to 256 MiB. What that gains and costs is in
+/// `docs/h200-cuda.md`.
+pub(super) fn evict_first(n: usize, k: usize, device: &Device) -> bool {
+    exceeds_l2(n, k, device) && 2 * n * k <= 256 << 20
+}
+
+/// A product of one row with its neighbours, if one kernel computes them all.
+pub(super) fn fuse_neighbours<B: Address>(
+    op: &Matmul<B>,
+    around: &Neighbours<B>,
+    device: &Device,
+    hazards: &Hazards,
+) -> Option<Work> {
+    let [block] = op.w.blocks.as_slice() else { return None };
+    let out = op.out.cols(block.col, block.w.rows());
+    let product = Product { op, block, out: &out };
+    let skinny = op.x.rows() == 1 && product.kernel(device) == Kernel::Skinny;
+    skinny.then(|| product.bulk(around, device, hazards)).flatten().map(Work::Kernel)
+}
+
+pub(super) fn matmul<B: Address>(op: &Matmul<B>, device: &Device, hazards: &Hazards) -> Result<Vec<Work>> {
+    let mut work = Vec::new();
+    for block in &op.w.blocks {
+        let out = op.out.cols(block.col, block.w.rows());
+        let product = Product { op, block, out: &out };
+        match product.kernel(device) {
+            Kernel::Skinny => {
+                let bulk = product.bulk(&Neighbours::none(), device, hazards);
+                work.push(Work::Kernel(bulk.map_or_else(|| skinny::launch(&product, device), Ok)?));
+            }
+            Kernel::Library => work.extend(product.library()),
+            Kernel::Plain => work.push(Work::Kernel(product.plain())),
+        }
+    }
+    Ok(work)
+}
