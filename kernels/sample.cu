@@ -145,9 +145,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         max = best_value[threadIdx.x % 32];
         best = best_id[threadIdx.x % 32];
     }
-    if (best == 0x7fffffff) best = 0;
-    int id = best;
-    if (temperature != 0.f && max > -INF && max < INF) {
+    bool finite = max > -INF && max < INF;
+    int id = finite ? best : (int)NONE;
+    if (temperature != 0.f && finite) {
         row.max = max;
         u32 least = 0;
         if (top_k > 0 && top_k < V) least = select<false>(row, 0, top_k, bins, found);
@@ -231,6 +231,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         ids[o] = id;
         // Of several outputs of a lane, the last one's id stays.
         if (o + 1 >= st.outputs || st.output_token(o + 1) == NONE || st.output_lane(o + 1) != lane) last[lane] = id;
-        atomicOr(seen + lane * seen_stride + id / 32, 1u << (id % 32));
+        if (finite) atomicOr(seen + lane * seen_stride + id / 32, 1u << (id % 32));
     }
 }

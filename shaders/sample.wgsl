@@ -247,13 +247,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #endif
     best_of_all(thread, largest, best);
     if thread == 0u {
-        // No score above minus infinity: token 0.
-        chosen = select(bitcast<u32>(floats[0]), 0u, words[0] == LOWEST_KEY);
+        chosen = bitcast<u32>(floats[0]);
         shared_key = words[0];
     }
     largest = workgroupUniformLoad(&shared_key);
     best = workgroupUniformLoad(&chosen);
     let infinite = largest == LOWEST_KEY || largest == 0xff800000u;
+    if infinite && thread == 0u {
+        chosen = NONE;
+    }
     if temperature > 0.0 && !infinite {
         let top = float_of(largest);
         let scale = 1.0 / temperature;
@@ -322,7 +324,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if thread == 0u {
         let id = chosen;
         ids_set(o * P.ids_row, id);
-        seen_or(lane * P.seen_row + id / 32u, 1u << (id & 31u));
+        if id != NONE {
+            seen_or(lane * P.seen_row + id / 32u, 1u << (id & 31u));
+        }
         // If a lane has several outputs, the last one counts.
         var follows = false;
         if o + 1u < P.groups {

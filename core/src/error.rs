@@ -35,6 +35,11 @@ pub enum Error {
         /// Why, and what is supported instead.
         why: String,
     },
+    /// No logit of a token is a finite number, so there is nothing to choose from.
+    #[error(
+        "the model's logits are not finite: a weight or the configuration is damaged; compare the files with their source, or download them again"
+    )]
+    NotFinite,
     /// An allocation that does not fit.
     #[error("not enough memory for {what}: {asked} bytes asked, {free} bytes free")]
     OutOfMemory {

@@ -10,9 +10,10 @@
 //!    with `u = uniform(seed, position)`.
 //!
 //! Tokens equal to the last one kept are kept too, so each step is a threshold and needs no order among equals. A logit that
-//! is not a number counts as minus infinity.
+//! is not a number counts as minus infinity. If after step 1 the largest logit is not finite (all are minus infinity, or one is
+//! plus infinity), there is no token: the result is [`NONE`].
 
-use crate::{Error, Result, ops::LANE_WORDS};
+use crate::{Error, Result, ops::LANE_WORDS, step::NONE};
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -95,7 +96,7 @@ fn is_seen(seen: &[u32], id: usize) -> bool {
 }
 
 /// The token at `position` given `logits` `[V]` and the bitset `seen` `[ceil(V / 32)]` of the tokens that the sequence knows
-/// (may be empty). `scratch` only saves an allocation. See the module for the rule.
+/// (may be empty), or [`NONE`]. `scratch` only saves an allocation. See the module for the rule.
 pub fn sample(logits: &[f32], seen: &[u32], params: &Sampling, position: u32, scratch: &mut Vec<f32>) -> u32 {
     let penalty = params.repetition_penalty;
     let score = |(id, &x): (usize, &f32)| {
@@ -114,7 +115,10 @@ pub fn sample(logits: &[f32], seen: &[u32], params: &Sampling, position: u32, sc
     };
     let larger = |best: (usize, f32), (id, x): (usize, f32)| if x > best.1 { (id, x) } else { best };
     let (best, max) = logits.iter().enumerate().map(score).fold((0, f32::NEG_INFINITY), larger);
-    if params.is_greedy() || !max.is_finite() {
+    if !max.is_finite() {
+        return NONE;
+    }
+    if params.is_greedy() {
         return best as u32;
     }
     scratch.clear();
@@ -221,12 +225,21 @@ mod tests {
         let greedy = Sampling::default();
         assert_eq!(one(&[1.0, 3.0, 2.0, 3.0], &[], &greedy, 9), 1);
         assert_eq!(one(&[f32::NAN, -1.0, f32::NAN], &[], &greedy, 9), 1);
-        assert_eq!(one(&[f32::NEG_INFINITY; 3], &[], &greedy, 9), 0);
         let penalty = Sampling { repetition_penalty: 2.0, ..greedy };
         assert_eq!(one(&[1.0, 3.0, 2.0], &[0b010], &penalty, 9), 2);
         assert_eq!(one(&[-3.0, -2.0], &[0b10], &penalty, 9), 0);
         // A bitset may end before the vocabulary does.
         assert_eq!(one(&[0.0; 40], &[u32::MAX], &penalty, 9), 0);
+    }
+
+    #[test]
+    fn without_a_finite_largest_logit_there_is_no_token() {
+        let warm = Sampling { temperature: 0.7, top_k: 2, top_p: 0.9, min_p: 0.1, ..Sampling::default() };
+        for params in [Sampling::default(), warm] {
+            for logits in [[f32::NEG_INFINITY; 3], [f32::NAN; 3], [1.0, f32::INFINITY, 2.0]] {
+                assert_eq!(one(&logits, &[], &params, 9), NONE, "{logits:?}");
+            }
+        }
     }
 
     #[test]

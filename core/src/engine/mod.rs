@@ -14,7 +14,7 @@ pub mod schedule;
 pub mod sequence;
 pub mod stats;
 
-use std::collections::HashMap;
+use std::{collections::HashMap, pin::Pin, sync::Arc};
 
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
 pub use plan::{Plan, PlanChunk, PlanRow, SeqId, Src, TokenRef};
@@ -28,7 +28,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::models::{self, Architecture, ModelSpec};
 use crate::state::{CacheEvent, Report};
-use crate::step::{CARRY, Chunk, FROM_DEVICE, Row};
+use crate::step::{CARRY, Chunk, FROM_DEVICE, NONE, Row};
 use crate::weights::{Loader, Progress};
 
 use self::runner::RunnerLimits;
@@ -42,6 +42,8 @@ pub enum FinishReason {
     Length,
     /// The caller cancelled it.
     Cancelled,
+    /// It could not go on; the error beside it says why. Other requests are not affected.
+    Failed,
 }
 
 /// Milliseconds that a request spent.
@@ -70,6 +72,8 @@ pub struct Finished {
     pub cache: Option<Report>,
     /// Where its time went.
     pub timing: Timing,
+    /// What ended it if `reason` is [`FinishReason::Failed`], else `None`.
+    pub error: Option<Arc<Error>>,
 }
 
 /// News for the callers, in the order in which it happened.
@@ -104,8 +108,46 @@ struct Flight<B: Backend> {
     /// Milliseconds of the engine's clock.
     enqueued: f64,
     outputs: Vec<SeqId>,
-    ids: Option<B::Read>,
-    logits: Option<B::Read>,
+    ids: Option<Incoming<B::Read>>,
+    logits: Option<Incoming<B::Read>>,
+}
+
+/// A read that keeps what it brought, so that waiting for it may be given up and taken up again.
+enum Incoming<R> {
+    Pending(Pin<Box<R>>),
+    Arrived(Vec<u8>),
+}
+
+impl<R: Future<Output = Result<Vec<u8>>>> Incoming<R> {
+    fn new(read: R) -> Self {
+        Self::Pending(Box::pin(read))
+    }
+
+    async fn arrive(&mut self) -> Result<()> {
+        if let Self::Pending(read) = self {
+            let bytes = read.as_mut().await?;
+            *self = Self::Arrived(bytes);
+        }
+        Ok(())
+    }
+
+    /// The bytes; none before they have arrived.
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Pending(_) => &[],
+            Self::Arrived(bytes) => bytes,
+        }
+    }
+}
+
+impl<B: Backend> Flight<B> {
+    /// Waits for everything that the step brings.
+    async fn arrive(&mut self) -> Result<()> {
+        for read in self.ids.iter_mut().chain(&mut self.logits) {
+            read.arrive().await?;
+        }
+        Ok(())
+    }
 }
 
 /// A model on a device with its states, its prefix tree and its requests.
@@ -146,6 +188,8 @@ pub struct Engine<B: Backend> {
     live: HashMap<SeqId, Live>,
     /// The last step, on a device that runs behind the host's back.
     flight: Option<Flight<B>>,
+    /// The step that is being read. It stays here until all of it has arrived, whatever becomes of those who wait.
+    landing: Option<Flight<B>>,
     /// Ends that no step reported yet: cancellations.
     ended: Vec<Event>,
     keep_logits: bool,
@@ -197,6 +241,7 @@ impl<B: Backend> Engine<B> {
             sizes,
             live: HashMap::new(),
             flight: None,
+            landing: None,
             ended: Vec::new(),
             keep_logits: options.logits,
             clock: options.clock,
@@ -237,18 +282,21 @@ impl<B: Backend> Engine<B> {
     /// Ends a request at any moment; its `Finished` event comes with the next step. Unknown ids are ignored.
     pub fn cancel(&mut self, id: SeqId) {
         if self.live.contains_key(&id) {
-            let event = self.finish(id, FinishReason::Cancelled);
+            let event = self.finish(id, FinishReason::Cancelled, None);
             self.ended.push(event);
         }
     }
 
     /// Nothing to do until the next submission.
     pub fn is_idle(&self) -> bool {
-        self.live.is_empty() && self.ended.is_empty() && self.flight.is_none()
+        self.live.is_empty() && self.ended.is_empty() && self.flight.is_none() && self.landing.is_none()
     }
 
     /// Plans and runs one step and returns what happened. On a device that works behind the host's back the next step is
     /// enqueued before the last one's ids are read, so a token is reported one step late.
+    ///
+    /// The future may be dropped before it is ready: nothing is lost, and the next call goes on where this one waited. A request
+    /// whose logits are not finite ends with [`FinishReason::Failed`]; the others go on.
     ///
     /// # Errors
     /// A device error. The engine is of no use after that.
@@ -260,22 +308,32 @@ impl<B: Backend> Engine<B> {
                 why: "an earlier step failed; load the model again".into(),
             });
         }
-        let mut events = std::mem::take(&mut self.ended);
-        if !events.is_empty() {
+        if !self.ended.is_empty() {
             // Whoever cancels does not wait for the device.
-            return Ok(events);
+            return Ok(std::mem::take(&mut self.ended));
         }
+        if self.landing.is_none() {
+            self.start()?;
+        }
+        let Some(flight) = &mut self.landing else { return Ok(Vec::new()) };
+        if let Err(e) = flight.arrive().await {
+            self.failed = true;
+            return Err(e);
+        }
+        let flight = self.landing.take().expect("it has just arrived");
+        Ok(self.land(flight))
+    }
+
+    /// Plans and enqueues a step. Waits for nothing.
+    fn start(&mut self) -> Result<()> {
+        let plan = self.scheduler.plan();
         // What a plan promised and no step did cannot be taken back: without its end nothing is to go on from its states.
         self.failed = true;
-        let plan = self.scheduler.plan();
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
-        let done =
-            if self.runner.backend().caps().asynchronous { std::mem::replace(&mut self.flight, next) } else { next };
-        if let Some(flight) = done {
-            self.land(flight, &mut events).await?;
-        }
         self.failed = false;
-        Ok(events)
+        let asynchronous = self.runner.backend().caps().asynchronous;
+        self.landing = if asynchronous { std::mem::replace(&mut self.flight, next) } else { next };
+        Ok(())
     }
 
     fn enqueue(&mut self, plan: &Plan) -> Result<Flight<B>> {
@@ -290,23 +348,28 @@ impl<B: Backend> Engine<B> {
         let rows: Vec<Row> = plan.rows.iter().map(encode_row).collect();
         let tokens = plan.rows.iter().map(|r| r.tokens.len()).sum();
         let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.outputs.iter().map(|_| r.seq)).collect();
-        let ids = self.runner.step(&rows)?;
+        let ids = self.runner.step(&rows)?.map(Incoming::new);
         let logits = (self.keep_logits && !outputs.is_empty()).then(|| self.runner.read_logits(outputs.len()));
+        let logits = logits.map(Incoming::new);
         Ok(Flight { tokens, enqueued: now, outputs, ids, logits })
     }
 
-    /// Reads a step's ids and commits them.
-    async fn land(&mut self, flight: Flight<B>, events: &mut Vec<Event>) -> Result<()> {
+    /// Commits the ids of a step that has arrived.
+    fn land(&mut self, flight: Flight<B>) -> Vec<Event> {
         self.landed = Some((flight.tokens, flight.enqueued));
-        let Some(ids) = flight.ids else { return Ok(()) };
-        let ids = ids.await?;
-        let logits: Option<Vec<f32>> = match flight.logits {
-            Some(read) => Some(bytemuck::pod_collect_to_vec(&read.await?)),
-            None => None,
-        };
+        let Some(ids) = &flight.ids else { return Vec::new() };
+        let logits: Option<Vec<f32>> = flight.logits.as_ref().map(|l| bytemuck::pod_collect_to_vec(l.bytes()));
         let now = (self.clock)();
-        for (i, (&id, bytes)) in flight.outputs.iter().zip(ids.chunks_exact(4)).enumerate() {
+        let mut events = Vec::new();
+        for (i, (&id, bytes)) in flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate() {
             let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
+            if token == NONE {
+                // If it is live: it may have ended while the step was on its way.
+                if self.live.contains_key(&id) {
+                    events.push(self.finish(id, FinishReason::Failed, Some(Error::NotFinite)));
+                }
+                continue;
+            }
             // None: it ended while the step was on its way.
             let Some(commit) = self.scheduler.commit(id, token) else { continue };
             let live = self.live.get_mut(&id).expect("a committed request is live");
@@ -319,15 +382,15 @@ impl<B: Backend> Engine<B> {
             });
             events.push(Event::Token { id, token, logits });
             if stop {
-                events.push(self.finish(id, FinishReason::Stop));
+                events.push(self.finish(id, FinishReason::Stop, None));
             } else if commit == Commit::Last {
-                events.push(self.finish(id, FinishReason::Length));
+                events.push(self.finish(id, FinishReason::Length, None));
             }
         }
-        Ok(())
+        events
     }
 
-    fn finish(&mut self, id: SeqId, reason: FinishReason) -> Event {
+    fn finish(&mut self, id: SeqId, reason: FinishReason, error: Option<Error>) -> Event {
         let live = self.live.remove(&id).expect("only a live request ends");
         let cache = self.scheduler.end(id);
         let now = (self.clock)();
@@ -343,6 +406,7 @@ impl<B: Backend> Engine<B> {
                 prefill_ms: first - admitted,
                 decode_ms: now - first,
             },
+            error: error.map(Arc::new),
         })
     }
 

@@ -5,7 +5,8 @@ use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::Tensor;
 
-/// Looks up the rows of the step's token ids. Padding tokens leave their output row as it is.
+/// Looks up the rows of the step's token ids. Padding tokens leave their output row as it is, and so do tokens whose lane sampled
+/// none ([`crate::step::NONE`], see [`crate::ops::Sample`]): their sequence has ended, and what is computed for it is not used.
 #[derive(Clone, Debug)]
 pub struct Embed<Buf> {
     /// Token ids of the step; an id with [`crate::step::FROM_DEVICE`] names a lane of `last`.

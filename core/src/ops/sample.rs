@@ -13,7 +13,8 @@ pub const LANE_WORDS: usize = 8;
 /// its bit set in `seen[lane]`.
 ///
 /// The random number is a hash of (seed, absolute position of the new token), so batching, pre-emption and the cache
-/// never change a text. The rule is that of `crate::sample`. Padding outputs write nothing.
+/// never change a text. The rule is that of `crate::sample`. Padding outputs write nothing. Where that rule finds no token,
+/// because the logits are not finite, `ids[o]` and `last[lane]` become [`crate::step::NONE`] and `seen[lane]` stays as it is.
 #[derive(Clone, Debug)]
 pub struct Sample<Buf> {
     /// Output tokens, lanes and positions.

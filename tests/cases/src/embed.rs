@@ -5,7 +5,7 @@ use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
 use selkie_core::ops::{Embed, Gather, Op, RowBlock, Weight};
-use selkie_core::step::FROM_DEVICE;
+use selkie_core::step::{FROM_DEVICE, NONE};
 use selkie_core::tensor::DType;
 
 #[derive(Clone)]
@@ -19,6 +19,8 @@ pub(super) struct Lookup {
     blocks: Vec<usize>,
     /// Every other token takes what a lane sampled.
     from_device: bool,
+    /// Every other lane sampled no token.
+    no_token: bool,
     scale: f32,
     views: bool,
 }
@@ -55,7 +57,8 @@ impl Spec for Lookup {
     fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
         let (mut h, batch) = (Host::default(), self.batch());
         h.step(&batch);
-        h.int("last", &[LANES], (0..LANES).map(|_| rng.below(self.vocab) as u32).collect());
+        let last = |lane| if self.no_token && lane % 2 == 1 { NONE } else { rng.below(self.vocab) as u32 };
+        h.int("last", &[LANES], (0..LANES).map(last).collect());
         for (i, (_, n)) in self.ranges().into_iter().enumerate() {
             h.weight(&format!("w{i}"), self.dtype, &[n, self.d], rng.vec(n * self.d, 1.0));
         }
@@ -76,7 +79,12 @@ impl Spec for Lookup {
                 continue;
             }
             let id = tables.id(t);
-            let id = if id & FROM_DEVICE != 0 { h.ints("last")[(id & !FROM_DEVICE) as usize] } else { id } as usize;
+            let id = if id & FROM_DEVICE != 0 { h.ints("last")[(id & !FROM_DEVICE) as usize] } else { id };
+            if id == NONE {
+                out.extend(vec![Want::Keep; self.d]);
+                continue;
+            }
+            let id = id as usize;
             let ranges = self.ranges();
             let i = ranges.iter().position(|&(b, n)| (b..b + n).contains(&id)).expect("a block per id");
             let row = &h.get(&format!("w{i}"))[(id - ranges[i].0) * self.d..][..self.d];
@@ -142,6 +150,7 @@ pub(super) fn cases(to: &mut Table) {
         dtype: DType::Bf16,
         blocks: vec![0],
         from_device: false,
+        no_token: false,
         scale: 1.0,
         views: false,
     };
@@ -157,6 +166,9 @@ pub(super) fn cases(to: &mut Table) {
     to.add("row blocks out of order", Lookup { blocks: vec![70, 0], ..base.clone() });
     to.add("ids from the device", Lookup { from_device: true, tokens: 33, ..base.clone() });
     to.add("ids from the device, padding", Lookup { from_device: true, padded: true, ..base.clone() });
+    let no_token = Lookup { from_device: true, no_token: true, tokens: 33, ..base.clone() };
+    to.add("lanes without a token", no_token.clone());
+    to.add("lanes without a token, row blocks", Lookup { blocks: vec![0, 50, 100], ..no_token });
     to.add("scale", Lookup { scale: 5.656_854, ..base.clone() });
     to.add("columns of a wider matrix", Lookup { views: true, ..base.clone() });
     to.sized(Size::Bench, "512 x 4096", Lookup { tokens: 512, vocab: 4099, d: 4096, ..base });

@@ -5,6 +5,7 @@ use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
 use selkie_core::ops::{LANE_WORDS, Op, Sample};
+use selkie_core::step::NONE;
 use selkie_core::tensor::DType;
 
 /// Relative distance to another outcome below which rounding may decide.
@@ -34,6 +35,9 @@ pub(super) struct Draw {
     /// Logits are multiples of this, so that many are equal; 0 = all different.
     step: f32,
     rms: f32,
+    /// What is wrong with output `o` is byte `o % len`: `n` every logit is NaN, `-` minus infinity, `m` one or the other, `+` one is
+    /// plus infinity, `s` only every seventh is a number, anything else nothing.
+    damage: &'static [u8],
 }
 
 impl Draw {
@@ -77,9 +81,25 @@ fn uniform(seed: u64, position: u32) -> f64 {
     f64::from(finish(h) >> 8) / f64::from(1 << 24)
 }
 
-/// The token, or `None` where rounding may decide between two.
+/// Makes the logits of an output what `damage` says, see [`Draw`].
+fn spoil(logits: &mut [f32], damage: u8) {
+    let half = logits.len() / 2;
+    for (id, x) in logits.iter_mut().enumerate() {
+        *x = match damage {
+            b'n' => f32::NAN,
+            b'-' => f32::NEG_INFINITY,
+            b'm' => [f32::NAN, f32::NEG_INFINITY][id % 2],
+            b'+' if id == half => f32::INFINITY,
+            b's' if id % 7 != 3 => f32::NAN,
+            _ => *x,
+        };
+    }
+}
+
+/// The token, [`NONE`] if the largest logit is not finite, or `None` where rounding may decide between two.
 fn choose(logits: &[f32], seen: &[u32], p: Params, position: u32) -> Option<u32> {
     let penalised = |(i, &x): (usize, &f32)| match seen[i / 32] >> (i % 32) & 1 {
+        _ if x.is_nan() => f32::NEG_INFINITY,
         1 if p.penalty != 1.0 => {
             if x > 0.0 {
                 x / p.penalty
@@ -91,6 +111,9 @@ fn choose(logits: &[f32], seen: &[u32], p: Params, position: u32) -> Option<u32>
     };
     let x: Vec<f64> = logits.iter().enumerate().map(|e| f64::from(penalised(e))).collect();
     let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if !max.is_finite() {
+        return Some(NONE);
+    }
     if p.temperature == 0.0 {
         let near = |v: &f64| *v < max && max - v < MARGIN * max.abs() && p.penalty != 1.0;
         let first = x.iter().position(|&v| v == max).expect("a largest") as u32;
@@ -156,6 +179,9 @@ impl Spec for Draw {
             logits.iter_mut().for_each(|x| *x = (*x / self.step).round() * self.step);
         }
         logits[self.lanes.len() * v..].fill(f32::NAN);
+        for (row, &damage) in logits.chunks_mut(v).take(self.lanes.len()).zip(self.damage.iter().cycle()) {
+            spoil(row, damage);
+        }
         h.float("logits", DType::F32, &[o, v], logits);
         let words = |l: usize| -> [u32; LANE_WORDS] {
             let p = self.params[l % self.params.len()];
@@ -191,8 +217,10 @@ impl Spec for Draw {
             match id.filter(|_| alone) {
                 Some(id) => {
                     last[lane] = Want::Exact(id.into());
-                    let word = id as usize / 32;
-                    seen[lane * n + word] = Want::Exact((bits[word] | 1 << (id % 32)).into());
+                    if id != NONE {
+                        let word = id as usize / 32;
+                        seen[lane * n + word] = Want::Exact((bits[word] | 1 << (id % 32)).into());
+                    }
                 }
                 None => {
                     last[lane] = Want::Any;
@@ -218,7 +246,15 @@ impl Spec for Draw {
 
 fn table() -> Vec<(String, Size, Draw)> {
     let mut to = vec![];
-    let base = Draw { lanes: vec![2, 0, 5], padded: false, vocab: 1003, params: vec![GREEDY], step: 0.0, rms: 2.0 };
+    let base = Draw {
+        lanes: vec![2, 0, 5],
+        padded: false,
+        vocab: 1003,
+        params: vec![GREEDY],
+        step: 0.0,
+        rms: 2.0,
+        damage: b".",
+    };
     let mut add = |name: &str, spec: Draw| to.push((name.to_string(), Size::Small, spec));
     add("greedy", base.clone());
     add("greedy, ties", Draw { step: 1.0, ..base.clone() });
@@ -252,6 +288,15 @@ fn table() -> Vec<(String, Size, Draw)> {
     add("top-k, ties", Draw { params: vec![Params { top_k: 20, ..WARM }], step: 0.5, ..warm.clone() });
     add("top-p, ties", Draw { params: vec![Params { top_p: 0.71, ..WARM }], step: 0.5, ..warm.clone() });
     let top_k = Params { top_k: 5, ..WARM };
+    let damaged = Draw { lanes: (0..6).collect(), damage: b"n-m+s.", ..base.clone() };
+    for (name, p) in [("greedy", GREEDY), ("penalty", Params { penalty: 1.3, ..GREEDY }), ("temperature", WARM)] {
+        add(&format!("damaged logits, {name}"), Draw { params: vec![p], ..damaged.clone() });
+        // Vectors of four, and where the largest is looked for in parts.
+        let vocab = if p.temperature == 0.0 { 20_000 } else { 204 };
+        add(&format!("damaged logits of {vocab}, {name}"), Draw { params: vec![p], vocab, ..damaged.clone() });
+    }
+    let narrow = Params { top_k: 20, top_p: 0.9, min_p: 0.02, ..WARM };
+    add("damaged logits, all of it", Draw { params: vec![narrow], damage: b"n-m+", ..damaged });
     add("a rule per lane", Draw { params: vec![GREEDY, WARM, top_k, Params { top_p: 0.5, ..WARM }], ..warm.clone() });
     let large = Draw { vocab: 151_936, rms: 3.0, ..base };
     to.push(("vocabulary of 151936, greedy".into(), Size::Bench, Draw { lanes: vec![0], ..large.clone() }));

@@ -5,7 +5,7 @@ use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::{view, weight};
 use crate::ops::Embed;
-use crate::step::FROM_DEVICE;
+use crate::step::{FROM_DEVICE, NONE};
 use crate::tensor::DType;
 
 impl Embed<Buf> {
@@ -19,7 +19,11 @@ impl Embed<Buf> {
             if tables.is_padding(t) {
                 continue;
             }
-            let id = if id & FROM_DEVICE != 0 { last.flat()[(id & !FROM_DEVICE) as usize] } else { id } as usize;
+            let id = if id & FROM_DEVICE != 0 { last.flat()[(id & !FROM_DEVICE) as usize] } else { id };
+            if id == NONE {
+                continue;
+            }
+            let id = id as usize;
             let block = blocks.iter().find(|(col, rows)| (*col..col + rows.rows()).contains(&id));
             let Some((col, rows)) = block else { panic!("embed: token id {id} of {}", self.table.n) };
             let row = rows.row(id - col);

@@ -24,7 +24,9 @@ impl Sample<Buf> {
             let position = tables.positions()[token as usize] + 1;
             let seen = seen.row_mut(lane);
             let id = sample::sample(logits.row(o), seen, &params, position, &mut scratch);
-            seen[id as usize / 32] |= 1 << (id % 32);
+            if id != NONE {
+                seen[id as usize / 32] |= 1 << (id % 32);
+            }
             last.row_mut(lane)[0] = id;
             ids.row_mut(o)[0] = id;
         }
