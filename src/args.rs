@@ -101,7 +101,13 @@ Examples:
     Web(WebArgs),
     /// Measure speed
     Bench(BenchArgs),
+    /// Render chat templates for this program, see `render.rs`
+    #[command(name = RENDER, hide = true)]
+    Render,
 }
+
+/// The subcommand that this program starts itself with.
+pub const RENDER: &str = "render-chat-templates";
 
 /// Which model, and where it runs.
 #[derive(Clone, Debug, Args)]

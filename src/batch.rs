@@ -152,6 +152,11 @@ impl<'a, B: Backend> Run<'a, B> {
             for update in pollster::block_on(self.session.step())? {
                 let Update::Done { id, completion } = update else { continue };
                 let Some((place, line, id)) = self.running.remove(&id) else { continue };
+                if let Some(e) = completion.error() {
+                    let why = e.to_string();
+                    self.fail(place, &line, id.as_deref(), &why)?;
+                    continue;
+                }
                 self.totals.prompt_tokens += completion.end.prompt_tokens;
                 self.totals.reused_tokens += completion.reused();
                 self.totals.completion_tokens += completion.ids.len();

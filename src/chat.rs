@@ -16,6 +16,7 @@ use selkie_core::{
     chat::Message,
     model_dir::ModelFiles,
     session::{Ask, Prompt, Session},
+    tokenizer::MAX_TEXT_BYTES,
 };
 
 use crate::{
@@ -169,13 +170,13 @@ impl<B: Backend> Conversation<B> {
 /// Where the user's lines come from.
 enum Input {
     Editor { editor: Box<DefaultEditor>, history: Option<PathBuf> },
-    Plain(io::Lines<io::StdinLock<'static>>),
+    Plain(io::StdinLock<'static>),
 }
 
 impl Input {
     fn new() -> Outcome<Self> {
         if !io::stdin().is_terminal() {
-            return Ok(Self::Plain(io::stdin().lock().lines()));
+            return Ok(Self::Plain(io::stdin().lock()));
         }
         let failed = |e: &dyn std::fmt::Display| Failure::Other(format!("the terminal: {e}"));
         signal_hook::flag::register(signal_hook::consts::SIGINT, INTERRUPTED.clone()).map_err(|e| failed(&e))?;
@@ -196,7 +197,7 @@ impl Input {
     /// The next line; `None` at the end of the input.
     fn line(&mut self) -> Outcome<Option<String>> {
         match self {
-            Self::Plain(lines) => lines.next().transpose().map_err(|e| Failure::Other(format!("standard input: {e}"))),
+            Self::Plain(from) => plain_line(from).map_err(|e| Failure::Other(format!("standard input: {e}"))),
             Self::Editor { editor, history } => loop {
                 match editor.readline("> ") {
                     Ok(line) => {
@@ -210,6 +211,25 @@ impl Input {
             },
         }
     }
+}
+
+/// A line without its end, of a length that can be a message.
+fn plain_line(from: impl BufRead) -> io::Result<Option<String>> {
+    let most = MAX_TEXT_BYTES as u64;
+    let mut line = Vec::new();
+    if from.take(most + 1).read_until(b'\n', &mut line)? == 0 {
+        return Ok(None);
+    }
+    if line.len() as u64 > most {
+        let why = format!("a line of more than {most} bytes is too long for a message");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
+    }
+    let text = String::from_utf8(line).map_err(|e| {
+        let why = format!("not UTF-8 from byte {} of a line on", e.utf8_error().valid_up_to());
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    })?;
+    let text = text.strip_suffix('\n').unwrap_or(&text);
+    Ok(Some(text.strip_suffix('\r').unwrap_or(text).to_owned()))
 }
 
 /// The history is a convenience: that it cannot be kept stops nobody.

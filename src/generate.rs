@@ -1,9 +1,11 @@
 //! `selkie generate`: one prompt, one answer.
 
 use std::{
-    io::Read,
     rc::Rc,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use selkie_core::{
@@ -12,6 +14,7 @@ use selkie_core::{
     engine::{FinishReason, SeqId},
     model_dir::ModelFiles,
     session::{Ask, Completion, Prompt, Session, Update},
+    tokenizer::MAX_TEXT_BYTES,
 };
 use serde_json::{Value, json};
 
@@ -19,7 +22,7 @@ use crate::{
     args::{GenerateArgs, SamplingArgs},
     backend::{self, Job},
     failure::{Failure, Outcome},
-    model,
+    input_file, model,
     terminal::{self, Output},
 };
 
@@ -35,8 +38,8 @@ pub fn run(args: &GenerateArgs) -> Outcome {
 }
 
 fn stdin() -> Outcome<String> {
-    let mut bytes = Vec::new();
-    std::io::stdin().read_to_end(&mut bytes).map_err(|e| Failure::Other(format!("standard input: {e}")))?;
+    let read = input_file::read(std::io::stdin().lock(), MAX_TEXT_BYTES as u64);
+    let bytes = read.map_err(|e| Failure::Other(format!("standard input: {e}")))?;
     let text = String::from_utf8(bytes).map_err(|e| {
         Failure::Other(format!("standard input: not UTF-8 from byte {} on", e.utf8_error().valid_up_to()))
     })?;
@@ -124,10 +127,19 @@ pub fn answer<B: Backend>(
         for update in pollster::block_on(session.step())? {
             match update {
                 Update::Text { id: of, text } if of == id => show(&text)?,
-                Update::Done { id: of, completion } if of == id => return Ok(completion),
+                Update::Done { id: of, completion } if of == id => return ended(completion),
                 _ => {}
             }
         }
+    }
+}
+
+/// The completion, or why it is none.
+fn ended(mut completion: Completion) -> Outcome<Completion> {
+    match completion.end.error.take().map(Arc::try_unwrap) {
+        None => Ok(completion),
+        Some(Ok(error)) => Err(error.into()),
+        Some(Err(error)) => Err(Failure::Other(error.to_string())),
     }
 }
 
@@ -147,7 +159,7 @@ pub fn completion_fields(done: &Completion) -> Value {
         "text": done.text,
         "ids": done.ids,
         "finish_reason": finish_name(done.finish),
-        "error": null,
+        "error": done.error().map(|e| e.to_string()),
         "usage": {
             "prompt_tokens": end.prompt_tokens,
             "completion_tokens": done.ids.len(),
@@ -172,6 +184,7 @@ fn finish_name(reason: FinishReason) -> &'static str {
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",
         FinishReason::Cancelled => "cancelled",
+        FinishReason::Failed => "error",
     }
 }
 
@@ -192,6 +205,7 @@ pub fn closing_line<B: Backend>(done: &Completion, session: &Session<B>) -> Stri
         FinishReason::Stop => {}
         FinishReason::Length => parts.push("cut at the token limit".into()),
         FinishReason::Cancelled => parts.push("stopped".into()),
+        FinishReason::Failed => parts.push("failed".into()),
     }
     parts.push(format!("{} ({})", caps.backend, caps.device));
     parts.join(" · ")

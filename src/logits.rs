@@ -114,9 +114,15 @@ impl Logits<'_> {
         let mut direct = Direct::new(backend, &*model, limits, 2, total.div_ceil(PAGE))?;
         let mut sequence = Sequence::default();
         let logits = direct.prompt(&mut sequence, &self.ids, &[]).await?;
+        if !logits.iter().all(|x| x.is_finite()) {
+            return Err(Error::NotFinite);
+        }
         let states = direct.states(&sequence).await?;
         let last = &logits[(tokens - 1) * spec.vocab..];
         let (greedy_ids, greedy_logits) = direct.greedy(&mut sequence, last, steps).await?;
+        if !greedy_logits.iter().all(|x| x.is_finite()) {
+            return Err(Error::NotFinite);
+        }
 
         let mut stored = vec![
             Stored::floats("logits", &[tokens, spec.vocab], &logits),

@@ -19,6 +19,7 @@ mod interrupt;
 mod logits;
 mod model;
 mod output_file;
+mod render;
 mod terminal;
 mod web;
 
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         Command::Devices(args) => devices::run(&args),
         Command::Web(args) => web::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Render => render::run(),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,6 +2,7 @@
 
 use std::{
     rc::Rc,
+    sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -23,6 +24,7 @@ use crate::{
     args::{ModelArgs, Policy, PoolArgs},
     embedded,
     failure::Outcome,
+    render::Processes,
 };
 
 /// Sequences that run at once where many are wanted and nothing is said.
@@ -36,7 +38,9 @@ pub fn open(args: &ModelArgs) -> Outcome<Rc<ModelFiles>> {
         Some(dir) => Rc::new(Dir::open(dir)?),
         None => Rc::new(embedded::DEMO),
     };
-    Ok(Rc::new(pollster::block_on(ModelFiles::open(source, unix_time))?))
+    let mut files = pollster::block_on(ModelFiles::open(source, unix_time))?;
+    files.render_with(Arc::new(Processes::default()));
+    Ok(Rc::new(files))
 }
 
 /// Seconds since 1970, for chat templates that print the date.

@@ -23,7 +23,7 @@ fn template(source: &str) -> ChatTemplate {
 /// The text that a template makes of a chat.
 fn text(source: &str, messages: &[(&str, &str)]) -> Result<String> {
     let messages: Vec<Message> = messages.iter().map(|(r, c)| Message::new(r, *c)).collect();
-    template(source).render(&tokenizer(), &messages, true)
+    template(source).render(&tokenizer(), &messages, true).map(|rendered| rendered.text)
 }
 
 #[test]
@@ -271,8 +271,51 @@ fn a_refused_part_of_a_chat_only_costs_its_boundary() {
 }
 
 #[test]
-fn dates() {
-    for (days, want) in [(0, (1970, 1, 1)), (59, (1970, 3, 1)), (11_016, (2000, 2, 29)), (20_088, (2024, 12, 31))] {
-        assert_eq!(civil_date(days), want);
-    }
+fn a_chain_of_operators_is_refused_before_it_is_compiled() {
+    let message = text(&format!("{{{{ 1{} }}}}", "+1".repeat(20_000)), &[("user", "x")]).unwrap_err().to_string();
+    assert!(message.starts_with("dir/tokenizer_config.json: the chat template cannot be used"), "{message}");
+    assert!(message.contains("operators"), "{message}");
+}
+
+#[test]
+fn a_panic_of_the_template_engine_is_an_error() {
+    let message = text("{{ 1 is divisibleby(0) }}", &[("user", "x")]).unwrap_err().to_string();
+    assert!(message.contains("cannot be used: the template engine fails on it"), "{message}");
+}
+
+#[test]
+fn values_that_contain_themselves_are_printed_as_such() {
+    let cycle = "{% set ns = namespace(a=1) %}{% set ns.x = [ns] %}{{ ns }}";
+    let printed = text(cycle, &[("user", "x")]).unwrap();
+    assert!(printed.starts_with("{\"a\": 1, \"x\": [{\"a\": 1, \"x\": [{...}]}]}") && printed.len() < 200, "{printed}");
+    let deep = "{% set ns = namespace(x=[]) %}{% for i in range(2000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}";
+    assert_eq!(text(deep, &[("user", "x")]).unwrap(), "[[[[[...]]]]]");
+    let shallow = "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}";
+    assert_eq!(text(shallow, &[("user", "x")]).unwrap(), format!("{}1{}", "[".repeat(60), "]".repeat(60)));
+}
+
+#[test]
+fn what_a_template_prints_is_limited() {
+    let endless = "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}";
+    let message = text(endless, &[("user", "0123456789")]).unwrap_err().to_string();
+    assert!(message.contains("it prints more than 16777216 bytes"), "{message}");
+    // And what it says of itself.
+    let message = text("{{ raise_exception('a' * 1000000) }}", &[("user", "x")]).unwrap_err().to_string();
+    assert!(message.len() < 1000, "{}", message.len());
+    let message = text("", &[("user", "x")]).unwrap();
+    assert_eq!(message, "");
+    let nothing = template("{# nothing #}").encode(&tokenizer(), &[Message::new("user", "x")], true).unwrap_err();
+    assert_eq!(
+        nothing.to_string(),
+        "dir/tokenizer_config.json: the chat template prints nothing for these messages; correct it"
+    );
+}
+
+#[test]
+fn a_text_that_cannot_fit_is_refused_before_it_is_tokenised() {
+    let message = [Message::new("user", "Hello")];
+    assert!(demo().encode_within(&tokenizer(), &message, true, 100).is_ok());
+    let long = template("{{ messages[0].content * 50 }}").encode_within(&tokenizer(), &message, true, 100).unwrap_err();
+    let long = long.to_string();
+    assert!(long.contains("dir/tokenizer_config.json makes 250 bytes of text of 5 bytes of messages"), "{long}");
 }

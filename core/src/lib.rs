@@ -26,6 +26,7 @@ pub mod source;
 pub mod state;
 pub mod step;
 pub mod stop;
+mod survive;
 pub mod tensor;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod timer;

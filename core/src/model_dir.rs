@@ -1,12 +1,12 @@
 //! A model directory as a whole: which files there are, and what they say about each other.
 
-use std::rc::Rc;
+use std::{rc::Rc, sync::Arc};
 
 use serde_json::{Map, Value};
 
 use crate::{
     Error, Result,
-    chat::ChatTemplate,
+    chat::{ChatTemplate, render::Renderer},
     checkpoint::Checkpoint,
     config::{Config, parse_object},
     fnv,
@@ -33,10 +33,10 @@ pub struct ModelFiles {
     pub config: Config,
     /// `generation_config.json`; its defaults if there is none.
     pub generation: GenerationConfig,
-    /// `tokenizer.json`, if there is one.
-    pub tokenizer: Option<Tokenizer>,
+    /// `tokenizer.json`, if there is one. It is lent to threads that prepare prompts, and so is the template.
+    pub tokenizer: Option<Arc<Tokenizer>>,
     /// The chat template, if there is one.
-    pub chat: Option<ChatTemplate>,
+    pub chat: Option<Arc<ChatTemplate>>,
     /// The weights.
     pub checkpoint: Checkpoint,
     label: String,
@@ -87,15 +87,20 @@ impl ModelFiles {
             None => None,
         };
         let tokenizer = match read_small(&*source, TOKENIZER, MAX_TOKENIZER).await? {
-            Some(bytes) => Some(Tokenizer::new(&source.path(TOKENIZER), &bytes, settings.as_ref())?),
+            Some(bytes) => Some(Arc::new(Tokenizer::new(&source.path(TOKENIZER), &bytes, settings.as_ref())?)),
             None => None,
         };
         let chat = chat_template(&*source, settings.as_ref()).await?;
-        let chat = chat.map(|(file, text)| ChatTemplate::new(&source.path(file), &text, now));
+        let chat = chat.map(|(file, text)| Arc::new(ChatTemplate::new(&source.path(file), &text, now)));
         let checkpoint = checkpoint.await?;
         let name =
             label.rsplit(['/', '\\']).find(|part| !matches!(*part, "" | "." | "..")).unwrap_or("model").to_owned();
         Ok(Self { name, config, generation, tokenizer, chat, checkpoint, label, config_hash })
+    }
+
+    /// Has the chat template rendered by `renderer` from now on, see [`ChatTemplate::rendered_by`].
+    pub fn render_with(&mut self, renderer: Arc<dyn Renderer>) {
+        self.chat = self.chat.take().map(|chat| Arc::new(chat.rendered_by(renderer)));
     }
 
     /// Where the files came from, as messages name it.
@@ -107,7 +112,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// [`Error::BadModel`] if there is none.
-    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
         let why = || format!("there is no {TOKENIZER}, so this model takes token ids only; add the file to use text");
         self.tokenizer.as_ref().ok_or_else(|| Error::model(&self.label, why()))
     }
@@ -116,7 +121,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// [`Error::BadModel`] if there is none.
-    pub fn chat(&self) -> Result<&ChatTemplate> {
+    pub fn chat(&self) -> Result<&Arc<ChatTemplate>> {
         let why = "there is no chat template, so this model only continues text; use the prompt as it is (raw)";
         self.chat.as_ref().ok_or_else(|| Error::model(&self.label, why))
     }

@@ -2,14 +2,22 @@
 //!
 //! The command line, the browser and a server share this path. A piece of text ends between characters, a stop string is
 //! never part of it, and what a request ends with says why it ended.
+//!
+//! A request's failure is its own end: whatever its prompt does to template or tokenizer, and whatever its tokens do to them, no
+//! other request is held up or ends. Prompts are prepared on other threads where there are threads; where there are none, as in a
+//! browser's worker, preparing one takes its time on the only one.
 
-use std::{collections::HashMap, rc::Rc};
+mod prepare;
+
+use std::{collections::HashMap, rc::Rc, sync::Arc};
+
+use self::prepare::{Desk, Ids, Task};
 
 use crate::{
     Error, Result,
     backend::Backend,
     chat::Message,
-    engine::{Engine, EngineOptions, Event, FinishReason, Finished, Request, SeqId},
+    engine::{Engine, EngineOptions, Event, FinishReason, Finished, Request, SeqId, Timing},
     model_dir::ModelFiles,
     models,
     sample::Sampling,
@@ -118,6 +126,11 @@ pub struct Completion {
 }
 
 impl Completion {
+    /// Why it failed, if it did.
+    pub fn error(&self) -> Option<&Error> {
+        self.end.error.as_deref()
+    }
+
     /// Prompt tokens that were not computed.
     pub fn reused(&self) -> usize {
         self.end.cache.map_or(0, |cache| cache.reused)
@@ -157,16 +170,46 @@ pub struct Session<B: Backend> {
     engine: Engine<B>,
     files: Rc<ModelFiles>,
     stop_ids: Vec<u32>,
+    desk: Desk,
+    next_id: u64,
+    /// Requests whose prompts are being prepared.
+    waiting: HashMap<SeqId, Start>,
+    /// Requests in the engine, by its own ids.
     running: HashMap<SeqId, Running>,
+    /// What no step reported yet.
+    news: Vec<Update>,
+}
+
+/// A request but for its prompt.
+struct Start {
+    sampling: Sampling,
+    max_tokens: Option<usize>,
+    stops: StopStrings,
+    namespace: String,
+    kind: Kind,
+    /// Bytes of text of the prompt.
+    said: usize,
+}
+
+/// What a prompt was given as.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Ids,
+    Text,
+    Messages,
 }
 
 struct Running {
+    /// The session's id.
+    id: SeqId,
     stream: TextStream,
     stops: StopStrings,
     text: String,
     ids: Vec<u32>,
     /// A stop string was found; tokens that were under way are not part of the answer.
     stopped: bool,
+    /// Its tokens could not be made text.
+    failed: Option<Error>,
 }
 
 impl<B: Backend> Session<B> {
@@ -184,103 +227,181 @@ impl<B: Backend> Session<B> {
         let stop_ids = files.eos()?;
         let fingerprint = files.fingerprint().await?.to_le_bytes();
         let engine = Engine::load(backend, &architecture, &files.checkpoint, &fingerprint, options, report).await?;
-        Ok(Self { engine, files, stop_ids, running: HashMap::new() })
+        Ok(Self {
+            engine,
+            files,
+            stop_ids,
+            desk: Desk::new(),
+            next_id: 0,
+            waiting: HashMap::new(),
+            running: HashMap::new(),
+            news: Vec::new(),
+        })
     }
 
-    /// Queues a request.
+    /// Queues a request. A prompt that takes more than some 50 ms to prepare is prepared while others run, and what is wrong with it
+    /// ends the request: [`FinishReason::Failed`].
     ///
     /// # Errors
     /// [`Error::BadRequest`] for an empty prompt, ids out of range, impossible sampling values and a prompt that can never
     /// fit; [`Error::BadModel`] for text or stop strings without a tokenizer, messages without a chat template, and if
-    /// tokenizer or template fail on the text.
+    /// tokenizer or template fail on the text. Nothing else is affected.
     pub fn submit(&mut self, ask: Ask) -> Result<SeqId> {
         let Ask { prompt, sampling, max_tokens, stop, namespace } = ask;
+        sampling.check()?;
         if !stop.is_empty() {
             self.files.tokenizer()?;
         }
         let stops = StopStrings::new(stop)?;
-        let continues = matches!(prompt, Prompt::Text(_));
-        let (ids, boundaries) = self.encode(prompt)?;
-        check_ids(&ids, self.engine.spec().vocab)?;
-        let stream = TextStream::new(if continues { &ids } else { &[] });
-        let left = self.engine.sizes().longest().saturating_sub(ids.len());
-        let max_tokens = max_tokens.unwrap_or_else(|| left.clamp(1, DEFAULT_MAX_TOKENS));
-        let stop_ids = self.stop_ids.clone();
-        let id = self.engine.submit(Request { prompt: ids, boundaries, sampling, max_tokens, stop_ids, namespace })?;
-        let running = Running { stream, stops, text: String::new(), ids: Vec::new(), stopped: false };
-        self.running.insert(id, running);
+        let kind = match prompt {
+            Prompt::Ids(_) => Kind::Ids,
+            Prompt::Text(_) => Kind::Text,
+            Prompt::Messages(_) => Kind::Messages,
+        };
+        let start = Start { sampling, max_tokens, stops, namespace, kind, said: prepare::said(&prompt) };
+        let task = Task::new(prompt, &self.files, self.engine.sizes().longest())?;
+        let id = SeqId(self.next_id);
+        self.next_id += 1;
+        let mut others = Vec::new();
+        let ids = self.desk.begin(id, task, &mut others);
+        for (id, ids) in others {
+            self.prepared(id, ids);
+        }
+        match ids {
+            Some(ids) => self.start(id, start, ids?)?,
+            None => drop(self.waiting.insert(id, start)),
+        }
         Ok(id)
     }
 
-    /// Ids of a prompt, and where its messages end.
-    fn encode(&self, prompt: Prompt) -> Result<(Vec<u32>, Vec<usize>)> {
-        match prompt {
-            Prompt::Ids(ids) => Ok((ids, Vec::new())),
-            // A tokenizer may put a token around every text; that alone is no prompt.
-            Prompt::Text(text) if text.is_empty() => Err(Error::BadRequest("the prompt is empty".into())),
-            Prompt::Text(text) => Ok((self.files.tokenizer()?.encode(&text)?, Vec::new())),
-            Prompt::Messages(messages) => {
-                let prompt = self.files.chat()?.encode(self.files.tokenizer()?, &messages, true)?;
-                Ok((prompt.ids, prompt.boundaries))
-            }
+    /// A prompt that was waited for has become ids, or has not.
+    fn prepared(&mut self, id: SeqId, ids: Result<Ids>) {
+        // None: it was cancelled.
+        let Some(start) = self.waiting.remove(&id) else { return };
+        if let Err(e) = ids.and_then(|ids| self.start(id, start, ids)) {
+            self.end_early(id, FinishReason::Failed, Some(e));
         }
+    }
+
+    /// Hands a request to the engine.
+    fn start(&mut self, id: SeqId, start: Start, (ids, boundaries): Ids) -> Result<()> {
+        let Start { sampling, max_tokens, stops, namespace, kind, said } = start;
+        self.check(&ids, kind)?;
+        let stream = TextStream::new(if kind == Kind::Text { &ids } else { &[] });
+        let left = self.engine.sizes().longest().saturating_sub(ids.len());
+        let max_tokens = max_tokens.unwrap_or_else(|| left.clamp(1, DEFAULT_MAX_TOKENS));
+        let stop_ids = self.stop_ids.clone();
+        let request = Request { prompt: ids, boundaries, sampling, max_tokens, stop_ids, namespace };
+        let inner = self.engine.submit(request).map_err(|e| match (e, &self.files.chat) {
+            (Error::BadRequest(why), Some(chat)) if kind == Kind::Messages => {
+                let made = format!("the chat template of {} made the prompt of {said} bytes of messages", chat.file());
+                Error::BadRequest(format!("{why}; {made}"))
+            }
+            (e, _) => e,
+        })?;
+        let (text, ids) = (String::new(), Vec::new());
+        self.running.insert(inner, Running { id, stream, stops, text, ids, stopped: false, failed: None });
+        Ok(())
+    }
+
+    /// Checks ids against the model's vocabulary; what is wrong with ids of the model's own tokenizer is its file's fault.
+    fn check(&self, ids: &[u32], kind: Kind) -> Result<()> {
+        let vocab = self.engine.spec().vocab;
+        let Some(tokenizer) = self.files.tokenizer.as_ref().filter(|_| kind != Kind::Ids) else {
+            return check_ids(ids, vocab);
+        };
+        let why = match ids.iter().find(|id| **id as usize >= vocab) {
+            Some(id) => format!(
+                "it gives token id {id}, and the model has ids 0 to {}; take tokenizer.json and config.json of one model",
+                vocab - 1
+            ),
+            None if ids.is_empty() => "it makes no token of this prompt; give other text, or token ids".into(),
+            None => return Ok(()),
+        };
+        Err(Error::model(tokenizer.file(), why))
+    }
+
+    /// Reports the end of a request that never reached the engine.
+    fn end_early(&mut self, id: SeqId, reason: FinishReason, error: Option<Error>) {
+        let (timing, error) = (Timing::default(), error.map(Arc::new));
+        let end = Finished { id, reason, prompt_tokens: 0, completion_tokens: 0, cache: None, timing, error };
+        let text = self.files.tokenizer.is_some().then(String::new);
+        self.news.push(Update::Done { id, completion: Completion { text, ids: Vec::new(), finish: reason, end } });
     }
 
     /// Ends a request early; its [`Update::Done`] comes with the next step.
     pub fn cancel(&mut self, id: SeqId) {
-        self.engine.cancel(id);
+        if self.waiting.remove(&id).is_some() {
+            self.end_early(id, FinishReason::Cancelled, None);
+        } else if let Some((inner, _)) = self.running.iter().find(|(_, running)| running.id == id) {
+            self.engine.cancel(*inner);
+        }
     }
 
     /// Whether nothing is queued or running.
     pub fn is_idle(&self) -> bool {
-        self.running.is_empty() && self.engine.is_idle()
+        self.waiting.is_empty() && self.running.is_empty() && self.news.is_empty() && self.engine.is_idle()
     }
 
     /// Runs one step of the engine: what it brought, in the order in which it came. That may be nothing, while a prompt is
-    /// being computed.
+    /// being prepared or computed.
+    ///
+    /// The future may be dropped before it is ready: nothing is lost, the next call goes on from there.
     ///
     /// # Errors
-    /// Those of the device and of the tokenizer.
+    /// Those of the device, after which the session is of no use. What is wrong with one request ends that one.
     pub async fn step(&mut self) -> Result<Vec<Update>> {
-        let mut updates = Vec::new();
-        for event in self.engine.step().await? {
-            match event {
-                Event::Token { id, token, .. } => self.token(id, token, &mut updates)?,
-                Event::Finished(end) => self.finish(end, &mut updates)?,
+        let nothing_else = self.engine.is_idle() && self.news.is_empty();
+        for (id, ids) in self.desk.take(nothing_else) {
+            self.prepared(id, ids);
+        }
+        if self.news.is_empty() && !self.engine.is_idle() {
+            for event in self.engine.step().await? {
+                match event {
+                    Event::Token { id, token, .. } => self.token(id, token),
+                    Event::Finished(end) => self.finish(end),
+                }
             }
         }
-        Ok(updates)
+        Ok(std::mem::take(&mut self.news))
     }
 
-    fn token(&mut self, id: SeqId, token: u32, updates: &mut Vec<Update>) -> Result<()> {
-        let Some(running) = self.running.get_mut(&id).filter(|r| !r.stopped) else { return Ok(()) };
+    fn token(&mut self, inner: SeqId, token: u32) {
+        let Some(running) = self.running.get_mut(&inner).filter(|r| !r.stopped && r.failed.is_none()) else { return };
         running.ids.push(token);
-        let Some(tokenizer) = &self.files.tokenizer else { return Ok(()) };
-        let piece = running.stream.push(tokenizer, token)?;
-        running.show(id, &piece, updates);
-        if running.stopped {
-            self.engine.cancel(id);
+        let Some(tokenizer) = &self.files.tokenizer else { return };
+        match running.stream.push(tokenizer, token) {
+            Ok(piece) => running.show(&piece, &mut self.news),
+            Err(e) => running.failed = Some(e),
         }
-        Ok(())
+        if running.stopped || running.failed.is_some() {
+            self.engine.cancel(inner);
+        }
     }
 
-    fn finish(&mut self, end: Finished, updates: &mut Vec<Update>) -> Result<()> {
-        let id = end.id;
-        let Some(mut running) = self.running.remove(&id) else { return Ok(()) };
+    fn finish(&mut self, mut end: Finished) {
+        let Some(mut running) = self.running.remove(&end.id) else { return };
         if let Some(tokenizer) = &self.files.tokenizer
             && !running.stopped
+            && running.failed.is_none()
         {
-            let piece = running.stream.finish(tokenizer)?;
-            running.show(id, &piece, updates);
+            match running.stream.finish(tokenizer) {
+                Ok(piece) => running.show(&piece, &mut self.news),
+                Err(e) => running.failed = Some(e),
+            }
             if !running.stopped {
                 let held = running.stops.finish();
-                running.text(id, held, updates);
+                running.text(held, &mut self.news);
             }
+        }
+        let id = running.id;
+        end.id = id;
+        if let Some(e) = running.failed {
+            (end.reason, end.error) = (FinishReason::Failed, Some(Arc::new(e)));
         }
         let finish = if running.stopped { FinishReason::Stop } else { end.reason };
         let text = self.files.tokenizer.is_some().then_some(running.text);
-        updates.push(Update::Done { id, completion: Completion { text, ids: running.ids, finish, end } });
-        Ok(())
+        self.news.push(Update::Done { id, completion: Completion { text, ids: running.ids, finish, end } });
     }
 
     /// The engine below.
@@ -301,16 +422,16 @@ impl<B: Backend> Session<B> {
 
 impl Running {
     /// Takes a piece of decoded text and shows what cannot be part of a stop string.
-    fn show(&mut self, id: SeqId, piece: &str, updates: &mut Vec<Update>) {
+    fn show(&mut self, piece: &str, news: &mut Vec<Update>) {
         let (text, stopped) = self.stops.push(piece);
         self.stopped = stopped;
-        self.text(id, text, updates);
+        self.text(text, news);
     }
 
-    fn text(&mut self, id: SeqId, text: String, updates: &mut Vec<Update>) {
+    fn text(&mut self, text: String, news: &mut Vec<Update>) {
         if !text.is_empty() {
             self.text += &text;
-            updates.push(Update::Text { id, text });
+            news.push(Update::Text { id: self.id, text });
         }
     }
 }

@@ -7,12 +7,19 @@
 //! the template's own special tokens are found in the text that contains the guards, and the guards are removed by a
 //! normaliser, that is after special tokens were split off and before anything else looks at the text. So the rest is encoded
 //! exactly as if special tokens did not exist.
+//!
+//! A normaliser may make the text of a special token out of another text (`<|END|>` in lower case). Where special tokens are
+//! looked for in normalised text and the normaliser could do that, they are looked for in the text as it is instead. And
+//! whatever the rules are: a special token whose place in the text does not hold its own text is an error.
+//!
+//! # Bounds
+//! A file is checked before the library reads it ([`file`]): no rule may take memory out of proportion. What the library panics on
+//! is an error that names the file. Encoding takes some 170 bytes of memory per byte of text, so a text is measured first
+//! ([`Tokenizer::most_bytes`]).
 
-use std::{
-    cell::OnceCell,
-    panic::{self, AssertUnwindSafe},
-    sync::Mutex,
-};
+mod file;
+
+use std::{collections::HashMap, sync::OnceLock};
 
 use serde_json::{Map, Value};
 use tokenizers::{
@@ -20,19 +27,30 @@ use tokenizers::{
     normalizers::{Replace, Sequence},
 };
 
-use crate::{Error, Result, config::parse_object};
+use self::file::Lengths;
+use crate::{Error, Result, config::parse_object, survive};
 
 /// A tokenizer as `tokenizer.json` describes it, with what `tokenizer_config.json` adds.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Texts of special tokens of two characters or more.
-    specials: Vec<String>,
+    /// Special tokens of two characters or more, by their first character.
+    specials: HashMap<char, Vec<String>>,
+    /// The same by their ids.
+    special_ids: HashMap<u32, String>,
+    /// Special tokens are found in the text as the template printed it, see the module.
+    as_printed: bool,
+    lengths: Lengths,
     /// `bos_token` and the like, by their names in `tokenizer_config.json`.
     named: Vec<(String, String)>,
     /// `inner` with a normaliser that removes the guard; made on first need, since it is a copy of the vocabulary.
-    guarded: OnceCell<tokenizers::Tokenizer>,
+    guarded: OnceLock<tokenizers::Tokenizer>,
     file: String,
 }
+
+/// Most bytes of a text that any tokenizer takes, once normalisers have made it as long as they can.
+pub const MAX_TEXT_BYTES: usize = 32 << 20;
+/// Bytes of text that are tokenised at least where rules drop or join text, so that its length says little about its tokens.
+const LEAST_TEXT_BYTES: usize = 1 << 20;
 
 /// Ids of a text, and for each the byte of the text at which it ends.
 pub(crate) struct Encoded {
@@ -57,7 +75,12 @@ impl Tokenizer {
         };
         let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
         // Parsed here first: the library's own message for text that is no JSON does not say where it breaks.
-        parse_object(file, bytes)?;
+        let mut parsed = parse_object(file, bytes)?;
+        let (lengths, changed) = file::check(&mut parsed).map_err(|why| bad(&why))?;
+        let normalizer = parsed.get("normalizer").cloned();
+        let rewritten = changed.then(|| Value::Object(std::mem::take(&mut parsed)).to_string());
+        drop(parsed);
+        let bytes = rewritten.as_ref().map_or(bytes, |text| text.as_bytes());
         let mut inner = survived(|| {
             let inner = tokenizers::Tokenizer::from_bytes(bytes)?;
             // Some faults show only now; what a rule refuses is told when a text needs it.
@@ -65,9 +88,6 @@ impl Tokenizer {
             Ok(inner)
         })
         .map_err(|e| bad(&e))?;
-        // Saved by some training runs; a prompt must be encoded whole.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| bad(&e))?;
         let named = config.map(named_tokens).unwrap_or_default();
         // A few files leave the flag of an end-of-turn token unset.
         let unflagged: Vec<AddedToken> = inner
@@ -76,12 +96,34 @@ impl Tokenizer {
             .filter(|t| !t.special && named.iter().any(|(_, text)| *text == t.content))
             .map(|t| AddedToken { special: true, ..t })
             .collect();
-        inner.add_special_tokens(unflagged).map_err(|e| bad(&e))?;
-        let added = inner.get_added_tokens_decoder().into_values();
-        let mut specials: Vec<String> =
-            added.filter(|t| t.special && t.content.chars().nth(1).is_some()).map(|t| t.content).collect();
-        specials.sort();
-        Ok(Self { inner, specials, named, guarded: OnceCell::new(), file: file.into() })
+        survived(|| Ok(inner.add_special_tokens(unflagged)?)).map_err(|e| bad(&e))?;
+        let added = inner.get_added_tokens_decoder();
+        let special: Vec<(u32, AddedToken)> =
+            added.into_iter().filter(|(_, t)| t.special && t.content.chars().nth(1).is_some()).collect();
+        let texts: Vec<String> = special.iter().map(|(_, t)| t.content.clone()).collect();
+        let as_printed = special.iter().any(|(_, t)| t.normalized) && file::may_forge(normalizer.as_ref(), &texts);
+        let special_ids = special.into_iter().map(|(id, t)| (id, t.content)).collect();
+        let mut specials: HashMap<char, Vec<String>> = HashMap::new();
+        for text in texts {
+            specials.entry(text.chars().next().unwrap_or_default()).or_default().push(text);
+        }
+        let guarded = OnceLock::new();
+        Ok(Self { inner, specials, special_ids, as_printed, lengths, named, guarded, file: file.into() })
+    }
+
+    /// The file that this tokenizer is from.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// Bytes of text beyond which a text is sure to have more than `tokens` tokens, or takes more memory than is sensible. Where
+    /// rules drop or join text nothing is sure; then it is what `tokens` of the longest token have, and no less than 1 MiB.
+    pub fn most_bytes(&self, tokens: usize) -> usize {
+        let bytes = match self.lengths.per_token {
+            Some(bytes) => tokens.saturating_mul(bytes),
+            None => tokens.saturating_mul(self.lengths.longest).max(LEAST_TEXT_BYTES),
+        };
+        bytes.min(MAX_TEXT_BYTES / self.lengths.growth)
     }
 
     /// Entries of the vocabulary, added tokens included. Ids may have gaps and the model may have more rows.
@@ -110,7 +152,8 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::BadModel`] if the tokenizer's own rules fail on the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        Ok(self.inner.encode_fast(text, true).map_err(|e| self.fault(&e))?.get_ids().to_vec())
+        let encoding = survived(|| self.inner.encode_fast(text, true)).map_err(|e| self.fault(&e))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// The ids of a text in which nothing is special; nothing is added.
@@ -123,8 +166,16 @@ impl Tokenizer {
 
     /// The ids of a rendered prompt whose foreign parts went through [`Tokenizer::guard`]; nothing is added.
     pub(crate) fn encode_guarded(&self, text: &str) -> Result<Encoded> {
-        let tokenizer = if text.contains(GUARD) { self.guarded()? } else { &self.inner };
-        let encoding = tokenizer.encode(text, false).map_err(|e| self.fault(&e))?;
+        let tokenizer = if self.as_printed || text.contains(GUARD) { self.guarded()? } else { &self.inner };
+        let encoding = survived(|| tokenizer.encode(text, false)).map_err(|e| self.fault(&e))?;
+        for (id, (start, end)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+            let Some(special) = self.special_ids.get(id) else { continue };
+            if text.get(*start..*end).is_none_or(|there| there.trim() != special.trim()) {
+                let why = "this tokenizer makes a special token of a text that is none; change the message";
+                let there: String = text.get(*start..*end).unwrap_or_default().replace(GUARD, "");
+                return Err(Error::model(&self.file, format!("{there:?} became {special:?}: {why}")));
+            }
+        }
         let ends = encoding.get_offsets().iter().map(|(_, end)| *end).collect();
         Ok(Encoded { ids: encoding.get_ids().to_vec(), ends })
     }
@@ -137,11 +188,17 @@ impl Tokenizer {
         for (at, c) in text.char_indices() {
             out.push(c);
             let rest = &text[at..];
-            if self.specials.iter().any(|s| rest.starts_with(s.as_str()) || s.starts_with(rest)) {
+            let mut specials = self.specials.get(&c).into_iter().flatten();
+            if specials.any(|s| rest.starts_with(s.as_str()) || s.starts_with(rest)) {
                 out.push(GUARD);
             }
         }
         out
+    }
+
+    /// Bytes of `text` without its guards.
+    pub(crate) fn unguarded_len(&self, text: &str) -> usize {
+        text.len() - text.matches(GUARD).count() * GUARD.len_utf8()
     }
 
     fn guarded(&self) -> Result<&tokenizers::Tokenizer> {
@@ -164,23 +221,20 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::BadModel`] if the tokenizer's own rules fail.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, true).map_err(|e| self.fault(&e))
+        survived(|| self.inner.decode(ids, true)).map_err(|e| self.fault(&e))
     }
 
     fn fault(&self, e: &dyn std::fmt::Display) -> Error {
-        Error::model(&self.file, e.to_string())
+        Error::model(
+            &self.file,
+            format!("the tokenizer fails: {e}; download the file again, or give token ids instead of text"),
+        )
     }
 }
 
-/// What the library makes of a file. It panics on some that are damaged, and says so on stderr unless it is kept from it.
-fn survived<T>(read: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
-    static HOOK: Mutex<()> = Mutex::new(());
-    let _one = HOOK.lock();
-    let hook = panic::take_hook();
-    panic::set_hook(Box::new(|_| {}));
-    let result = panic::catch_unwind(AssertUnwindSafe(read));
-    panic::set_hook(hook);
-    result.unwrap_or_else(|_| Err("its parts contradict each other".into()))
+/// What the library makes of a file or a text; it panics on some.
+fn survived<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    survive::survived(call).unwrap_or_else(|| Err("its parts contradict each other".into()))
 }
 
 /// `bos_token` and the like: a string, or an object with the string as `content`.

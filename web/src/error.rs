@@ -14,19 +14,25 @@ pub fn error(code: &str, message: &str) -> JsValue {
 
 /// A core error as an object; see `web/js/selkie.d.ts` for the codes.
 pub fn of(e: &Error) -> JsValue {
+    let (code, message) = parts(e);
+    error(code, &message)
+}
+
+/// Code and message of a core error.
+pub fn parts(e: &Error) -> (&'static str, String) {
     const MIB: f64 = 1048576.0;
     match e {
-        Error::Io { .. } => error("missing_file", &e.to_string()),
-        Error::BadModel { .. } => error("bad_model", &e.to_string()),
-        Error::BadRequest(_) => error("bad_request", &e.to_string()),
-        Error::Unsupported { .. } | Error::NoDevice { .. } => error("unsupported", &e.to_string()),
+        Error::Io { .. } => ("missing_file", e.to_string()),
+        Error::BadModel { .. } | Error::NotFinite => ("bad_model", e.to_string()),
+        Error::BadRequest(_) => ("bad_request", e.to_string()),
+        Error::Unsupported { .. } | Error::NoDevice { .. } => ("unsupported", e.to_string()),
         Error::OutOfMemory { what, asked, .. } => {
             let asked = *asked as f64 / MIB;
-            error("out_of_memory", &format!("there is not enough memory for {what}: {asked:.1} MiB were asked for"))
+            ("out_of_memory", format!("there is not enough memory for {what}: {asked:.1} MiB were asked for"))
         }
         Error::Device { op, .. } if op == "device" => {
-            error("device_lost", "the browser took the GPU away (a driver reset, sleep, or too little memory)")
+            ("device_lost", "the browser took the GPU away (a driver reset, sleep, or too little memory)".into())
         }
-        Error::Compile { .. } | Error::Device { .. } => error("internal", &e.to_string()),
+        Error::Compile { .. } | Error::Device { .. } => ("internal", e.to_string()),
     }
 }

@@ -115,6 +115,10 @@ pub fn update(update: Update) -> Value {
 }
 
 fn done(id: u64, c: Completion) -> Value {
+    let error = c.error().map(|e| {
+        let (code, message) = crate::error::parts(e);
+        json!({ "code": code, "message": message })
+    });
     let (end, cache) = (&c.end, c.end.cache);
     let reused = c.reused();
     let timing = end.timing;
@@ -129,7 +133,9 @@ fn done(id: u64, c: Completion) -> Value {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
             FinishReason::Cancelled => "cancelled",
+            FinishReason::Failed => "error",
         },
+        "error": error,
         "usage": {
             "promptTokens": end.prompt_tokens,
             "completionTokens": end.completion_tokens,

@@ -1,0 +1,34 @@
+//! Calls into libraries that panic on some of what they are given.
+
+use std::{
+    cell::Cell,
+    panic::{self, AssertUnwindSafe},
+    sync::Once,
+};
+
+thread_local! {
+    /// Panics of this thread are somebody's result, and nothing is said about them.
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `call` returns; `None` if it panicked, which is not told on stderr. Where panics end the process they still do.
+///
+/// What `call` changes may be left half changed.
+pub(crate) fn survived<T>(call: impl FnOnce() -> T) -> Option<T> {
+    static HOOK: Once = Once::new();
+    if cfg!(panic = "abort") {
+        return Some(call());
+    }
+    HOOK.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !QUIET.get() {
+                before(info);
+            }
+        }));
+    });
+    let outer = QUIET.replace(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(call)).ok();
+    QUIET.set(outer);
+    result
+}
