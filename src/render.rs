@@ -19,7 +19,7 @@ use selkie_core::chat::render::{InProcess, Job, Rendered, Renderer, unusable};
 use crate::failure::{Failure, Outcome};
 
 /// How long rendering a chat may take; ordinary templates take milliseconds.
-const DEADLINE: Duration = Duration::from_secs(10);
+const DEADLINE: Duration = Duration::from_secs(5);
 /// Address space of the process in bytes; 64 MiB of it is a stack.
 #[cfg(unix)]
 const MEMORY: u64 = 1 << 30;

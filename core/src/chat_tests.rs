@@ -287,7 +287,7 @@ fn a_panic_of_the_template_engine_is_an_error() {
 fn values_that_contain_themselves_are_printed_as_such() {
     let cycle = "{% set ns = namespace(a=1) %}{% set ns.x = [ns] %}{{ ns }}";
     let printed = text(cycle, &[("user", "x")]).unwrap();
-    assert!(printed.starts_with("{\"a\": 1, \"x\": [{\"a\": 1, \"x\": [{...}]}]}") && printed.len() < 200, "{printed}");
+    assert_eq!(printed, "{'a': 1, 'x': [{'a': 1, 'x': [{...}]}]}");
     let deep = "{% set ns = namespace(x=[]) %}{% for i in range(2000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}";
     assert_eq!(text(deep, &[("user", "x")]).unwrap(), "[[[[[...]]]]]");
     let shallow = "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}";

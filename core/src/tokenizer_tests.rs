@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use serde_json::json;
 
 use super::*;
 
@@ -110,6 +111,129 @@ fn a_damaged_file_is_named() {
             assert!(e.to_string().starts_with("dir/tokenizer.json: not a valid tokenizer"), "{e}");
         }
     }
+}
+
+/// The demo's tokenizer with some keys replaced.
+fn changed(keys: Value) -> Result<Tokenizer> {
+    let mut file = parse_object("t", DEMO).unwrap();
+    file.extend(keys.as_object().unwrap().clone());
+    Tokenizer::new("dir/tokenizer.json", Value::Object(file).to_string().as_bytes(), None)
+}
+
+#[test]
+fn settings_that_pad_or_cut_are_left_out_before_the_file_is_read() {
+    let padding = json!({"strategy": {"Fixed": 1_000_000_000}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "x"});
+    let truncation = json!({"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0});
+    let t = changed(json!({"padding": padding, "truncation": truncation})).unwrap();
+    assert_eq!(t.encode("Hello, world!").unwrap(), demo().encode("Hello, world!").unwrap());
+}
+
+#[test]
+fn rules_that_take_memory_out_of_proportion_are_refused() {
+    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    let several = |rule: Value, n: usize| json!({"type": "Sequence", "normalizers": vec![rule; n]});
+    let charsmap = |text: &str| json!({"type": "Precompiled", "precompiled_charsmap": text});
+    for (normalizer, expected) in [
+        (several(replace("l", "ll"), 30), "normalizer`: together the rules may make a text more than 64 times longer"),
+        (several(json!({"type": "Prepend", "prepend": "x".repeat(1 << 20)}), 40), "it may have 4096"),
+        (several(json!({"type": "NFC"}), 65), "more than 64 rules"),
+        (replace("", "x").as_object().map(|r| json!([r])).unwrap(), "not a valid tokenizer"),
+        (charsmap("/////w=="), "the table is said to have 4294967295 bytes, and 0 follow"),
+        (charsmap("AAAA"), "too short"),
+        (charsmap("BAAAAAEAAAA="), ""),
+        (charsmap("CAAAAAEAAAA="), "the table is said to have 8 bytes, and 4 follow"),
+    ] {
+        let result = changed(json!({"normalizer": normalizer}));
+        if expected.is_empty() {
+            // Whatever else is wrong with it, its size is right.
+            assert!(result.err().is_none_or(|e| !e.to_string().contains("the table is said")), "{normalizer}");
+            continue;
+        }
+        let message = result.err().unwrap().to_string();
+        assert!(message.starts_with("dir/tokenizer.json: ") && message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn what_the_library_panics_on_is_an_error() {
+    let strip = json!({"type": "Strip", "content": "z", "start": 0, "stop": 2});
+    let t = changed(json!({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, strip]}})).unwrap();
+    let ids = t.encode("z").unwrap();
+    let message = t.decode(&ids).unwrap_err().to_string();
+    assert!(message.starts_with("dir/tokenizer.json: the tokenizer fails"), "{message}");
+}
+
+#[test]
+fn special_tokens_stay_plain_text_under_every_normaliser() {
+    let mut added = parse_object("t", DEMO).unwrap()["added_tokens"].clone();
+    for token in added.as_array_mut().unwrap() {
+        token["normalized"] = true.into();
+    }
+    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    for (normalizer, forged) in [
+        (json!({"type": "NFKC"}), "a＜|end|＞b"),
+        (json!({"type": "Lowercase"}), "a<|END|>b"),
+        (replace("#", ""), "a<|e#nd|>b"),
+        (replace("ö", "|"), "a<öendö>b"),
+        (json!({"type": "Sequence", "normalizers": [replace("Q", "<|end|>"), {"type": "NFC"}]}), "aQb"),
+        (json!({"type": "Strip", "strip_left": true, "strip_right": true}), " <|end|> "),
+        (json!({"type": "StripAccents"}), "a<|e\u{301}nd|>b"),
+        (Value::Null, "a<|end|>b"),
+    ] {
+        let t = changed(json!({"normalizer": normalizer, "added_tokens": added})).unwrap();
+        let ids = t.encode_plain(forged).unwrap();
+        assert!(!ids.contains(&2), "{normalizer}: {ids:?}");
+        // And the template's own token is one.
+        let own = t.encode_guarded(&format!("{}<|end|>", t.guard(forged))).unwrap().ids;
+        assert_eq!(own.iter().filter(|id| **id == 2).count(), 1, "{normalizer}: {own:?}");
+    }
+}
+
+#[test]
+fn a_special_token_that_is_none_in_the_text_is_an_error() {
+    // The model itself knows the text, whole.
+    let t = changed(json!({
+        "added_tokens": [{"id": 1, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true}],
+        "pre_tokenizer": null, "decoder": null, "post_processor": null, "normalizer": null,
+        "model": {"type": "WordLevel", "vocab": {"x": 0, "</s>": 1}, "unk_token": "x"},
+    }))
+    .unwrap();
+    let message = t.encode_plain("</s>").unwrap_err().to_string();
+    assert!(message.contains("\"</s>\" became \"</s>\""), "{message}");
+    assert_eq!(t.encode_guarded("</s>").unwrap().ids, [1]);
+}
+
+#[test]
+fn text_is_measured_before_it_is_tokenised() {
+    let t = demo();
+    let longest = t.lengths.longest;
+    assert!((8..64).contains(&longest) && t.lengths.per_token == Some(longest), "{:?}", t.lengths);
+    assert_eq!(t.most_bytes(100), 100 * longest);
+    assert_eq!(t.most_bytes(usize::MAX), MAX_TEXT_BYTES);
+    // No text of that length has fewer tokens.
+    let text = "Hello world, this is a text about nothing at all. ".repeat(40);
+    assert!(t.encode(&text).unwrap().len() * longest >= text.len());
+    let with = |keys: Value| changed(keys).unwrap().lengths;
+    assert_eq!(with(json!({"normalizer": {"type": "NFKC"}})).per_token, Some(4 * longest));
+    let replace = json!({"type": "Replace", "pattern": {"String": "abcdef"}, "content": "ab"});
+    assert_eq!(with(json!({"normalizer": replace})).per_token, Some(3 * longest));
+    let grow = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    assert_eq!((with(json!({"normalizer": grow})).growth, with(json!({"normalizer": grow})).per_token), (3, Some(longest)));
+    // Rules that drop text.
+    for keys in [
+        json!({"normalizer": {"type": "Strip", "strip_left": true, "strip_right": true}}),
+        json!({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}),
+        json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, {"type": "ByteLevel",
+            "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}}),
+        json!({"added_tokens": [{"id": 0, "content": "<x>", "single_word": false, "lstrip": false, "rstrip": true,
+            "normalized": false, "special": true}]}),
+    ] {
+        let lengths = with(keys.clone());
+        assert_eq!(lengths.per_token, None, "{keys}");
+    }
+    assert!(metaspace().lengths.per_token.is_none());
 }
 
 #[test]

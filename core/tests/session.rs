@@ -1,23 +1,65 @@
 //! Text in and out over the engine, with the demo model and one without a tokenizer.
 
-use std::{collections::HashMap, fs, path::PathBuf, rc::Rc};
+use std::{
+    collections::HashMap,
+    fs,
+    future::Future,
+    path::{Path, PathBuf},
+    pin::{Pin, pin},
+    rc::Rc,
+    task::{Context, Poll, Waker},
+};
 
 use selkie_core::{
+    Result,
+    backend::{Backend, Caps},
     chat::Message,
     cpu::CpuBackend,
     engine::{EngineOptions, FinishReason, SeqId},
     model_dir::ModelFiles,
+    ops::Op,
     sample::Sampling,
     session::{Ask, Completion, Overrides, Prompt, Session, Update},
-    source::Dir,
+    source::{Bytes, Dir},
+    tensor::Tensor,
 };
 
-fn session(dir: &str) -> Session<CpuBackend> {
+fn session(dir: impl AsRef<Path>) -> Session<CpuBackend> {
+    session_on(CpuBackend::new(), dir)
+}
+
+fn session_on<B: Backend>(backend: B, dir: impl AsRef<Path>) -> Session<B> {
     pollster::block_on(async {
-        let files = Rc::new(ModelFiles::open(Rc::new(Dir::open(dir).unwrap()), || 0).await.unwrap());
+        let files = Rc::new(ModelFiles::open(Rc::new(Dir::open(dir.as_ref()).unwrap()), || 0).await.unwrap());
         let options = EngineOptions::default();
-        Session::load(CpuBackend::new(), files, &options, &mut |_| {}).await.unwrap()
+        Session::load(backend, files, &options, &mut |_| {}).await.unwrap()
     })
+}
+
+/// The demo model with some files replaced; the directory goes with it.
+struct Changed(PathBuf);
+
+impl Changed {
+    fn new(name: &str, files: &[(&str, &str)]) -> Self {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.{}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir_all(&dir).unwrap();
+        for file in
+            ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+        {
+            fs::copy(Path::new("../models/demo").join(file), dir.join(file)).unwrap();
+        }
+        for (file, text) in files {
+            fs::write(dir.join(file), text).unwrap();
+        }
+        Self(dir)
+    }
+}
+
+impl Drop for Changed {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
 }
 
 fn demo() -> Session<CpuBackend> {
@@ -29,7 +71,7 @@ fn chat(text: &str) -> Ask {
 }
 
 /// Runs everything to its end; the pieces of text and the completion of every request.
-fn finish(session: &mut Session<CpuBackend>) -> HashMap<SeqId, (Vec<String>, Completion)> {
+fn finish<B: Backend>(session: &mut Session<B>) -> HashMap<SeqId, (Vec<String>, Completion)> {
     let mut pieces: HashMap<SeqId, Vec<String>> = HashMap::new();
     let mut done = HashMap::new();
     while !session.is_idle() {
@@ -204,6 +246,186 @@ fn a_stop_string_in_the_last_piece_is_found() {
     let start = whole.strip_suffix("bc\u{fffd}").unwrap();
     assert_eq!(answer(&["bc"]), (start.to_owned(), FinishReason::Stop));
     fs::remove_dir_all(dir).unwrap();
+}
+
+#[test]
+fn what_a_prompt_breaks_is_that_request_alone() {
+    let dir = Changed::new("panics", &[("chat_template.jinja", "{{ 1 is divisibleby(0) }}")]);
+    let mut s = session(&dir.0);
+    let good = s.submit(Ask { prompt: Prompt::Text("Hello".into()), max_tokens: Some(3), ..Ask::default() }).unwrap();
+    let message = s.submit(chat("Hello")).unwrap_err().to_string();
+    assert!(message.contains("chat_template.jinja") && message.contains("template engine fails"), "{message}");
+    assert_eq!(finish(&mut s)[&good].1.finish, FinishReason::Length);
+}
+
+#[test]
+fn a_prompt_that_takes_long_holds_up_nobody_and_can_be_cancelled() {
+    let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x";
+    let dir = Changed::new("endless", &[("chat_template.jinja", endless)]);
+    let mut s = session(&dir.0);
+    let [slow, cancelled] = [(), ()].map(|()| s.submit(chat("Hello")).unwrap());
+    let quick = s.submit(Ask { prompt: Prompt::Text("Hello".into()), max_tokens: Some(3), ..Ask::default() }).unwrap();
+    s.cancel(cancelled);
+    let mut order = Vec::new();
+    let mut ends = HashMap::new();
+    while !s.is_idle() {
+        for update in pollster::block_on(s.step()).unwrap() {
+            if let Update::Done { id, completion } = update {
+                order.push(id);
+                ends.insert(id, completion);
+            }
+        }
+    }
+    assert_eq!(order, [cancelled, quick, slow]);
+    assert_eq!(ends[&cancelled].finish, FinishReason::Cancelled);
+    assert_eq!((ends[&quick].finish, ends[&quick].ids.len()), (FinishReason::Length, 3));
+    assert_eq!(ends[&slow].finish, FinishReason::Failed);
+    let message = ends[&slow].error().unwrap().to_string();
+    assert!(message.contains("chat_template.jinja") && message.contains("does not come to an end"), "{message}");
+}
+
+#[test]
+fn tokens_that_cannot_be_decoded_end_their_request() {
+    let tokenizer = fs::read_to_string("../models/demo/tokenizer.json").unwrap();
+    let mut tokenizer: serde_json::Value = serde_json::from_str(&tokenizer).unwrap();
+    let strip = serde_json::json!({"type": "Strip", "content": "z", "start": 0, "stop": 2});
+    tokenizer["decoder"] = serde_json::json!({"type": "Sequence", "decoders": [tokenizer["decoder"], strip]});
+    let dir = Changed::new("decoder", &[("tokenizer.json", &tokenizer.to_string())]);
+    let mut s = session(&dir.0);
+    let z = s.files().tokenizer().unwrap().token_id("z").unwrap();
+    // A text that ends in one z panics in the library; it is the context of the first token.
+    let bad = s.submit(Ask { prompt: Prompt::Text("z".into()), max_tokens: Some(3), ..Ask::default() });
+    let good = s.submit(Ask { prompt: Prompt::Text("Hello".into()), max_tokens: Some(3), ..Ask::default() }).unwrap();
+    let done = finish(&mut s);
+    assert_eq!(done[&good].1.finish, FinishReason::Length);
+    let failed = &done[&bad.unwrap()].1;
+    assert_eq!(failed.finish, FinishReason::Failed, "{z}");
+    let message = failed.error().unwrap().to_string();
+    assert!(message.contains("tokenizer.json: the tokenizer fails"), "{message}");
+}
+
+#[test]
+fn text_that_cannot_fit_is_refused_by_its_bytes() {
+    let mut s = demo();
+    let long = "Hello world. ".repeat(30 << 20 >> 3);
+    for prompt in [Prompt::Text(long.clone()), Prompt::Messages(vec![Message::new("user", long)])] {
+        let message = s.submit(Ask { prompt, ..Ask::default() }).unwrap_err().to_string();
+        assert!(message.contains("bytes of text cannot fit: the context of 8192 tokens holds at most"), "{message}");
+    }
+    assert!(s.is_idle());
+}
+
+#[test]
+fn ids_beyond_the_vocabulary_are_the_tokenizers_fault() {
+    let tokenizer = fs::read_to_string("../models/demo/tokenizer.json").unwrap();
+    let mut tokenizer: serde_json::Value = serde_json::from_str(&tokenizer).unwrap();
+    let token = serde_json::json!({"id": 2000, "content": "Hello", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true});
+    // Ids go on from the last one.
+    let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+    added.extend((0..30).map(|i| {
+        let mut one = token.clone();
+        (one["id"], one["content"]) = ((1024 + i).into(), format!("Hello{i}").into());
+        one
+    }));
+    let dir = Changed::new("vocabulary", &[("tokenizer.json", &tokenizer.to_string())]);
+    let mut s = session(&dir.0);
+    let message = s.submit(Ask { prompt: Prompt::Text("Hello7".into()), ..Ask::default() }).unwrap_err().to_string();
+    assert!(message.contains("tokenizer.json: it gives token id 1031, and the model has ids 0 to 1023"), "{message}");
+}
+
+/// The CPU, whose reads take some polls; or one that is said to run behind the host's back.
+struct Late {
+    inner: CpuBackend,
+    caps: Caps,
+}
+
+struct LateRead {
+    inner: <CpuBackend as Backend>::Read,
+    polls: usize,
+}
+
+impl Future for LateRead {
+    type Output = Result<Vec<u8>>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.polls += 1;
+        if self.polls < 4 { Poll::Pending } else { Pin::new(&mut self.inner).poll(context) }
+    }
+}
+
+impl Backend for Late {
+    type Buf = <CpuBackend as Backend>::Buf;
+    type Rec<'a> = <CpuBackend as Backend>::Rec<'a>;
+    type Tape = <CpuBackend as Backend>::Tape;
+    type Read = LateRead;
+
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+    fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf> {
+        self.inner.alloc(label, bytes)
+    }
+    fn adopts(&self) -> bool {
+        self.inner.adopts()
+    }
+    fn adopt(&self, bytes: &Bytes) -> Option<Self::Buf> {
+        self.inner.adopt(bytes)
+    }
+    fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.write(dst, at, bytes)
+    }
+    fn scratch(&self, op: &Op<Self::Buf>) -> u64 {
+        self.inner.scratch(op)
+    }
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        self.inner.reserve(bytes)
+    }
+    fn run(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<()> {
+        self.inner.run(f)
+    }
+    fn record(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<Self::Tape> {
+        self.inner.record(f)
+    }
+    fn play(&self, tape: &Self::Tape) -> Result<()> {
+        self.inner.play(tape)
+    }
+    fn read(&self, src: &Tensor<Self::Buf>) -> Self::Read {
+        LateRead { inner: self.inner.read(src), polls: 0 }
+    }
+}
+
+#[test]
+fn a_step_that_is_dropped_while_it_waits_loses_nothing() {
+    for asynchronous in [false, true] {
+        let inner = CpuBackend::new();
+        let caps = Caps { asynchronous, ..inner.caps().clone() };
+        let mut s = session_on(Late { inner, caps }, "../models/demo");
+        let questions = [("What is 17 + 25?", "17 + 25 = 42."), ("What is 81 - 36?", "81 - 36 = 45.")];
+        let ids = questions.map(|(q, _)| s.submit(chat(q)).unwrap());
+        let mut texts: HashMap<SeqId, String> = HashMap::new();
+        let (mut ended, mut dropped) = (0, 0);
+        while !s.is_idle() {
+            // Polled once; what waits is dropped.
+            let Poll::Ready(updates) = pin!(s.step()).poll(&mut Context::from_waker(Waker::noop())) else {
+                dropped += 1;
+                continue;
+            };
+            for update in updates.unwrap() {
+                match update {
+                    Update::Text { id, text } => *texts.entry(id).or_default() += &text,
+                    Update::Done { completion, .. } => {
+                        assert_eq!(completion.finish, FinishReason::Stop);
+                        ended += 1;
+                    }
+                }
+            }
+        }
+        assert!(ended == 2 && dropped > 20, "{ended} {dropped}");
+        for (id, (_, want)) in ids.iter().zip(questions) {
+            assert_eq!(texts[id], want, "{asynchronous}");
+        }
+    }
 }
 
 #[test]
