@@ -301,7 +301,11 @@ export interface Engine {
   setPrefixCache(on: boolean): Promise<void>;
   /** Ends the worker and frees the device; unfinished requests end with a {@link SelkieError} `cancelled`. */
   close(): void;
-  /** Resolves with the reason when the engine fails as a whole (`device_lost`, `out_of_memory`, `internal`); else never. */
+  /**
+   * Resolves with the reason when the engine fails as a whole (`device_lost`, `out_of_memory`, `internal`); else never. `internal`
+   * is also how a model ends whose chat template takes all memory, all of the stack or more than a minute: there is no process of
+   * its own for it in a page, so its worker ends. {@link load} starts another.
+   */
   readonly failed: Promise<SelkieError>;
 }
 

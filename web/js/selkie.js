@@ -5,6 +5,9 @@ import { directoryUrl, modelUrl } from "./source.js";
 
 export { SelkieError, modelUrl };
 
+// A request is taken between two steps. A worker that does not get there is in a chat template that does not come to an end.
+const TAKEN_MS = 60_000;
+
 // A worker and the questions that it has not answered yet.
 class Client {
   #worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "selkie" });
@@ -136,6 +139,9 @@ class Engine {
 
   generate(request) {
     const { id, answer } = this.#client.ask("generate", { request });
+    const stuck = () => this.#client.end(new SelkieError("internal", "The engine does not get done with the request's prompt."));
+    const timer = setTimeout(stuck, TAKEN_MS);
+    answer.catch(() => {}).then(() => clearTimeout(timer));
     const generation = new Generation(() => this.#client.ask("cancel", { request: id }).answer.catch(() => {}));
     this.#running.set(id, generation);
     answer.catch((error) => {
@@ -189,6 +195,7 @@ class Generation {
   }
 
   push(update) {
+    if (update.error) return this.fail(unpackError(update.error));
     const last = this.#queue.at(-1);
     if (update.type === "text" && last?.type === "text") last.text += update.text;
     else this.#queue.push(update);

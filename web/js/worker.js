@@ -54,10 +54,13 @@ async function answer({ id, type, ...message }) {
     if (!Object.hasOwn(actions, type)) throw new SelkieError("internal", `unknown message ${type}`);
     self.postMessage({ id, value: await actions[type]({ id, ...message }) });
   } catch (e) {
-    if (e instanceof WebAssembly.RuntimeError) fail(e);
+    if (isTrap(e)) fail(e);
     else self.postMessage({ id, error: packError(asSelkieError(e)) });
   }
 }
+
+// The module trapped (a panic, no memory) or ran out of stack, which browsers name differently: its memory is not to be trusted.
+const isTrap = (e) => e instanceof WebAssembly.RuntimeError || ["RangeError", "InternalError"].includes(e?.name);
 
 const actions = {
   inspect: async ({ model, backend }) => {

@@ -5,7 +5,11 @@ import { settings } from "./settings.js";
 import { backendName, sentence } from "./words.js";
 
 /** @typedef {import("./js/selkie.js").Engine} Engine */
+/** @typedef {import("./js/selkie.js").SelkieError} SelkieError */
 /** @typedef {import("./model.js").Model} Model */
+
+/** Within this time an engine that fails once more is left to the user. */
+const AGAIN_MS = 60_000;
 
 // Imported when used: the page is of use before the engine's module is here.
 const imported = import("./js/selkie.js");
@@ -33,6 +37,8 @@ export function engineLife(page) {
   let begin = () => {};
   const begun = new Promise((ok) => { begin = () => ok(null); });
   let loading = new AbortController();
+  /** When the engine was started again by itself. */
+  let again = -Infinity;
 
   /** @param {Model} model @param {import("./js/selkie.js").Backend} [backend] */
   function start(model, backend = settings.backend) {
@@ -92,7 +98,18 @@ export function engineLife(page) {
     keep("model", "url" in model.source && model !== DEMO ? model.source.url : null);
     page.announce(`${model.name} is ready.`);
     page.changed(engine);
-    engine.failed.then((error) => { if (life.engine === engine) failed(error, info.backend, true); });
+    engine.failed.then((error) => { if (life.engine === engine) lost(error, info.backend); });
+    if (performance.now() - again < AGAIN_MS) {
+      foot.textContent = "The engine had stopped at a fault and was started again.";
+      page.announce(foot.textContent);
+    }
+  }
+
+  /** A worker whose engine trapped (a chat template can do that) is replaced, but not again and again. @param {SelkieError} error @param {import("./js/selkie.js").Backend} backend */
+  function lost(error, backend) {
+    if (error.code !== "internal" || performance.now() - again < AGAIN_MS) return failed(error, backend, true);
+    again = performance.now();
+    start(life.model);
   }
 
   /** @param {unknown} error @param {import("./js/selkie.js").Backend} backend that was tried @param {boolean} lost whether it had worked before */

@@ -4,7 +4,9 @@
 //! they print, how deep a value is printed; a panic of the template engine is an error. What the engine does not let be bounded is
 //! the memory that one value takes (doubling a string forty times takes a hundred steps), the time of one step on such a value and
 //! the stack that comparing or converting deeply nested values takes. A [`Renderer`] in a process of its own bounds those too:
-//! the binary has one.
+//! the binary has one, with a limit of memory (where the system has one: not on macOS and Windows) and a deadline. In a browser's
+//! worker the module traps, and the page starts another worker. A program that uses this crate renders [in its own
+//! process](InProcess) unless it brings a renderer.
 
 use std::{
     borrow::Cow,
