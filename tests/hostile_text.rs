@@ -42,7 +42,10 @@ fn templates_that_take_memory_stack_or_time() {
         let [plain, chat] = plain_and_chat(&dir);
         assert_eq!((plain["finish_reason"].as_str(), &plain["error"]), (Some("length"), &Value::Null), "{expected}");
         let why = chat["error"].as_str().unwrap();
-        assert!(why.contains("chat_template.jinja: the chat template cannot be used") && why.contains(expected), "{why}");
+        assert!(
+            why.contains("chat_template.jinja: the chat template cannot be used") && why.contains(expected),
+            "{why}"
+        );
         assert_eq!(chat["finish_reason"], "error");
     }
     // A value that contains itself is printed as such.

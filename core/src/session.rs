@@ -239,7 +239,7 @@ impl<B: Backend> Session<B> {
         })
     }
 
-    /// Queues a request. A prompt that takes more than some 50 ms to prepare is prepared while others run, and what is wrong with it
+    /// Queues a request. A prompt that takes long to prepare (50 ms while others run) is prepared beside them, and what is wrong with it
     /// ends the request: [`FinishReason::Failed`].
     ///
     /// # Errors
@@ -263,7 +263,8 @@ impl<B: Backend> Session<B> {
         let id = SeqId(self.next_id);
         self.next_id += 1;
         let mut others = Vec::new();
-        let ids = self.desk.begin(id, task, &mut others);
+        let alone = self.engine.is_idle() && self.waiting.is_empty();
+        let ids = self.desk.begin(id, task, alone, &mut others);
         for (id, ids) in others {
             self.prepared(id, ids);
         }

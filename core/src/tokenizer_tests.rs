@@ -220,7 +220,10 @@ fn text_is_measured_before_it_is_tokenised() {
     let replace = json!({"type": "Replace", "pattern": {"String": "abcdef"}, "content": "ab"});
     assert_eq!(with(json!({"normalizer": replace})).per_token, Some(3 * longest));
     let grow = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-    assert_eq!((with(json!({"normalizer": grow})).growth, with(json!({"normalizer": grow})).per_token), (3, Some(longest)));
+    assert_eq!(
+        (with(json!({"normalizer": grow})).growth, with(json!({"normalizer": grow})).per_token),
+        (3, Some(longest))
+    );
     // Rules that drop text.
     for keys in [
         json!({"normalizer": {"type": "Strip", "strip_left": true, "strip_right": true}}),

@@ -107,8 +107,10 @@ mod threads {
 
     /// Prompts that are prepared at a time.
     const THREADS: usize = 4;
-    /// How long a request holds up others: ordinary prompts take a few milliseconds.
+    /// How long a request may hold up others: ordinary prompts take a few milliseconds.
     const PATIENCE: Duration = Duration::from_millis(50);
+    /// How long one is waited for that holds up nobody. The first chat starts a process and compiles the template.
+    const LONG_PATIENCE: Duration = Duration::from_secs(1);
 
     type Job = (SeqId, Task);
     type Answer = (SeqId, Result<Ids>);
@@ -130,9 +132,9 @@ mod threads {
             Self { jobs, queue: Arc::new(Mutex::new(queue)), answer, answers, threads: 0, open: 0 }
         }
 
-        /// Begins with a task; `Some` is its result if that comes at once. What other tasks have come to meanwhile goes to
-        /// `others`.
-        pub fn begin(&mut self, id: SeqId, task: Task, others: &mut Vec<Answer>) -> Option<Result<Ids>> {
+        /// Begins with a task; `Some` is its result if that comes soon. `alone`: it holds up nobody. What other tasks have come to
+        /// meanwhile goes to `others`.
+        pub fn begin(&mut self, id: SeqId, task: Task, alone: bool, others: &mut Vec<Answer>) -> Option<Result<Ids>> {
             if task.is_ready() {
                 return Some(task.run());
             }
@@ -150,7 +152,7 @@ mod threads {
             // The receiver lives as long as this.
             let _ = self.jobs.send((id, task));
             self.open += 1;
-            let end = Instant::now() + PATIENCE;
+            let end = Instant::now() + if alone { LONG_PATIENCE } else { PATIENCE };
             loop {
                 match self.wait(end) {
                     Some((of, result)) if of == id => return Some(result),
@@ -215,6 +217,7 @@ impl Desk {
         &mut self,
         _: crate::engine::SeqId,
         task: Task,
+        _: bool,
         _: &mut Vec<(crate::engine::SeqId, Result<Ids>)>,
     ) -> Option<Result<Ids>> {
         Some(task.run())
