@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules of selkie-core, lowest first, and what each may import. `backend` and `ops` are one layer, the boundary.
-const CORE: [(&str, &str); 26] = [
+const CORE: [(&str, &str); 27] = [
     ("fnv", ""),
     ("cache_dir", ""),
     ("error", ""),
+    ("survive", ""),
     ("tensor", ""),
     ("source", "error"),
     ("config", "error"),
@@ -16,7 +17,7 @@ const CORE: [(&str, &str); 26] = [
     ("backend", "error ops source tensor"),
     ("ops", "backend step tensor"),
     ("timer", "backend error tensor"),
-    ("sample", "error ops"),
+    ("sample", "error ops step"),
     ("cpu", "backend error ops sample source step tensor timer"),
     ("checkpoint", "error source tensor"),
     ("rope", "config error"),
@@ -28,10 +29,10 @@ const CORE: [(&str, &str); 26] = [
     ("blocks", "backend config error layer ops rope step tensor weights"),
     ("models", "backend blocks config error layer ops rope step tensor weights"),
     ("engine", "backend checkpoint error layer models ops sample state step tensor weights"),
-    ("tokenizer", "config error"),
-    ("chat", "error tokenizer"),
+    ("tokenizer", "config error survive"),
+    ("chat", "error survive tokenizer"),
     ("model_dir", "chat checkpoint config error fnv generation source tokenizer"),
-    ("session", "backend chat engine error model_dir models sample stop tokenizer weights"),
+    ("session", "backend chat engine error model_dir models sample stop survive tokenizer weights"),
 ];
 
 /// The crates that implement `Backend` know no model and no policy.
@@ -72,10 +73,10 @@ fn backends_import_the_boundary_only() {
 #[test]
 fn the_table_names_every_module_and_points_downwards() {
     let lib = fs::read_to_string(root().join("core/src/lib.rs")).unwrap();
-    let public: BTreeSet<&str> = lib.lines().filter_map(|l| l.strip_prefix("pub mod ")?.strip_suffix(';')).collect();
-    assert_eq!(public, CORE.map(|(module, _)| module).into());
-    let private = lib.lines().filter(|l| l.starts_with("mod ")).count();
-    assert_eq!(private, 0, "a module of core is missing in the table");
+    let module =
+        |l: &'_ str| Some(l.strip_prefix("pub ").unwrap_or(l).strip_prefix("mod ")?.strip_suffix(';')?.to_owned());
+    let modules: BTreeSet<String> = lib.lines().filter_map(module).collect();
+    assert_eq!(modules, CORE.map(|(module, _)| module.to_owned()).into());
     for (i, (module, allowed)) in CORE.iter().enumerate() {
         for import in allowed.split_whitespace() {
             let below = CORE[..i].iter().any(|(m, _)| *m == import);
