@@ -48,6 +48,7 @@ async fn rms_norm<B: Backend>(backend: &B, x: &[f32], weight: &[f32]) -> selkie_
         out: out.clone(),
         eps: 1e-6,
         groups: 1,
+        accumulate: false,
     });
     // An engine asks at load for the scratch memory of its largest step.
     backend.reserve(backend.scratch(&op))?;
