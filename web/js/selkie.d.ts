@@ -46,6 +46,7 @@ export interface Progress {
   total: number;
 }
 
+/** Options that do not exist are refused as `bad_request`, here and in every other call; the message has the nearest name. */
 export interface LoadOptions {
   model: ModelSource;
   /** Default `auto`. */
@@ -77,8 +78,8 @@ export interface LoadOptions {
  * - `out_of_memory`: an allocation on the device failed.
  * - `storage`: picked files can no longer be read (moved, changed), or another tab is just loading this model.
  * - `cancelled`: the caller aborted, or closed the engine.
- * - `bad_request`: the request cannot be served (empty prompt, impossible sampling values, longer than the context), or not
- *   while others run.
+ * - `bad_request`: the request cannot be served (an option that does not exist, empty prompt, impossible sampling values,
+ *   longer than the context), or not while others run.
  * - `busy`: the engine is in the middle of a step. The worker keeps the two apart, so that it should not be seen.
  * - `internal`: a fault of selkie.
  */

@@ -1,6 +1,7 @@
 // The API of selkie for pages; types and documentation are in selkie.d.ts.
 
 import { SelkieError, asSelkieError, unpackError } from "./errors.js";
+import { GENERATE, INSPECT, LOAD, checkOptions } from "./options.js";
 import { directoryUrl, modelUrl } from "./source.js";
 
 export { SelkieError, modelUrl };
@@ -81,7 +82,9 @@ function located(model) {
   throw new SelkieError("bad_request", "A model is { url } or { files }.");
 }
 
-export async function inspect(model, { backend = "auto", signal } = {}) {
+export async function inspect(model, options = {}) {
+  checkOptions("inspect", options, INSPECT);
+  const { backend = "auto", signal } = options;
   return once("inspect", { model: located(model), backend }, signal);
 }
 
@@ -93,9 +96,10 @@ export async function forget(url) {
   return once("forget", located({ url }));
 }
 
-export async function load({ model, memoryMiB, onProgress, signal, ...others }) {
+export async function load(given = {}) {
   const start = performance.now();
-  const { backend = "auto", prefixCache = true, contextTokens, maxBatch } = others;
+  checkOptions("load", given, LOAD);
+  const { model, memoryMiB, onProgress, signal, backend = "auto", prefixCache = true, contextTokens, maxBatch } = given;
   const options = { backend, prefixCache, contextTokens, maxBatch };
   if (memoryMiB !== undefined) options.memoryBytes = memoryMiB * 2 ** 20;
   const source = located(model);
@@ -137,7 +141,14 @@ class Engine {
     };
   }
 
-  generate(request) {
+  generate(request = {}) {
+    try {
+      checkOptions("generate", request, GENERATE);
+    } catch (error) {
+      const generation = new Generation(() => {});
+      generation.fail(error);
+      return generation;
+    }
     const { id, answer } = this.#client.ask("generate", { request });
     const stuck = () => this.#client.end(new SelkieError("internal", "The engine does not get done with the request's prompt."));
     const timer = setTimeout(stuck, TAKEN_MS);
@@ -168,7 +179,7 @@ class Engine {
   }
 
   close() {
-    this.#client.end(cancelled("engine"));
+    this.#client.end(new SelkieError("cancelled", "The engine was closed."));
   }
 }
 

@@ -126,7 +126,12 @@ export function modelUrl(text) {
   const typed = text.trim();
   if (!typed) throw new SelkieError("not_found", "Give the address of a model's folder.");
   if (/^[\w-]+\/[\w.-]+$/.test(typed)) return new URL(directoryUrl(`https://huggingface.co/${typed}`));
-  return new URL(directoryUrl(/^[a-z][a-z0-9+.-]*:\/\//i.test(typed) ? typed : `https://${typed}`));
+  const whole = /^[a-z][a-z0-9+.-]*:\/\//i.test(typed);
+  // A single word is no host that anybody meant.
+  if (!whole && !/[./:]/.test(typed)) {
+    throw new SelkieError("not_found", `"${typed}" is no address. One looks like owner/model or https://huggingface.co/owner/model.`);
+  }
+  return new URL(directoryUrl(whole ? typed : `https://${typed}`));
 }
 
 function notAllowed({ protocol, host }, cause) {

@@ -12,6 +12,7 @@ import { blobFile, checkWhole, fileUrl, look, modelName, remoteFile, remoteModel
 const LARGE_BYTES = 64 * 2 ** 20;
 // How much of a file may have to be downloaded again after a crash.
 const FLUSH_BYTES = 16 * 2 ** 20;
+const FLUSH_MS = 1000;
 // How long the check for a newer version may take; then what is stored is used.
 const CHECK_MS = 2000;
 
@@ -85,6 +86,9 @@ async function isOld(record) {
   }
 }
 
+// Not randomUUID: a page from a plain http address has none.
+const randomId = () => [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+
 const sum = (sized) => sized.reduce((total, { size }) => total + (size ?? 0), 0);
 
 const remoteFiles = (url, { small, weights }) => [
@@ -138,7 +142,7 @@ async function fill(shelf, url, { small, weights }, count, reset) {
   const before = await shelf.record(url);
   if (before?.done || !shelf.resumes) await shelf.remove(url);
   const known = before && !before.done && shelf.resumes ? before.files : {};
-  const record = { url, id: crypto.randomUUID(), done: false, files: {} };
+  const record = { url, id: randomId(), done: false, files: {} };
   for (const { name } of weights) if (known[name]?.version) record.files[name] = known[name];
   await shelf.save(record);
 
@@ -164,10 +168,12 @@ async function fillFile(shelf, record, name, count, reset) {
   const writer = await shelf.writer(url, name, start.size);
   let at = writer.start;
   let saved = at;
+  let savedAt = performance.now();
   const keep = async (version) => {
     if (!shelf.resumes) return;
     writer.flush();
     saved = at;
+    savedAt = performance.now();
     record.files[name] = { size: at, version, done: false };
     await shelf.save(record);
   };
@@ -187,7 +193,7 @@ async function fillFile(shelf, record, name, count, reset) {
         at += piece.length;
         seen = version;
         count(name, piece.length);
-        if (at - saved >= FLUSH_BYTES) await keep(version);
+        if (at - saved >= FLUSH_BYTES || performance.now() - savedAt >= FLUSH_MS) await keep(version);
       },
     });
     if (!got) throw new SelkieError("missing_file", `${fileUrl(url, name)} is no longer there.`);

@@ -153,6 +153,29 @@ test("requests that cannot be served say why, and do no harm", async () => {
   await context.close();
 });
 
+test("options that do not exist are refused with the nearest name", async () => {
+  const { context, page } = await loaded({ backend: "cpu" });
+  const refusals = await page.evaluate(() => Promise.all([
+    engine.generate({ prompt: "x", max_tokens: 3 }).done,
+    engine.generate({ prompt: "x", temprature: 0 }).done,
+    engine.generate({ prompt: "x", stream: true }).done,
+    engine.generate("x").done,
+    selkie.load(),
+    selkie.load(null),
+    selkie.load({ model: { url: "/models/demo/" }, onprogress() {} }),
+    selkie.inspect({ url: "/models/demo/" }, { beckend: "cpu" }),
+  ].map(failure)));
+  const messages = ['"max_tokens"; did you mean "maxTokens"', 'did you mean "temperature"', '"stream"; there are messages, prompt', "takes an object",
+    "A model is { url }", "takes an object", 'did you mean "onProgress"', 'did you mean "backend"'];
+  for (const [i, error] of refusals.entries()) {
+    assert.equal(error?.code, "bad_request", JSON.stringify(error));
+    assert.ok(error.message.includes(messages[i]), error.message);
+  }
+  const known = await page.evaluate((messages) => ask({ messages, maxTokens: undefined, temperature: 0, stop: ["= 4"] }), QUESTION);
+  assert.equal(known.text, "17 + 25 ");
+  await context.close();
+});
+
 test("closing an engine ends what runs", async () => {
   const { context, page } = await loaded({ backend: "cpu" });
   const errors = await page.evaluate(async (content) => {
@@ -164,6 +187,7 @@ test("closing an engine ends what runs", async () => {
     return Promise.all([running.done, looping, engine.stats(), engine.generate({ prompt: "x" }).done].map(failure));
   }, STORY);
   assert.deepEqual(errors.map((error) => error?.code), Array(4).fill("cancelled"));
+  for (const { message } of errors) assert.equal(message, "The engine was closed.");
   await context.close();
 });
 

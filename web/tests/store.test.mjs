@@ -252,6 +252,7 @@ test("addresses as a person types them", async () => {
     ["https://", "not_found: This is not an address. One looks like https://huggingface.co/name/model."],
     ["hf.co/a", "not_found: A model on Hugging Face has an owner and a name: https://huggingface.co/owner/model."],
     ["http://example.org/x", "cors: This page may not contact http://example.org: only its own server, https addresses and http://localhost."],
+    ["hello", 'not_found: "hello" is no address. One looks like owner/model or https://huggingface.co/owner/model.'],
   ]) {
     const got = await page.evaluate((text) => {
       try {
