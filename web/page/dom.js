@@ -39,6 +39,9 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** A picture of those in index.html. @param {string} id */
+export const icon = (id) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#${id}` }));
+
 /** @param {string} id @returns {any} */
 export const by = (id) => document.getElementById(id);
 
@@ -63,6 +66,18 @@ export function keep(key, value) {
   } catch {
     memory.set(key, value);
   }
+}
+
+/** Copies a text. A page from a plain http address has no clipboard, but may copy what is selected. @param {string} text @returns {Promise<boolean>} */
+export async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  const field = h("textarea", { value: text, className: "sr", readOnly: true }), focused = /** @type {any} */ (document.activeElement);
+  document.body.append(field);
+  field.select();
+  const copied = document.execCommand("copy");
+  field.remove();
+  focused?.focus({ preventScroll: true });
+  return copied;
 }
 
 /** @param {number} n */

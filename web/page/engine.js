@@ -1,6 +1,6 @@
 /** The engine's life on the page: loading with progress, ready, failed with a way on. */
 import { by, bytes, count, h, keep, put } from "./dom.js";
-import { DEMO } from "./model.js";
+import { DEMO, rememberFolder } from "./model.js";
 import { settings } from "./settings.js";
 import { backendName, sentence } from "./words.js";
 
@@ -92,10 +92,13 @@ export function engineLife(page) {
     badge.hidden = false;
     badge.textContent = backendName(info.backend);
     state.textContent = "";
-    foot.textContent = info.fallback ? `Runs on your CPU: ${sentence(info.fallback).text}`
+    foot.textContent = !isSecureContext ? `Runs on your CPU: at a plain http address a browser offers no WebGPU, models are not kept and the page does not open offline. Use https, or localhost on the machine itself.`
+      : info.fallback ? `Runs on your CPU: ${sentence(info.fallback).text}`
       : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: right, but slow.`
       : `Runs on ${info.device}. Nothing you type leaves your device.`;
-    keep("model", "url" in model.source && model !== DEMO ? model.source.url : null);
+    // A folder's name, so that a later visit can say what is missing.
+    keep("model", "files" in model.source ? { folder: model.name } : model !== DEMO ? model.source.url : null);
+    rememberFolder(model);
     page.announce(`${model.name} is ready.`);
     page.changed(engine);
     engine.failed.then((error) => { if (life.engine === engine) lost(error, info.backend); });

@@ -1,11 +1,12 @@
 /** The dialog to choose a model: the demo, a folder, an address, or one that is kept. Says what does not fit before loading it. */
-import { bytes, by, count, h, parameters, put } from "./dom.js";
+import { bytes, by, count, h, parameters, put, recall } from "./dom.js";
 import { modelUrl } from "./js/source.js";
 import { save, settings } from "./settings.js";
+import { handles } from "./store.js";
 import { backendName, sentence } from "./words.js";
 
 /** @typedef {import("./js/selkie.js").ModelSource} ModelSource */
-/** @typedef {{ source: ModelSource, name: string }} Model */
+/** `handle`: of the folder that it is in, where the browser gives one. @typedef {{ source: ModelSource, name: string, handle?: any }} Model */
 
 const DEMO_URL = new URL("models/demo/", document.baseURI).href;
 /** @type {Model} */
@@ -48,6 +49,68 @@ export function dropped(data) {
   // The entries are gone once this function has returned to the browser: take them all before waiting.
   const entries = [...data.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
   return Promise.all(entries.map(walk)).then(() => folder(found));
+}
+
+/** Models to begin with: what they are called, how large they are, under which licence, and what they are good for. */
+const STARTERS = /** @type {const} */ ([
+  ["HuggingFaceTB/SmolLM2-135M-Instruct", "269 MB", "Apache 2.0", "small and quick"],
+  ["ibm-granite/granite-4.0-h-350m", "681 MB", "Apache 2.0", "hybrid: long chats stay cheap"],
+  ["Qwen/Qwen3-0.6B", "1.5 GB", "Apache 2.0", "reasons before it answers"],
+]);
+
+const FOLDER = "folder";
+
+/** The files of a folder that a handle leads to. @param {any} handle @returns {Promise<Model>} */
+async function fromHandle(handle) {
+  /** @type {{ path: string, file: File }[]} */
+  const found = [];
+  /** @param {any} directory @param {string} path */
+  const walk = async (directory, path) => {
+    for await (const entry of directory.values()) {
+      if (entry.kind === "file") found.push({ path: `${path}/${entry.name}`, file: await entry.getFile() });
+      else if (path.split("/").length < 3) await walk(entry, `${path}/${entry.name}`);
+    }
+  };
+  await walk(handle, handle.name);
+  return { ...folder(found), handle };
+}
+
+/** Keeps the handle of a folder whose model was loaded. @param {Model} model */
+export const rememberFolder = ({ name, handle }) => handle && handles.set(FOLDER, { name, handle }).catch(() => {});
+
+/**
+ * What the page's last model was, and whether it can be had without asking anybody: one that is kept here, or a folder that the
+ * browser still lets it read. `broken` is a download that is not complete and not going on in another tab.
+ * @param {() => Promise<typeof import("./js/selkie.js")>} api
+ * @returns {Promise<{ model?: Model, folder?: { name: string, handle?: any }, broken?: { url: string, bytes: number } }>}
+ */
+export async function kept(api) {
+  const last = recall("model", /** @type {any} */ (null));
+  if (typeof last?.folder === "string") {
+    const saved = await handles.get(FOLDER).catch(() => undefined), same = saved?.name === last.folder ? saved.handle : undefined;
+    const allowed = same && (await same.queryPermission({ mode: "read" }).catch(() => "denied")) === "granted";
+    if (allowed) return fromHandle(same).then((model) => ({ model }), () => ({ folder: { name: last.folder } }));
+    return { folder: { name: last.folder, handle: same } };
+  }
+  const stored = (await api().then((a) => a.storage()).catch(() => null))?.models ?? [];
+  const locks = (await navigator.locks?.query().catch(() => null))?.held ?? [];
+  const broken = stored.find((m) => !m.done && !locks.some((lock) => lock.name === `selkie-model ${m.url}`) && m.url !== DEMO_URL);
+  const model = typeof last === "string" && stored.some((m) => m.url === last && m.done) ? { source: { url: last }, name: modelName(last) } : undefined;
+  return { model, broken };
+}
+
+/**
+ * Offers the folder of the last visit again, which takes the user's consent, or choosing it anew.
+ * @param {{ name: string, handle?: any }} folder
+ * @param {{ say: (text: string, label: string, act: () => void) => void, use: (model: Model) => void, choose: () => void }} page
+ */
+export function askAgain({ name, handle }, { say, use, choose }) {
+  if (!handle) return say(`The last model was ${name}, from a folder. A browser forgets folders: choose it again to go on with it.`, "Choose…", choose);
+  say(`The last model was ${name}, from a folder.`, `Open ${name}`, async () => {
+    const allowed = (await handle.requestPermission({ mode: "read" }).catch(() => "denied")) === "granted";
+    if (allowed) await fromHandle(handle).then(use, choose);
+    else choose();
+  });
 }
 
 /**
@@ -96,7 +159,7 @@ export function modelDialog({ api, current, load }) {
       const lacks = comes && free !== null && free < info.downloadBytes
         && `This browser has room to keep ${bytes(Math.max(free, 0))}: the model would be held in memory while it loads, and downloaded again next time.`;
       const fits = info.backend === "wgpu" && !info.problem
-        ? `Nothing speaks against ${info.device}; how much memory a GPU has free, a browser does not tell.` : `It fits this device: ${info.device}.`;
+        ? `No problem expected on ${info.device}; how much memory a GPU has free, a browser does not tell.` : `It fits this device: ${info.device}.`;
       const button = h("button", { type: "button", className: "primary", onclick: () => use(model) }, "Load this model");
       card(h("h3", {}, model.name), facts(info),
         h("p", { className: info.fits ? "" : "problem" }, info.fits ? fits : info.problem ?? "It does not fit this device."),
@@ -129,7 +192,7 @@ export function modelDialog({ api, current, load }) {
       const kept = await (await api()).storage();
       by("stored").replaceChildren(...kept.models.map((m) => h("li", {},
         h("span", {}, modelName(m.url), h("span", { className: "hint" }, ` ${bytes(m.bytes)}${m.done ? "" : ", not complete"}`)),
-        h("button", { type: "button", "aria-label": `Use ${modelName(m.url)}`, onclick: () => use({ source: { url: m.url }, name: modelName(m.url) }) }, m.done ? "Use" : "Go on"),
+        h("button", { type: "button", "aria-label": `${m.done ? "Use" : "Resume"} ${modelName(m.url)}`, onclick: () => use({ source: { url: m.url }, name: modelName(m.url) }) }, m.done ? "Use" : "Resume"),
         h("button", { type: "button", "aria-label": `Forget ${modelName(m.url)}`, onclick: () => forget(m.url) }, "Forget"))));
       by("storage-hint").textContent = kept.kind === "memory" ? `Models cannot be kept here: ${kept.problem}`
         : [kept.models.length ? "" : "Nothing yet.", kept.usage !== null && kept.quota !== null ? `${bytes(kept.usage)} used of ${bytes(kept.quota)}.` : ""].join(" ");
@@ -156,7 +219,7 @@ export function modelDialog({ api, current, load }) {
     try {
       go.textContent = `Ask ${modelUrl(address.value).host}`;
     } catch {
-      go.textContent = "Look";
+      go.textContent = "Check";
     }
   };
   address.addEventListener("input", label);
@@ -172,12 +235,26 @@ export function modelDialog({ api, current, load }) {
 
   const input = by("folder");
   if (!("webkitdirectory" in input)) by("pick-folder").textContent = "Choose the files…";
-  by("pick-folder").addEventListener("click", () => input.click());
+  by("pick-folder").addEventListener("click", async () => {
+    const pick = /** @type {any} */ (self).showDirectoryPicker;
+    if (!pick) return input.click();
+    // A person may think better of it.
+    const handle = await pick({ id: "model", mode: "read" }).catch(() => null);
+    if (!handle) return;
+    look(fromHandle(handle));
+  });
   input.addEventListener("change", () => {
     const files = /** @type {File[]} */ ([...input.files]);
     input.value = "";
     if (files.length) look(folder(files.map((file) => ({ path: file.webkitRelativePath || file.name, file }))));
   });
+
+  by("starters").replaceChildren(...STARTERS.map(([name, size, licence, what]) => {
+    const { href, host } = modelUrl(name);
+    return h("li", {},
+      h("span", {}, h("b", {}, name.split("/")[1]), h("span", { className: "hint" }, ` ${size} · ${licence} · ${what}`)),
+      h("button", { type: "button", "aria-label": `Ask ${host} for ${name}`, onclick: () => look({ source: { url: href }, name }) }, `Ask ${host}`));
+  }));
 
   backend.addEventListener("change", () => {
     settings.backend = backend.value;

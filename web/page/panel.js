@@ -1,7 +1,7 @@
 /** The cache panel: what each turn reused, the prefix tree, memory, the device. Beside the chat, or a sheet on narrow screens. */
 import { by, bytes, count, duration, h, keep, plural, rate, recall } from "./dom.js";
 import { tree } from "./tree.js";
-import { backendName, explain, sentence } from "./words.js";
+import { WEBGPU_HINT, backendName, explain, sentence } from "./words.js";
 
 /** @typedef {import("./chat.js").Meta} Meta */
 
@@ -36,14 +36,14 @@ const dotted = (...parts) => parts.filter(Boolean).join(" · ");
 export const speed = ({ ttftMs, tokensPerSecond }) =>
   dotted(typeof ttftMs === "number" && `${duration(ttftMs)} to first token`, typeof tokensPerSecond === "number" && rate(tokensPerSecond));
 
-/** @param {Meta} meta @param {number} i @param {number} longest prompt of the chat in tokens, the scale of the bars */
-function turn(meta, i, longest) {
+/** @param {Meta} meta @param {number} i @param {number} longest prompt of the chat in tokens, the scale of the bars @param {boolean} old from before the load */
+function turn(meta, i, longest, old) {
   const usage = /** @type {import("./js/selkie.js").Usage} */ (meta.usage), { promptTokens, reused, computed, completionTokens } = usage;
-  return h("li", {},
-    h("p", {}, h("b", {}, `Turn ${i + 1}`),
+  return h("li", { className: old ? "old" : "" },
+    h("p", {}, h("b", {}, `Turn ${i}`),
       h("span", {}, h("span", { className: "key reused" }, `${count(reused)} reused`), h("span", { className: "key computed" }, `${count(computed)} computed`))),
     bar(`${plural(promptTokens, "prompt token")}: ${count(reused)} reused, ${count(computed)} computed`, longest, { reused, computed }),
-    h("p", { className: "hint" }, explain(usage)),
+    h("p", { className: "hint" }, old ? `Before the model was loaded. ${explain(usage)}` : explain(usage)),
     h("p", { className: "hint" }, dotted(speed(meta), `${count(completionTokens)} written`)));
 }
 
@@ -130,11 +130,15 @@ export function cachePanel({ engine, leave, announce }) {
       if (!wide.matches && !panel.hidden) show(false);
     },
 
-    /** @param {import("./chat.js").Entry[]} entries */
-    turns(entries) {
-      const done = entries.flatMap(({ meta }) => (meta?.usage?.reason ? [meta] : []));
-      const longest = Math.max(...done.map((meta) => meta.usage?.promptTokens ?? 0));
-      const list = h("ol", { className: "turn-bars", tabIndex: 0, "aria-label": "Turns" }, ...done.map((meta, i) => turn(meta, i, longest)));
+    /** @param {import("./chat.js").Entry[]} entries @param {WeakSet<import("./chat.js").Entry>} fresh those that were answered since the page was opened */
+    turns(entries, fresh) {
+      let asked = 0;
+      const said = entries.flatMap((entry) => {
+        if (entry.role === "user") asked++;
+        return entry.meta?.usage?.reason ? [{ meta: entry.meta, turn: asked, old: !fresh.has(entry) }] : [];
+      });
+      const done = said.map(({ meta }) => meta), longest = Math.max(...done.map((meta) => meta.usage?.promptTokens ?? 0));
+      const list = h("ol", { className: "turn-bars", tabIndex: 0, "aria-label": "Turns" }, ...said.map(({ meta, turn: i, old }) => turn(meta, i, longest, old)));
       turns.replaceChildren(section("Turns", done.length ? list
         : h("p", { className: "hint" }, "What the model has read stays known: from the second turn on, the bars here show how much of the chat was not computed again.")));
       list.scrollTo(0, list.scrollHeight);
@@ -155,7 +159,7 @@ export function cachePanel({ engine, leave, announce }) {
       device.append(section("Device",
         h("p", {}, h("span", { className: "badge" }, backendName(info.backend)), " ", info.device),
         info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: right, but slow."),
-        info.fallback && h("p", { className: "hint" }, sentence(info.fallback).text),
+        info.fallback && h("p", { className: "hint" }, `${sentence(info.fallback).text} ${isSecureContext ? WEBGPU_HINT : ""}`),
         info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${sentence(info.storageProblem).text}`),
         h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context, loaded in ${duration(info.loadMs)}.`)));
       refresh();

@@ -6,6 +6,7 @@ import { by, h, keep, recall } from "./dom.js";
  * @property {string} system
  * @property {boolean} prefixCache
  * @property {"auto" | "wgpu" | "cpu"} backend
+ * @property {"ask" | "drop"} whenFull what happens when a chat outgrows the context: the page asks, or leaves the oldest turns out
  * @property {Record<string, number>} sampling only what differs from the model's own
  */
 
@@ -32,6 +33,7 @@ function load() {
   return {
     system: typeof kept.system === "string" ? kept.system : "",
     prefixCache: kept.prefixCache !== false,
+    whenFull: kept.whenFull === "drop" ? "drop" : "ask",
     backend: kept.backend === "wgpu" || kept.backend === "cpu" ? kept.backend : "auto",
     sampling,
   };
@@ -60,11 +62,12 @@ export function settingsDialog(cacheChanged) {
     };
     return { name, input, check };
   });
-  const system = by("set-system"), cache = by("set-cache");
+  const system = by("set-system"), cache = by("set-cache"), full = by("set-full");
 
   const fill = () => {
     system.value = settings.system;
     cache.checked = settings.prefixCache;
+    full.value = settings.whenFull;
     for (const { name, input, check } of fields) {
       input.value = settings.sampling[name] ?? "";
       check();
@@ -72,6 +75,7 @@ export function settingsDialog(cacheChanged) {
   };
   const read = () => {
     settings.system = system.value;
+    settings.whenFull = full.value;
     if (settings.prefixCache !== cache.checked) cacheChanged((settings.prefixCache = cache.checked));
     settings.sampling = {};
     for (const { name, input, check } of fields) if (check()) settings.sampling[name] = Number(input.value);

@@ -24,7 +24,6 @@ const ADVICE = {
   too_large: "A smaller model fits; a GPU and the CPU have different limits.",
   device_lost: "That happens when a driver restarts or memory runs short. The chat is still here.",
   out_of_memory: "Close other tabs, or choose a smaller model.",
-  bad_request: "If the chat has become too long: begin a new one, or allow a shorter answer in the settings.",
 };
 
 /**
@@ -38,6 +37,9 @@ export function sentence(error) {
   if (!/[.!?]$/.test(text)) text += ".";
   return { code, text, advice: ADVICE[code] ?? "" };
 }
+
+/** What a person may do about a missing WebGPU. */
+export const WEBGPU_HINT = "WebGPU comes with current Chrome, Edge, Safari and Firefox; on Linux it may have to be turned on, in Chrome at chrome://flags/#enable-unsafe-webgpu.";
 
 /** @param {"wgpu" | "cpu"} backend */
 export const backendName = (backend) => (backend === "wgpu" ? "WebGPU" : "CPU");

@@ -1,7 +1,7 @@
 // What the browser tests share: a real Chromium, the page from `selkie web`, and servers of models that misbehave.
 
 import { spawn } from "node:child_process";
-import { createReadStream, existsSync, readFileSync, statSync } from "node:fs";
+import { createReadStream, existsSync, mkdirSync, readFileSync, statSync } from "node:fs";
 import { createServer } from "node:http";
 import { dirname, join } from "node:path";
 import { createInterface } from "node:readline";
@@ -9,10 +9,13 @@ import { fileURLToPath } from "node:url";
 import { after } from "node:test";
 import { chromium } from "playwright-core";
 
+export { chromium };
+export const CHROMIUM = process.env.SELKIE_CHROMIUM ?? "/usr/bin/chromium";
+
 export const ROOT = join(dirname(fileURLToPath(import.meta.url)), "../..");
 export const DEMO = join(ROOT, "models/demo");
 export const DIST = process.env.SELKIE_DIST ?? join(ROOT, "web/dist");
-const SELKIE = process.env.SELKIE_BIN ?? join(ROOT, "target/release/selkie");
+export const SELKIE = process.env.SELKIE_BIN ?? join(ROOT, "target/release/selkie");
 
 const cleanups = [];
 export const atEnd = (cleanup) => cleanups.push(cleanup);
@@ -34,7 +37,7 @@ export async function serve(dir = DIST, port = 0) {
 
 // Without `--enable-unsafe-webgpu` a headless Chromium has no adapter; with it, a software one.
 const QUIET = ["background-networking", "component-update", "sync", "quic"].map((what) => `--disable-${what}`);
-const FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", ...QUIET];
+export const FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", ...QUIET];
 const WEBGPU = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"];
 
 const browsers = new Map();
@@ -42,7 +45,7 @@ export async function browser({ webgpu = true } = {}) {
   if (!browsers.has(webgpu)) {
     const args = [...FLAGS, ...(webgpu ? WEBGPU : [])];
     const ignoreDefaultArgs = ["--disable-gpu", "--enable-unsafe-swiftshader"];
-    const started = chromium.launch({ executablePath: process.env.SELKIE_CHROMIUM ?? "/usr/bin/chromium", args, ignoreDefaultArgs });
+    const started = chromium.launch({ executablePath: CHROMIUM, args, ignoreDefaultArgs });
     browsers.set(webgpu, started);
     atEnd(async () => (await started).close());
   }
@@ -124,3 +127,35 @@ export async function modelHost(rules = {}, dir = DEMO) {
 }
 
 export const demoBytes = (name) => readFileSync(join(DEMO, name));
+
+export const ARTIFACTS = join(ROOT, "web/artifacts");
+mkdirSync(ARTIFACTS, { recursive: true });
+export const picture = (page, name) => page.screenshot({ path: join(ARTIFACTS, `${name}.png`) });
+
+// The page in a new profile. `requests` collects where it went, `errors` what went wrong. Most tests are about the page and
+// take the CPU, which is faster than WebGPU in software.
+export async function openPage(url, { path = "", wait = true, webgpu = false, ...options } = {}) {
+  const { context, errors } = await profile({ webgpu, ...options });
+  const requests = [];
+  context.on("request", (request) => requests.push(request.url()));
+  const page = await context.newPage();
+  page.setDefaultTimeout(120_000);
+  await page.goto(url + path);
+  if (wait) await ready(page);
+  return { context, page, errors, requests };
+}
+
+export const engineState = (page, state) => page.waitForFunction((state) => document.documentElement.dataset.engine === state, state);
+export const ready = (page) => engineState(page, "ready");
+export const idle = (page) => page.waitForFunction(() => document.documentElement.dataset.answer !== "running");
+export const answers = (page) => page.locator(".turn.assistant .body");
+
+// Sends a message and waits for the whole answer.
+export async function say(page, text) {
+  const before = await answers(page).count();
+  await page.fill("#message", text);
+  await page.press("#message", "Enter");
+  await answers(page).nth(before).waitFor();
+  await idle(page);
+  return answers(page).nth(before).innerText();
+}

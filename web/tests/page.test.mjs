@@ -1,54 +1,25 @@
 // The page as a person uses it, in a real Chromium; pictures of it go to web/artifacts.
 
 import assert from "node:assert/strict";
-import { cpSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { cpSync, mkdtempSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
 import { gzipSync } from "node:zlib";
-import { DEMO, DIST, ROOT, atEnd, modelHost, profile, serve } from "./harness.mjs";
+import { DEMO, DIST, answers, atEnd, idle, modelHost, openPage, picture, ready, say, serve } from "./harness.mjs";
 
-const ARTIFACTS = join(ROOT, "web/artifacts");
-mkdirSync(ARTIFACTS, { recursive: true });
 const site = await serve();
 const STORY = "Tell me a story about a fox named Leo and a lantern.";
 const SYSTEM = "Your name is Iris. ".repeat(12);
+const open = (options) => openPage(site.url, options);
 
-// The page in a new profile. `requests` collects where it went, `errors` what went wrong. Most tests are about the page and
-// take the CPU, which is faster than WebGPU in software.
-async function open({ url = site.url, path = "", wait = true, webgpu = false, ...options } = {}) {
-  const { context, errors } = await profile({ webgpu, ...options });
-  const requests = [];
-  context.on("request", (request) => requests.push(request.url()));
-  const page = await context.newPage();
-  page.setDefaultTimeout(120_000);
-  await page.goto(url + path);
-  if (wait) await ready(page);
-  return { context, page, errors, requests };
-}
-
-const engineState = (page, state) => page.waitForFunction((state) => document.documentElement.dataset.engine === state, state);
-const ready = (page) => engineState(page, "ready");
-const idle = (page) => page.waitForFunction(() => document.documentElement.dataset.answer !== "running");
-const answers = (page) => page.locator(".turn.assistant .body");
-
-// Sends a message and waits for the whole answer.
-async function say(page, text) {
-  const before = await answers(page).count();
-  await page.fill("#message", text);
-  await page.press("#message", "Enter");
-  await answers(page).nth(before).waitFor();
-  await idle(page);
-  return answers(page).nth(before).innerText();
-}
-
-const picture = (page, name) => page.screenshot({ path: join(ARTIFACTS, `${name}.png`) });
-
-test("size: the engine's code", (t) => {
-  const wasm = readFileSync(join(DIST, "selkie_web_bg.wasm"));
-  const packed = gzipSync(wasm, { level: 9 }).length;
-  t.diagnostic(`${wasm.length} bytes, ${packed} compressed`);
-  assert.ok(wasm.length <= 3_500_000 && packed <= 1_200_000, `${wasm.length} bytes, ${packed} compressed`);
+test("size: the engine and all scripts", (t) => {
+  const files = readdirSync(DIST, { recursive: true }).filter((name) => /\.(wasm|js)$/.test(name) && name !== "precache.js");
+  const bytes = files.map((name) => readFileSync(join(DIST, name))), sum = (list) => list.reduce((total, { length }) => total + length, 0);
+  const raw = sum(bytes), packed = sum(bytes.map((file) => gzipSync(file, { level: 9 })));
+  t.diagnostic(`${files.length} files, ${raw} bytes, ${packed} compressed`);
+  assert.ok(files.includes("selkie_web_bg.wasm") && files.includes("temml.js"), files.join(" "));
+  assert.ok(raw <= 4_200_000 && packed <= 1_400_000, `${raw} bytes, ${packed} compressed`);
 });
 
 test("the page loads, answers on WebGPU, and asks nobody else", async (t) => {
@@ -123,7 +94,7 @@ test("a second visit takes the model from storage", async () => {
 
 test("a second visit works without a network", async () => {
   const own = await serve();
-  const { context, page } = await open({ url: own.url });
+  const { context, page } = await openPage(own.url);
   await page.evaluate(() => navigator.serviceWorker.ready);
   await own.stop();
   await page.reload();

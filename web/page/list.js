@@ -1,0 +1,161 @@
+/** The list of chats: open, rename, search, delete with undo, export and import. Beside the chat, or a sheet on narrow screens. */
+import { by, h, icon, keep, plural, recall } from "./dom.js";
+import { chats } from "./store.js";
+import { download, fileName, fromFile, toJson, toMarkdown } from "./transfer.js";
+
+/** @typedef {import("./store.js").Chat} Chat */
+
+/** @param {number} time */
+function ago(time) {
+  const days = (Date.now() - time) / 864e5, date = new Date(time);
+  if (days < 1 && date.getDate() === new Date().getDate()) return date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return date.toLocaleDateString([], days < 300 ? { day: "numeric", month: "short" } : { year: "numeric", month: "short" });
+}
+
+/**
+ * @param {object} page
+ * @param {() => Chat} page.current the chat that is shown
+ * @param {(chat: Chat) => void} page.open
+ * @param {(chat: Chat) => void} page.removed it was deleted
+ * @param {(chat: Chat) => void} page.renamed
+ * @param {() => void} page.leave moves the focus on when the sheet closes
+ * @param {(text: string, label?: string, act?: () => void) => void} page.say
+ */
+export function chatList(page) {
+  const aside = by("chats"), list = by("chat-list"), search = by("chat-search"), hint = by("chats-hint"), toggle = by("toggle-chats");
+  const wide = matchMedia("(min-width: 62rem)");
+  /** The title that is being changed. */
+  let renaming = "";
+
+  /** Whether all words of the search are in a chat. @param {Chat} chat @param {string[]} words */
+  const has = ({ title, entries }, words) => {
+    const text = [title, ...entries.map((e) => e.content)].join("\n").toLowerCase();
+    return words.every((word) => text.includes(word));
+  };
+
+  async function refresh() {
+    if (aside.hidden || renaming) return;
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean), all = await chats.all(), found = all.filter((chat) => has(chat, words));
+    const focused = /** @type {any} */ (document.activeElement)?.dataset?.key;
+    list.replaceChildren(...found.map(row));
+    if (focused) list.querySelector(`[data-key="${focused}"]`)?.focus();
+    hint.textContent = !(await chats.kept()) ? "This browser lets the page keep nothing: chats last until it is closed."
+      : !all.length ? "Chats are kept in this browser and nowhere else." : !found.length ? "No chat has these words." : "";
+  }
+
+  /** @param {Chat} chat */
+  function row(chat) {
+    const current = chat.id === page.current().id;
+    const open = h("button", { type: "button", className: "open", "data-key": `open-${chat.id}`, "aria-current": current ? "true" : null, onclick: () => { page.open(chat); if (!wide.matches) show(false); } },
+      h("span", { className: "title", dir: "auto" }, chat.title), h("span", { className: "hint" }, ago(chat.updated)));
+    const node = h("li", {}, open,
+      h("button", { type: "button", className: "quiet", title: "Rename", "aria-label": `Rename ${chat.title}`, "data-key": `rename-${chat.id}`, onclick: () => rename(chat, node) }, icon("i-edit")),
+      h("button", { type: "button", className: "quiet", title: "Delete", "aria-label": `Delete ${chat.title}`, "data-key": `delete-${chat.id}`, onclick: () => remove(chat) }, icon("i-trash")));
+    return node;
+  }
+
+  /** @param {Chat} chat @param {HTMLElement} node */
+  function rename(chat, node) {
+    renaming = chat.id;
+    const input = h("input", { type: "text", value: chat.title, maxLength: 200, "aria-label": "Title of the chat" });
+    const end = async (/** @type {boolean} */ take) => {
+      if (renaming !== chat.id) return;
+      renaming = "";
+      const title = input.value.trim();
+      // As it is by now: an answer may have come in the meantime.
+      const now = chat.id === page.current().id ? page.current() : await chats.get(chat.id);
+      if (take && title && now) {
+        Object.assign(now, { title, named: true });
+        await chats.save(now);
+        page.renamed(now);
+      }
+      await refresh();
+      list.querySelector(`[data-key="rename-${chat.id}"]`)?.focus();
+    };
+    input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      if (event.isComposing) return;
+      if (event.key === "Enter" || event.key === "Escape") {
+        event.preventDefault();
+        event.stopPropagation();
+        end(event.key === "Enter");
+      }
+    });
+    input.addEventListener("blur", () => end(true));
+    node.replaceChildren(input);
+    input.focus();
+    input.select();
+  }
+
+  /** @param {Chat} chat */
+  async function remove(chat) {
+    const before = (await chats.get(chat.id)) ?? chat;
+    await chats.remove(chat.id);
+    page.removed(before);
+    await refresh();
+    search.focus();
+    page.say(`Deleted “${before.title}”.`, "Undo", async () => {
+      const again = { ...before, rev: 0 };
+      await chats.save(again);
+      page.open(again);
+      refresh();
+    });
+  }
+
+  /** @param {FileList} files */
+  async function take(files) {
+    try {
+      const found = (await Promise.all([...files].map(async (file) => fromFile(await file.text())))).flat();
+      for (const chat of found) await chats.save(chat);
+      if (found.length) page.open(found[0]);
+      page.say(found.length ? `Imported ${plural(found.length, "chat")}.` : "There is no chat in this file.");
+    } catch (error) {
+      page.say(error instanceof Error ? error.message : String(error));
+    }
+    refresh();
+  }
+
+  const menu = by("export-menu");
+  /** @param {string} id @param {() => Promise<[string, string, string] | null>} make */
+  const exports = (id, make) => by(id).addEventListener("click", async () => {
+    menu.open = false;
+    const made = await make();
+    if (made) download(...made);
+    else page.say("There is nothing to export yet.");
+  });
+  const one = () => (page.current().entries.length ? page.current() : null);
+  exports("export-md", async () => { const chat = one(); return chat && [fileName(chat.title, "md"), toMarkdown(chat), "text/markdown"]; });
+  exports("export-json", async () => { const chat = one(); return chat && [fileName(chat.title, "json"), toJson([chat]), "application/json"]; });
+  exports("export-all", async () => { const all = await chats.all(); return all.length ? ["selkie-chats.json", toJson(all), "application/json"] : null; });
+  by("import-chats").addEventListener("click", () => by("import-file").click());
+  by("import-file").addEventListener("change", async (/** @type {any} */ event) => {
+    await take(event.target.files);
+    event.target.value = "";
+  });
+
+  /** @param {boolean} open */
+  function show(open) {
+    aside.hidden = !open;
+    toggle.setAttribute("aria-expanded", String(open));
+    refresh();
+  }
+  /** @param {boolean} open */
+  function choose(open) {
+    show(open);
+    if (wide.matches) keep("chats-open", open);
+    if (open) aside.focus({ preventScroll: true });
+    else if (wide.matches) toggle.focus();
+    else page.leave();
+  }
+  const fit = () => show(wide.matches && recall("chats-open", false));
+  toggle.addEventListener("click", () => choose(aside.hidden));
+  by("close-chats").addEventListener("click", () => choose(false));
+  aside.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    if (event.key !== "Escape") return;
+    if (menu.open) menu.open = false;
+    else choose(false);
+  });
+  search.addEventListener("input", refresh);
+  wide.addEventListener("change", fit);
+  fit();
+  return { refresh };
+}

@@ -1,0 +1,336 @@
+/** The chat that is shown: asking, answering, versions of answers, what is kept of it, and what the model is told. */
+import { by, h, keep, plural, recall } from "./dom.js";
+import { settings } from "./settings.js";
+import { chats, newChat, newId } from "./store.js";
+import { validEntries } from "./transfer.js";
+import { sentence } from "./words.js";
+
+/** @typedef {import("./chat.js").Entry} Entry */
+/** @typedef {import("./chat.js").Meta} Meta */
+/** @typedef {import("./store.js").Chat} Chat */
+
+/** How often the part of an answer is kept, and after what silence one in another tab counts as broken off. */
+const KEEP_MS = 1000, SILENCE_MS = 6000;
+/** After dropping, this share of the context is left for what follows, so that not every turn has to drop again. */
+const KEPT_SHARE = 0.5;
+const CUT_SHORT = "The page was closed before the answer was finished.";
+const UNANSWERED = "The page was closed before this was answered.";
+
+/** This tab, also after a reload. */
+const tab = (() => {
+  try {
+    return (sessionStorage["selkie.tab"] ??= newId());
+  } catch {
+    return newId();
+  }
+})();
+/** The chat that this tab showed last, else any tab. @param {string} [id] */
+function lastId(id) {
+  try {
+    if (id) sessionStorage["selkie.chat"] = id;
+    if (id) keep("last-chat", id);
+    return sessionStorage["selkie.chat"] ?? recall("last-chat", "");
+  } catch {
+    return recall("last-chat", "");
+  }
+}
+
+/**
+ * @param {object} page
+ * @param {ReturnType<typeof import("./chat.js").conversation>} page.view
+ * @param {any} page.life see engine.js
+ * @param {ReturnType<typeof import("./panel.js").cachePanel>} page.panel
+ * @param {(text: string | null, label?: string, act?: () => void) => void} page.say
+ * @param {(text: string) => void} page.announce
+ * @param {(stop: (() => void) | null) => void} page.running an answer begins, and what ends it; null: it has ended
+ * @param {() => void} page.shown another chat or other messages are shown
+ */
+export function talk({ view, life, panel, say, announce, running, shown }) {
+  let chat = newChat();
+  /** Ends the answer under way. @type {(() => void) | null} */
+  let stop = null;
+  /** Entries that this engine answered: what the panel says of others is history. @type {WeakSet<Entry>} */
+  const fresh = new WeakSet();
+  const setStop = (/** @type {(() => void) | null} */ how) => running((stop = how));
+
+  async function save() {
+    if (!chat.entries.length) return;
+    const mine = chat;
+    mine.updated = Date.now();
+    if (!mine.named) mine.title = title(mine.entries);
+    mine.model = { name: life.model.name, ...("url" in life.model.source && { url: life.model.source.url }) };
+    const own = await chats.save(mine).catch(() => false);
+    if (mine === chat) lastId(chat.id);
+    if (own && mine === chat) say("Another tab went on with this chat: here it is a chat of its own now.");
+    if (mine === chat) shown();
+  }
+
+  /** @param {Chat} next */
+  function show(next) {
+    if (stop && next.id !== chat.id) stop();
+    chat = next;
+    if (chat.entries.length) lastId(chat.id);
+    view.show([]);
+    redraw();
+  }
+
+  function redraw() {
+    view.show(chat.entries, chat.left ?? 0);
+    panel.turns(chat.entries, fresh);
+    gauge();
+    shown();
+  }
+
+  /** Opens a kept chat. @param {string} id @param {boolean} [quiet] says nothing about its model */
+  async function open(id, quiet = false) {
+    const kept = id ? await chats.get(id).catch(() => null) : null;
+    if (!kept) return false;
+    kept.entries = validEntries(kept.entries);
+    const last = kept.entries.at(-1);
+    if (last?.role === "user") kept.entries.push({ role: "assistant", content: "", meta: { note: UNANSWERED } });
+    show(kept);
+    if (last?.meta?.running) settle(kept, last);
+    const name = kept.model?.name;
+    if (!quiet && name && name !== life.model.name) say(`This chat was with ${name}; ${life.model.name} goes on with it.`);
+    return true;
+  }
+
+  /** An answer that was not finished when its chat was kept. @param {Chat} kept @param {Entry} entry */
+  function settle(kept, entry) {
+    const meta = /** @type {Meta} */ (entry.meta), end = () => {
+      // What had come since it was kept last.
+      const part = recall(`part.${kept.id}`, /** @type {any} */ (null));
+      if (part?.entry === kept.entries.length - 1 && typeof part.content === "string" && part.content.length > entry.content.length) entry.content = part.content;
+      keep(`part.${kept.id}`, null);
+      delete meta.running;
+      Object.assign(meta, entry.content ? { finish: "cancelled", note: CUT_SHORT } : { note: UNANSWERED });
+      view.change(entry, "");
+      if (kept === chat) save();
+    };
+    if (meta.running === tab) return end();
+    const { rev } = kept;
+    view.change(entry, "Being answered in another tab…");
+    setTimeout(() => { if (kept === chat && !stop && chat.rev === rev && meta.running) end(); }, SILENCE_MS);
+  }
+
+  /** @param {Entry[]} entries */
+  const title = (entries) => {
+    const text = (entries.find((e) => e.role === "user")?.content ?? "").replace(/\s+/g, " ").trim();
+    return text.length > 60 ? `${text.slice(0, 58).replace(/\s\S*$/, "")}…` : text || "New chat";
+  };
+
+  /** What the model is told: all but the answer to come; turns without an answer are left out, and the oldest if they have to be. */
+  function told() {
+    const system = settings.system.trim(), past = chat.entries.slice(chat.left ?? 0, -1);
+    const kept = past.filter((e, i) => e.content !== "" && (e.role === "assistant" || i + 1 === past.length || past[i + 1].content !== ""));
+    return [...(system ? [{ role: "system", content: system }] : []), ...kept.map(({ role, content }) => ({ role, content }))];
+  }
+
+  /**
+   * Leaves the oldest turns out of what the model is told until about half of the context is free.
+   * @returns {boolean} whether there was one to leave out
+   */
+  function dropOldest() {
+    const { entries } = chat, size = (/** @type {number} */ from) => entries.slice(from, -1).reduce((sum, e) => sum + e.content.length, settings.system.length);
+    const used = entries.findLast((e) => e.meta?.usage?.reason)?.meta?.usage, before = chat.left ?? 0;
+    // Tokens of a character: as in the last prompt, else as in most text.
+    const answered = entries.findLastIndex((e) => e.meta?.usage?.reason);
+    const each = used ? used.promptTokens / Math.max(1, entries.slice(before, answered).reduce((sum, e) => sum + e.content.length, settings.system.length)) : 0.3;
+    const most = (life.engine?.info.contextTokens ?? 0) * KEPT_SHARE;
+    // A turn begins with what the user says. The last one stays.
+    const starts = entries.flatMap((e, i) => (e.role === "user" && i > before ? [i] : []));
+    const left = starts.find((i) => size(i) * each <= most) ?? starts.at(-1);
+    if (left === undefined) return false;
+    chat.left = left;
+    return true;
+  }
+
+  const tooLong = (/** @type {{ code: string, text: string } | undefined} */ why) => why?.code === "bad_request" && /\bcontext\b/i.test(why.text);
+
+  /** The way on when the context is full. */
+  function goOn() {
+    if (stop) return;
+    const last = chat.entries.at(-1), failed = tooLong(last?.meta?.error);
+    // An answer is to come only if the last one failed.
+    if (!failed) chat.entries.push({ role: "assistant", content: "" });
+    const dropped = dropOldest();
+    if (!failed) chat.entries.pop();
+    if (!dropped) return say("There is no older turn to leave out: the last message alone is too long. Edit it, or begin a new chat.");
+    redraw();
+    if (failed) retry();
+    else {
+      save();
+      say(`The model is no longer told the oldest ${plural(chat.left ?? 0, "message")}. They stay here to read.`);
+    }
+  }
+
+  /** How full the context is, once that matters. */
+  function gauge() {
+    const box = by("gauge"), total = life.engine?.info.contextTokens ?? 0, last = chat.entries.at(-1);
+    const usage = chat.entries.findLast((e, i) => e.meta?.usage?.reason && i >= (chat.left ?? 0))?.meta;
+    const dropped = (usage?.left ?? 0) !== (chat.left ?? 0);
+    const used = dropped ? 0 : (usage?.usage?.promptTokens ?? 0) + (usage?.usage?.completionTokens ?? 0), full = tooLong(last?.meta?.error);
+    box.hidden = !total || (!full && used < 0.6 * total);
+    if (box.hidden) return;
+    const k = (/** @type {number} */ n) => (n < 1000 ? String(n) : `${(n / 1000).toFixed(1)}k`);
+    const text = full ? `The context of ${k(total)} tokens is full.` : `${k(used)} of ${k(total)} tokens of context used`;
+    const meter = h("meter", { min: 0, max: total, value: full ? total : used, high: 0.85 * total, "aria-label": "Context used" });
+    const act = (full || used >= 0.8 * total) && !stop;
+    box.replaceChildren(meter, h("span", {}, text), act ? h("button", { type: "button", className: "quiet", onclick: goOn }, "Go on without the oldest turns") : "");
+  }
+
+  /** @param {string} text @param {Entry | null} [instead] the message that it replaces, with all that follows */
+  function submit(text, instead = null) {
+    if (stop || !text.trim()) return;
+    const before = chat.entries.slice();
+    if (instead && chat.entries.includes(instead)) chat.entries.length = chat.entries.indexOf(instead);
+    if ((chat.left ?? 0) >= chat.entries.length) delete chat.left;
+    say(null);
+    if (instead && before.length - chat.entries.length > 2) {
+      say("What followed is gone.", "Undo", () => { stop?.(); chat.entries = before; redraw(); save(); });
+    }
+    panel.uncover();
+    chat.entries.push({ role: "user", content: text.trim() });
+    chat.entries.push({ role: "assistant", content: "" });
+    answer(false);
+  }
+
+  function retry() {
+    const entry = chat.entries.at(-1);
+    if (stop || entry?.role !== "assistant") return;
+    const again = entry.content !== "";
+    if (again) {
+      entry.versions = [...keepVersion(entry), { content: "", meta: {} }];
+      entry.at = entry.versions.length - 1;
+    }
+    entry.content = "";
+    answer(again);
+  }
+
+  /** The versions of an answer, the shown one as it is now. @param {Entry} entry */
+  function keepVersion(entry) {
+    const now = { content: entry.content, meta: entry.meta ?? {} };
+    return entry.versions ? entry.versions.map((v, i) => (i === entry.at ? now : v)) : [now];
+  }
+
+  /** @param {Entry} entry @param {number} at */
+  function version(entry, at) {
+    if (stop || !entry.versions?.[at]) return;
+    entry.versions = keepVersion(entry);
+    Object.assign(entry, { at, ...entry.versions[at] });
+    view.change(entry, "");
+    panel.turns(chat.entries, fresh);
+    save();
+  }
+
+  /** Answers into the last entry. @param {boolean} again whether the same text was answered before */
+  async function answer(again) {
+    const mine = chat, entry = /** @type {Entry} */ (mine.entries.at(-1));
+    /** @type {Meta} */
+    const meta = (entry.meta = { running: tab });
+    /** @type {Promise<null>} */
+    const stopped = new Promise((ok) => setStop(() => ok(null)));
+    save();
+    redraw();
+    view.change(entry, life.engine ? "…" : "Waiting for the model…");
+    if (!life.engine) announce("Waiting for the model.");
+    const polls = [setInterval(panel.refresh, 400), setInterval(() => { if (mine === chat) save(); }, KEEP_MS)];
+    let started = false;
+    try {
+      const engine = await Promise.race([life.settled(), stopped]);
+      started = engine !== null;
+      if (!engine) meta.finish = "cancelled";
+      else await generate(engine, entry, meta, again);
+    } catch (error) {
+      const why = sentence(error);
+      if (why.code === "cancelled") meta.finish = "cancelled";
+      // What befell the model is told above the message box.
+      else if (!started) meta.note = "No model was there to answer this.";
+      else if (why.code === "device_lost") meta.note = "The model stopped here.";
+      else meta.error = why;
+    }
+    polls.forEach(clearInterval);
+    delete meta.running;
+    setStop(null);
+    view.change(entry, "");
+    view.flush(entry);
+    if (mine !== chat) {
+      // Another chat is shown by now.
+      mine.updated = Date.now();
+      chats.save(mine).catch(() => {});
+      return;
+    }
+    if (!mine.entries.includes(entry)) return;
+    if (tooLong(meta.error) && settings.whenFull === "drop" && dropOldest()) {
+      redraw();
+      return answer(false);
+    }
+    fresh.add(entry);
+    save();
+    panel.turns(chat.entries, fresh);
+    panel.refresh();
+    gauge();
+    announce(meta.error?.text ?? `${meta.finish === "cancelled" ? "Stopped. " : ""}${entry.content}`);
+  }
+
+  /** @param {import("./js/selkie.js").Engine} engine @param {Entry} entry @param {Meta} meta @param {boolean} again */
+  async function generate(engine, entry, meta, again) {
+    view.change(entry, "…");
+    const sampling = { ...settings.sampling };
+    if (again && sampling.temperature === undefined && sampling.seed === undefined && engine.info.defaults?.temperature === 0) {
+      sampling.temperature = 0.7;
+      sampling.topP ??= 0.95;
+      meta.note = "Another try, at temperature 0.7: at 0, the model's own, it would be the same.";
+    }
+    const messages = told();
+    if (chat.left) {
+      meta.left = chat.left;
+      meta.dropped = chat.left !== (chat.entries.slice(0, -1).findLast((e) => e.meta?.usage?.reason)?.meta?.left ?? 0);
+    }
+    // A change of the setting is refused while an answer runs, and a load that had begun did not know it.
+    await engine.setPrefixCache(settings.prefixCache).catch(() => {});
+    const generation = engine.generate({ ...(engine.info.chat ? { messages } : { prompt: messages.map((m) => m.content).join("\n") }), ...sampling });
+    setStop(() => generation.cancel());
+    for await (const update of generation) {
+      if (update.type === "text") {
+        entry.content += update.text;
+        view.change(entry);
+      } else {
+        const { text, usage, finish, ttftMs, tokensPerSecond } = update;
+        entry.content = text;
+        Object.assign(meta, { usage, finish, ttftMs, tokensPerSecond });
+      }
+    }
+  }
+
+  /** Another tab changed a chat. @param {string} id */
+  async function elsewhere(id) {
+    if (id === chat.id && !stop && chat.rev > 0 && ((await chats.get(id))?.rev ?? 0) > chat.rev) await open(id, true);
+    shown();
+  }
+  chats.changed(elsewhere);
+  addEventListener("pagehide", () => {
+    const entry = chat.entries.at(-1);
+    if (stop && entry?.meta?.running) keep(`part.${chat.id}`, { entry: chat.entries.length - 1, content: entry.content });
+  });
+
+  return {
+    get chat() { return chat; },
+    get busy() { return stop !== null; },
+    fresh, submit, retry, version, show, open, gauge,
+    stop: () => stop?.(),
+
+    /** The chat of the last visit, also one of the time when there was only one. */
+    async start() {
+      const old = recall("chat", /** @type {any} */ (null));
+      if (Array.isArray(old) && old.length) {
+        const one = newChat();
+        Object.assign(one, { entries: validEntries(old), title: title(validEntries(old)) });
+        if (one.entries.length) await chats.save(one).then(() => lastId(one.id));
+        keep("chat", null);
+      }
+      if (chat.entries.length || (await open(lastId(), true))) return;
+      redraw();
+    },
+  };
+}
