@@ -43,8 +43,13 @@ unsafe impl<T: Send> Sync for Slot<T> {}
 
 /// Runs `f(i, task)` on every task, on several threads where `work` (about the multiply-adds of all tasks) is worth it.
 pub(crate) fn for_each<T: Send>(tasks: Vec<T>, work: usize, f: impl Fn(usize, T) + Send + Sync) {
+    /// One copy of a task's code, which is long, for both ways to get to it.
+    #[inline(never)]
+    fn run<T>(f: &impl Fn(usize, T), i: usize, task: T) {
+        f(i, task);
+    }
     if tasks.len() <= 1 || work < WORTH_A_THREAD || threads() == 1 {
-        tasks.into_iter().enumerate().for_each(|(i, task)| f(i, task));
+        tasks.into_iter().enumerate().for_each(|(i, task)| run(&f, i, task));
         return;
     }
     let slots: Vec<Slot<T>> = tasks.into_iter().map(|task| Slot(UnsafeCell::new(Some(task)))).collect();
@@ -52,7 +57,7 @@ pub(crate) fn for_each<T: Send>(tasks: Vec<T>, work: usize, f: impl Fn(usize, T)
         let slot = &slots[i];
         // SAFETY: each piece runs once.
         if let Some(task) = unsafe { (*slot.0.get()).take() } {
-            f(i, task);
+            run(&f, i, task);
         }
     });
 }

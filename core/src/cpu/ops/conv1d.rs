@@ -4,7 +4,7 @@ use crate::cpu::Buf;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
-use crate::cpu::{par, view};
+use crate::cpu::{math, par, view};
 use crate::ops::{Act, Conv1d};
 
 /// Channels of a task.
@@ -79,7 +79,8 @@ impl Band<'_> {
                     for j in 0..K {
                         v = s.fma(taps[j], window[j], v);
                     }
-                    s.store_partial(self.act.apply(s, v), &mut out.row_mut(t)[from..from + lanes]);
+                    let v = if self.act == Act::Silu { math::silu(s, v) } else { v };
+                    s.store_partial(v, &mut out.row_mut(t)[from..from + lanes]);
                 }
                 if chunk.dst != 0 {
                     let state = &mut pool.row_mut(chunk.dst)[from * (K - 1)..(from + lanes) * (K - 1)];

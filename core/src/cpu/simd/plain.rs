@@ -13,6 +13,16 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
     if cfg!(target_arch = "wasm32") { a * b + c } else { a.mul_add(b, c) }
 }
 
+/// [`fma`] of vectors where each lane is a call of the C library: 16 calls in a row at every use would be most of this crate's
+/// code, and of its build time.
+#[inline(never)]
+fn called_fma(a: &[f32; LANES], b: &[f32; LANES], mut c: [f32; LANES]) -> [f32; LANES] {
+    for j in 0..LANES {
+        c[j] = fma(a[j], b[j], c[j]);
+    }
+    c
+}
+
 #[inline(always)]
 fn zip(mut a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
     for j in 0..LANES {
@@ -26,7 +36,8 @@ impl Simd for Plain {
 
     const WIDE_TILE: bool = false;
 
-    #[inline(always)]
+    // A function of its own, as for the other instruction sets: one copy of the code wherever it is called from.
+    #[inline(never)]
     fn run<R>(self, f: impl FnOnce(Self) -> R) -> R {
         f(self)
     }
@@ -95,6 +106,9 @@ impl Simd for Plain {
 
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, mut c: Self::V) -> Self::V {
+        if cfg!(all(target_arch = "x86_64", not(target_feature = "fma"))) {
+            return called_fma(&a, &b, c);
+        }
         for j in 0..LANES {
             c[j] = fma(a[j], b[j], c[j]);
         }
