@@ -2,6 +2,8 @@
 //! tokens, and the final states of all layers. A folder there is a model of its own, so a new family needs no line here.
 
 mod common;
+#[path = "common/golden.rs"]
+mod golden;
 #[path = "common/routing.rs"]
 mod routing;
 
@@ -23,6 +25,7 @@ use selkie_core::weights::Loader;
 use selkie_cuda::{Cuda, Options};
 use selkie_wgpu::WgpuBackend;
 
+use golden::folders;
 use routing::Routing;
 
 const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
@@ -181,20 +184,6 @@ async fn check<B: Backend>(
     Ok(format!("logits {:.1e}, states {:.1e}, greedy logits {:.1e}", worst[0], worst[1], worst[2]))
 }
 
-/// The folders whose family this version knows.
-fn folders() -> Vec<PathBuf> {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let entries = std::fs::read_dir(golden).expect("the references are part of the repository");
-    let known = |dir: &PathBuf| {
-        let config = std::fs::read(dir.join("config.json")).ok()?;
-        let config = Config::parse("config.json", &config).ok()?;
-        models::FAMILIES.iter().find(|f| Ok(f.model_type) == config.model_type().map_err(|_| ()))
-    };
-    let mut dirs: Vec<PathBuf> = entries.map(|e| e.expect("readable").path()).filter(|d| known(d).is_some()).collect();
-    dirs.sort();
-    dirs
-}
-
 fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: fn(&Path) -> Tolerance) -> Vec<Trial> {
     let cuts: [(&str, &[usize]); 2] = [("", &[]), (" in uneven steps", &[1, 30, 3, 64, 7, 50, 1, 1])];
     let tests = folders().into_iter().flat_map(|dir| {
@@ -331,7 +320,8 @@ fn main() {
     let mut args = Arguments::from_args();
     // A device is opened once per thread, and the CPU backend has threads of its own.
     args.test_threads.get_or_insert(1);
-    let mut trials = models_on("cpu", || Ok(CpuBackend::new()), |_| Tolerance { logits: 1e-4, states: 1e-4 });
+    let mut trials = golden::trials();
+    trials.extend(models_on("cpu", || Ok(CpuBackend::new()), |_| Tolerance { logits: 1e-4, states: 1e-4 }));
     let f32 = || Cuda::open(Options { f32: true, ..Options::default() });
     trials.extend(models_on("cuda-f32", f32, |_| Tolerance { logits: 1e-3, states: 1e-3 }));
     let cpu_pair: Pair<CpuBackend> = || Ok((Routing::new(CpuBackend::new()), Routing::rounding(CpuBackend::new())));
