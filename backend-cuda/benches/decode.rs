@@ -14,7 +14,7 @@ use selkie_core::{
     layer::LayerPools,
     models::{self, Limits, Model},
     ops::{LANE_WORDS, Op, Sample},
-    step::{Bucket, Chunk, PAGE, Row, Step, bucket_of, encode},
+    step::{Bucket, Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
     timer::Timer,
     weights::Loader,
@@ -53,9 +53,9 @@ fn rows(n: usize, position: u32) -> Vec<Row> {
     let row = |i: u32| Row {
         lane: i,
         first_position: position,
-        ids: vec![i],
-        chunks: vec![Chunk { len: 1, src: i + 1, dst: i + 1 }],
-        pages: (0..pages).map(|p| 1 + i * pages + p).collect(),
+        tokens: vec![TokenRef::Known(i)],
+        chunks: vec![Chunk { len: 1, src: Src::Slot(i + 1), dst: i + 1 }],
+        pages: (0..pages).map(|p| 1 + i * pages + p).collect::<Vec<_>>().into(),
         outputs: vec![0],
     };
     (0..n as u32).map(row).collect()

@@ -8,7 +8,7 @@ use selkie_core::{
     Error,
     backend::{Backend, Ops},
     ops::{Attention, KvPool},
-    step::{Chunk, PAGE, Row, Step, bucket_of, encode},
+    step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 use selkie_cuda::{
@@ -77,9 +77,9 @@ fn address() -> Result<(), Failed> {
         let (heads, kv, hd) = (8, 2, 128);
         let rows = [Row {
             first_position: PAGE as u32 - 1,
-            ids: vec![0],
-            chunks: vec![Chunk { len: 1, src: 0, dst: 0 }],
-            pages: vec![1 << 29],
+            tokens: vec![TokenRef::Known(0)],
+            chunks: vec![Chunk { len: 1, src: Src::Slot(0), dst: 0 }],
+            pages: vec![1 << 29].into(),
             outputs: vec![0],
             ..Row::default()
         }];

@@ -9,7 +9,7 @@ use selkie_core::{
     Result,
     backend::{Backend, Ops},
     ops::{Act, Conv1d, GatedDelta, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
-    step::{Chunk, Row, Step, bucket_of, encode},
+    step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 use selkie_cuda::{Buf, Cuda, Options};
@@ -63,8 +63,8 @@ impl Device {
         let row = |i| Row {
             lane: i,
             first_position: 70,
-            ids: vec![0],
-            chunks: vec![Chunk { len: 1, src: i + 1, dst: i + 1 }],
+            tokens: vec![TokenRef::Known(0)],
+            chunks: vec![Chunk { len: 1, src: Src::Slot(i + 1), dst: i + 1 }],
             outputs: vec![0],
             ..Row::default()
         };

@@ -8,7 +8,7 @@ use selkie_core::{
     Result,
     backend::{Backend, Handle, Ops},
     ops::{Act, Activation, Conv1d, ExpertMatmul, ExpertRange, Gate, Matmul, Op, RmsNorm, RowBlock, Weight},
-    step::{Chunk, Row, Step, bucket_of, encode},
+    step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 use selkie_cuda::{Buf, Cuda, Options};
@@ -94,8 +94,9 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
     let mut results = vec![mid, out.clone()];
     let mut pools = Vec::new();
     if let Some(dst) = dst {
-        let (c, chunks) = (n - 16, vec![Chunk { len: 1, src: 1, dst }]);
-        let rows = [Row { first_position: 70, ids: vec![0], chunks, outputs: vec![0], ..Row::default() }];
+        let (c, chunks) = (n - 16, vec![Chunk { len: 1, src: Src::Slot(1), dst }]);
+        let rows =
+            [Row { first_position: 70, tokens: vec![TokenRef::Known(0)], chunks, outputs: vec![0], ..Row::default() }];
         let words = encode(&rows, bucket_of(&rows));
         let ints = cuda.alloc("ints", 4 * words.len() as u64)?;
         cuda.write(&ints, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;

@@ -34,7 +34,7 @@ fn run(scheduler: &mut Scheduler, steps: usize, mut refill: impl FnMut(&mut Sche
         if plan.rows.is_empty() {
             break;
         }
-        for row in plan.rows.iter().filter(|r| !r.outputs.is_empty()) {
+        for row in plan.rows.iter().filter(|r| !r.row.outputs.is_empty()) {
             if scheduler.commit(row.seq, 7) == Some(Commit::Last) {
                 scheduler.end(row.seq);
             }

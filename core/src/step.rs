@@ -4,6 +4,8 @@
 //! replayed with other integers. What is not used is padding: tokens with row [`NONE`], chunks of length 0, rows of 0
 //! tokens, outputs [`NONE`]. Nothing else is padding.
 
+use std::sync::Arc;
+
 use crate::tensor::{DType, Tensor};
 
 /// Tokens of one KV page, of one prefix-tree node and of the longest chunk: one number everywhere.
@@ -106,21 +108,50 @@ impl<Buf: Clone> Step<Buf> {
     }
 }
 
-/// A row of a step to encode: one sequence's tokens, consecutive in the batch.
+/// One sequence's share of a step: its tokens, consecutive in the batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Row {
     /// Index of the sequence among those that run; names its sampling parameters and its last sampled id.
     pub lane: u32,
     /// Absolute position of the first token.
     pub first_position: u32,
-    /// Token ids, or [`FROM_DEVICE`] + lane.
-    pub ids: Vec<u32>,
-    /// Chunks in order; their lengths add up to the number of tokens.
+    /// The tokens to compute, at least one.
+    pub tokens: Vec<TokenRef>,
+    /// The tokens cut at the grid, in order: their lengths add up to the number of tokens. Empty for a model without
+    /// recurrent state.
     pub chunks: Vec<Chunk>,
-    /// Pages of positions `0 .. first_position + ids.len()`; empty for a model without attention.
-    pub pages: Vec<u32>,
+    /// The sequence's pages from position 0 on, at least those of the row; empty for a model without attention. Shared
+    /// with the sequence, which copies the list before it changes an entry.
+    pub pages: Arc<Vec<u32>>,
     /// Tokens (relative to the row) whose logits are wanted, ascending.
     pub outputs: Vec<u32>,
+}
+
+impl Row {
+    /// Position after the last token.
+    pub fn end(&self) -> usize {
+        self.first_position as usize + self.tokens.len()
+    }
+
+    /// The row's page table: the pages of positions `0 .. end`.
+    pub fn page_table(&self) -> &[u32] {
+        &self.pages[..self.pages.len().min(self.end().div_ceil(PAGE))]
+    }
+}
+
+impl AsRef<Row> for Row {
+    fn as_ref(&self) -> &Row {
+        self
+    }
+}
+
+/// Where a token's id comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenRef {
+    /// The id.
+    Known(u32),
+    /// What this lane sampled last, which the host has not read yet.
+    FromDevice(u32),
 }
 
 /// A run of at most 64 tokens of one row that does not cross a multiple of 64 of its sequence.
@@ -128,50 +159,67 @@ pub struct Row {
 pub struct Chunk {
     /// Tokens, at least 1.
     pub len: u32,
-    /// Slot to start from, or [`CARRY`].
-    pub src: u32,
+    /// State to start from. A slot only in the row's first chunk.
+    pub src: Src,
     /// Slot that receives the state after the last token; 0 = nowhere.
     pub dst: u32,
 }
 
+/// Where a chunk's state comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Src {
+    /// A slot; 0 is the state before the first token.
+    Slot(u32),
+    /// The row's previous chunk.
+    Carry,
+}
+
 /// The bucket that holds `rows`.
-pub fn bucket_of(rows: &[Row]) -> Bucket {
-    let sum = |f: fn(&Row) -> usize| rows.iter().map(f).sum();
-    let pages = rows.iter().map(|r| r.pages.len()).max().unwrap_or(0);
-    Bucket::holding(sum(|r| r.ids.len()), rows.len(), sum(|r| r.chunks.len()), sum(|r| r.outputs.len()), pages)
+pub fn bucket_of(rows: &[impl AsRef<Row>]) -> Bucket {
+    let rows = || rows.iter().map(AsRef::as_ref);
+    let sum = |f: fn(&Row) -> usize| rows().map(f).sum();
+    let pages = rows().map(|r| r.page_table().len()).max().unwrap_or(0);
+    Bucket::holding(sum(|r| r.tokens.len()), rows().len(), sum(|r| r.chunks.len()), sum(|r| r.outputs.len()), pages)
 }
 
 /// Writes `rows` in the layout of `bucket`.
-pub fn encode(rows: &[Row], bucket: Bucket) -> Vec<u32> {
+pub fn encode(rows: &[impl AsRef<Row>], bucket: Bucket) -> Vec<u32> {
     let mut w = vec![0u32; bucket.words()];
     w[bucket.token_row()..bucket.token_row() + bucket.tokens].fill(NONE);
     w[bucket.output_token()..bucket.output_token() + bucket.outputs].fill(NONE);
     let (mut token, mut chunk, mut output) = (0, 0, 0);
-    for (r, row) in rows.iter().enumerate() {
+    for (r, row) in rows.iter().map(AsRef::as_ref).enumerate() {
         let at = bucket.row_table() + r * ROW_WORDS;
         w[at..at + ROW_WORDS].copy_from_slice(&[
             token as u32,
-            row.ids.len() as u32,
+            row.tokens.len() as u32,
             chunk as u32,
             row.chunks.len() as u32,
         ]);
         let mut start = token as u32;
         for c in &row.chunks {
+            let src = match c.src {
+                Src::Slot(slot) => slot,
+                Src::Carry => CARRY,
+            };
             let at = bucket.chunk_table() + chunk * CHUNK_WORDS;
-            w[at..at + CHUNK_WORDS].copy_from_slice(&[r as u32, start, c.len, c.src, c.dst]);
+            w[at..at + CHUNK_WORDS].copy_from_slice(&[r as u32, start, c.len, src, c.dst]);
             start += c.len;
             chunk += 1;
         }
-        debug_assert!(row.chunks.is_empty() || start as usize == token + row.ids.len());
+        debug_assert!(row.chunks.is_empty() || start as usize == token + row.tokens.len());
         for &o in &row.outputs {
             w[bucket.output_token() + output] = token as u32 + o;
             w[bucket.output_lane() + output] = row.lane;
             output += 1;
         }
-        let at = bucket.page_table() + r * bucket.pages;
-        w[at..at + row.pages.len()].copy_from_slice(&row.pages);
-        for (i, &id) in row.ids.iter().enumerate() {
-            w[bucket.ids() + token] = id;
+        let (at, table) = (bucket.page_table() + r * bucket.pages, row.page_table());
+        w[at..at + table.len()].copy_from_slice(table);
+        for (i, &id) in row.tokens.iter().enumerate() {
+            w[bucket.ids() + token] = match id {
+                TokenRef::Known(id) => id,
+                TokenRef::FromDevice(lane) => FROM_DEVICE | lane,
+            };
             w[bucket.positions() + token] = row.first_position + i as u32;
             w[bucket.token_row() + token] = r as u32;
             token += 1;
@@ -190,17 +238,18 @@ mod tests {
             Row {
                 lane: 3,
                 first_position: 60,
-                ids: vec![7, 8, 9, 10, 11],
-                chunks: vec![Chunk { len: 4, src: 2, dst: 5 }, Chunk { len: 1, src: CARRY, dst: 6 }],
-                pages: vec![4, 9],
+                tokens: [7, 8, 9, 10, 11].map(TokenRef::Known).to_vec(),
+                chunks: vec![Chunk { len: 4, src: Src::Slot(2), dst: 5 }, Chunk { len: 1, src: Src::Carry, dst: 6 }],
+                pages: vec![4, 9].into(),
                 outputs: vec![4],
             },
             Row {
                 lane: 1,
                 first_position: 0,
-                ids: vec![FROM_DEVICE | 1],
-                chunks: vec![Chunk { len: 1, src: 0, dst: 1 }],
-                pages: vec![2],
+                tokens: vec![TokenRef::FromDevice(1)],
+                chunks: vec![Chunk { len: 1, src: Src::Slot(0), dst: 1 }],
+                // One page more than the row reads.
+                pages: vec![2, 7].into(),
                 outputs: vec![0],
             },
         ];
@@ -208,6 +257,7 @@ mod tests {
         assert_eq!(b, Bucket { tokens: 8, rows: 2, chunks: 4, outputs: 2, pages: 2 });
         let w = encode(&rows, b);
         assert_eq!(w.len(), b.words());
+        assert_eq!(w[b.ids()..][..8], [7, 8, 9, 10, 11, FROM_DEVICE | 1, 0, 0]);
         assert_eq!(w[b.positions()..][..8], [60, 61, 62, 63, 64, 0, 0, 0]);
         assert_eq!(w[b.token_row()..][..8], [0, 0, 0, 0, 0, 1, NONE, NONE]);
         assert_eq!(w[b.chunk_table()..][..20], [0, 0, 4, 2, 5, 0, 4, 1, CARRY, 6, 1, 5, 1, 0, 1, 0, 0, 0, 0, 0]);

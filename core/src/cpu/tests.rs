@@ -1,11 +1,13 @@
 //! The promise of the CPU backend: any split of the same tokens into rows, chunks and steps gives the same bits.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
 
 use super::{Buf, CpuBackend};
 use crate::backend::{Backend, Ops};
 use crate::ops::{Act, Attention, Conv1d, GatedDelta, KvPool, Op, RopeKv, ScanForm, SelectiveScan};
-use crate::step::{CARRY, Chunk, PAGE, Row, Step, bucket_of, encode};
+use crate::step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
 /// A size below `below` or one of those for which the kernels have ways of their own.
@@ -115,13 +117,14 @@ fn run(
     for step in plan {
         let mut rows = Vec::new();
         for (s, lens) in step {
-            let mut row = Row { ids: vec![0; lens.iter().sum()], first_position: done[*s] as u32, ..Row::default() };
+            let tokens = vec![TokenRef::Known(0); lens.iter().sum()];
+            let mut row = Row { tokens, first_position: done[*s] as u32, ..Row::default() };
             for (i, &len) in lens.iter().enumerate() {
-                let src = if i == 0 { cur[*s] } else { CARRY };
+                let src = if i == 0 { Src::Slot(cur[*s]) } else { Src::Carry };
                 let last = i + 1 == lens.len();
-                let in_place = lens.len() == 1 && src != 0 && rng.next(2) == 0;
+                let in_place = lens.len() == 1 && cur[*s] != 0 && rng.next(2) == 0;
                 let dst = if in_place {
-                    src
+                    cur[*s]
                 } else if last || rng.next(2) == 0 {
                     fresh += 1;
                     fresh
@@ -140,7 +143,7 @@ fn run(
         let inputs = case.inputs.iter().enumerate().map(|(i, width)| {
             let mut packed = Vec::new();
             for (row, (s, _)) in rows.iter().zip(step) {
-                packed.extend(&data[*s][i][done[*s] * width..(done[*s] + row.ids.len()) * width]);
+                packed.extend(&data[*s][i][done[*s] * width..(done[*s] + row.tokens.len()) * width]);
             }
             packed.resize(tokens * width, f32::NAN);
             upload(b, &packed, &[tokens, *width])
@@ -151,10 +154,10 @@ fn run(
         let out = download(b, &out);
         let mut at = 0;
         for (row, (s, _)) in rows.iter().zip(step) {
-            let n = row.ids.len() * case.out;
+            let n = row.tokens.len() * case.out;
             outputs[*s].extend(&out[at..at + n]);
             at += n;
-            done[*s] += row.ids.len();
+            done[*s] += row.tokens.len();
         }
         assert!(out[at..].iter().all(|x| *x == 0.0), "padding rows are 0");
     }
@@ -246,15 +249,17 @@ proptest! {
             for step in plan {
                 let rows: Vec<Row> = step.iter().map(|(s, chunks)| {
                     let n: usize = chunks.iter().sum();
-                    let pages = (0..(done[*s] + n).div_ceil(PAGE)).map(|i| (1 + i * lens.len() + s) as u32).collect();
-                    Row { ids: vec![0; n], first_position: done[*s] as u32, pages, ..Row::default() }
+                    let page = |i: usize| (1 + i * lens.len() + s) as u32;
+                    let pages = Arc::new((0..(done[*s] + n).div_ceil(PAGE)).map(page).collect());
+                    let tokens = vec![TokenRef::Known(0); n];
+                    Row { tokens, first_position: done[*s] as u32, pages, ..Row::default() }
                 }).collect();
                 let ints = upload_step(&b, &rows);
                 let tokens = ints.bucket.tokens;
                 let [q, k, v] = [0, 1, 2].map(|i| {
                     let mut packed = Vec::new();
                     for (row, (s, _)) in rows.iter().zip(step) {
-                        packed.extend(&data[*s][i][done[*s] * widths[i]..(done[*s] + row.ids.len()) * widths[i]]);
+                        packed.extend(&data[*s][i][done[*s] * widths[i]..(done[*s] + row.tokens.len()) * widths[i]]);
                     }
                     packed.resize(tokens * widths[i], f32::NAN);
                     upload(&b, &packed, &[tokens, widths[i]])
@@ -269,10 +274,10 @@ proptest! {
                 let out = download(&b, &out);
                 let mut at = 0;
                 for (row, (s, _)) in rows.iter().zip(step) {
-                    let n = row.ids.len() * widths[0];
+                    let n = row.tokens.len() * widths[0];
                     outputs[*s].extend(&out[at..at + n]);
                     at += n;
-                    done[*s] += row.ids.len();
+                    done[*s] += row.tokens.len();
                 }
                 assert!(out[at..].iter().all(|x| x.is_nan()), "padding rows are not written");
             }

@@ -1,5 +1,7 @@
 //! Admission: the head of the queue gets a lane, one slot and the pages of all its known tokens at once, or nothing.
 
+use std::sync::Arc;
+
 use super::{plan::Plan, schedule::Scheduler, sequence::Sequence};
 use crate::state::{
     GRID, Reason, Report,
@@ -55,7 +57,7 @@ impl Scheduler {
             for &id in &found.nodes[..found.hit] {
                 let page = self.cache.tree()[id].page;
                 self.cache.hold_page(page);
-                seq.pages.push(page);
+                Arc::make_mut(&mut seq.pages).push(page);
             }
         }
         self.cache.hold_slot(hit_slot);
@@ -97,7 +99,7 @@ impl Scheduler {
     fn take_pages(&mut self, seq: &mut Sequence, count: usize) -> bool {
         for _ in 0..count {
             let Some(page) = self.cache.take_page() else { return false };
-            seq.pages.push(page);
+            Arc::make_mut(&mut seq.pages).push(page);
         }
         true
     }
@@ -107,7 +109,7 @@ impl Scheduler {
         for slot in [std::mem::take(&mut seq.cur), seq.spare.take().unwrap_or(0)] {
             self.cache.release_slot(slot);
         }
-        for page in seq.pages.drain(..) {
+        for &page in std::mem::take(&mut seq.pages).iter() {
             self.cache.release_page(page);
         }
         if seq.guard != NONE {

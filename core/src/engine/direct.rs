@@ -9,7 +9,7 @@ use crate::{
     engine::pools,
     layer::LayerPools,
     models::{Limits, Model},
-    step::{Bucket, CARRY, Chunk, PAGE, Row, Step, bucket_of, encode},
+    step::{Bucket, Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 
@@ -163,8 +163,8 @@ impl<'a, B: Backend> Direct<'a, B> {
         let vocab = self.model.spec().vocab;
         let mut from = 0;
         for (row, out) in rows.iter().zip(&mut computed) {
-            out.logits = logits[from..from + row.ids.len() * vocab].to_vec();
-            from += row.ids.len() * vocab;
+            out.logits = logits[from..from + row.tokens.len() * vocab].to_vec();
+            from += row.tokens.len() * vocab;
         }
         Ok(computed)
     }
@@ -192,7 +192,8 @@ impl<'a, B: Backend> Direct<'a, B> {
             if self.has_slots && (capture || end == n) {
                 dst = if in_place { src } else { Self::fresh(&mut self.slots, "slots")? };
             }
-            chunks.push(Chunk { len: (end - from) as u32, src: if from == 0 { src } else { CARRY }, dst });
+            let from_slot = if from == 0 { Src::Slot(src) } else { Src::Carry };
+            chunks.push(Chunk { len: (end - from) as u32, src: from_slot, dst });
             if capture {
                 let full = (first + end) / PAGE;
                 let at_end =
@@ -213,9 +214,9 @@ impl<'a, B: Backend> Direct<'a, B> {
         let row = Row {
             lane: 0,
             first_position: first as u32,
-            ids: share.ids.to_vec(),
+            tokens: share.ids.iter().copied().map(TokenRef::Known).collect(),
             chunks,
-            pages: s.pages.clone(),
+            pages: s.pages.clone().into(),
             outputs: (0..n as u32).collect(),
         };
         Ok((row, captures))

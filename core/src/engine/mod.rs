@@ -17,7 +17,7 @@ pub mod stats;
 use std::{collections::HashMap, pin::Pin, sync::Arc};
 
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
-pub use plan::{Plan, PlanChunk, PlanRow, SeqId, Src, TokenRef};
+pub use plan::{Plan, PlanRow, SeqId};
 pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};
 pub use sequence::Request;
@@ -28,7 +28,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::models::{self, Architecture, ModelSpec};
 use crate::state::{CacheEvent, Report};
-use crate::step::{CARRY, Chunk, FROM_DEVICE, NONE, Row};
+use crate::step::NONE;
 use crate::weights::{Loader, Progress};
 
 use self::runner::RunnerLimits;
@@ -343,12 +343,11 @@ impl<B: Backend> Engine<B> {
             let live = self.live.get_mut(id).expect("a planned request is live");
             live.admitted.get_or_insert(now);
             let known = self.scheduler.tokens(*id).expect("a planned request is known");
-            self.runner.open_lane(row.lane, &live.request.sampling, known)?;
+            self.runner.open_lane(row.row.lane, &live.request.sampling, known)?;
         }
-        let rows: Vec<Row> = plan.rows.iter().map(encode_row).collect();
-        let tokens = plan.rows.iter().map(|r| r.tokens.len()).sum();
-        let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.outputs.iter().map(|_| r.seq)).collect();
-        let ids = self.runner.step(&rows)?.map(Incoming::new);
+        let tokens = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
+        let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.row.outputs.iter().map(|_| r.seq)).collect();
+        let ids = self.runner.step(&plan.rows)?.map(Incoming::new);
         let logits = (self.keep_logits && !outputs.is_empty()).then(|| self.runner.read_logits(outputs.len()));
         let logits = logits.map(Incoming::new);
         Ok(Flight { tokens, enqueued: now, outputs, ids, logits })
@@ -494,27 +493,5 @@ impl<B: Backend> Engine<B> {
         let slots = free(self.scheduler.slots(), self.sizes.split.slots);
         let pages = free(self.scheduler.pages(), self.sizes.split.pages);
         self.runner.poison(&slots, &pages)
-    }
-}
-
-fn encode_row(row: &PlanRow) -> Row {
-    let id = |t: &TokenRef| match *t {
-        TokenRef::Known(id) => id,
-        TokenRef::FromDevice => FROM_DEVICE | row.lane,
-    };
-    let chunk = |c: &PlanChunk| {
-        let src = match c.src {
-            Src::Slot(slot) => slot,
-            Src::Carry => CARRY,
-        };
-        Chunk { len: c.len, src, dst: c.dst }
-    };
-    Row {
-        lane: row.lane,
-        first_position: row.first_position,
-        ids: row.tokens.iter().map(id).collect(),
-        chunks: row.chunks.iter().map(chunk).collect(),
-        pages: row.pages.clone(),
-        outputs: row.outputs.clone(),
     }
 }

@@ -1,11 +1,12 @@
 //! One row of a step: where it is cut, which slot each chunk writes, and what becomes of the sequence's slots.
 
 use super::{
-    plan::{PlanChunk, PlanRow, Src, TokenRef},
+    plan::PlanRow,
     sequence::{Rules, Sequence, Taken},
     stats::Stats,
 };
 use crate::state::{Cache, GRID, cache::Wanted};
+use crate::step::{Chunk, Row, Src, TokenRef};
 
 /// What the rows of one step have in common.
 pub(super) struct Step<'a> {
@@ -34,24 +35,22 @@ impl Step<'_> {
         let (chunks, end) = if self.rules.has_slots { self.chunks(seq, end) } else { (Vec::new(), end) };
         let known = &seq.tokens[start.min(seq.tokens.len())..end.min(seq.tokens.len())];
         let mut tokens: Vec<_> = known.iter().map(|&id| TokenRef::Known(id)).collect();
-        tokens.resize(end - start, TokenRef::FromDevice);
-        let table = if self.rules.has_pages { end.div_ceil(GRID) } else { 0 };
+        tokens.resize(end - start, TokenRef::FromDevice(seq.lane));
         let last = end == seq.tokens.len() + seq.outstanding;
-        let row = PlanRow {
-            seq: seq.id,
+        let row = Row {
             lane: seq.lane,
             first_position: start as u32,
             outputs: if last { vec![(end - start - 1) as u32] } else { Vec::new() },
             tokens,
             chunks,
-            pages: seq.pages[..table].to_vec(),
+            pages: seq.pages.clone(),
         };
         self.count(seq, start, end);
         seq.done = end;
         seq.outstanding += usize::from(last);
         seq.decoding |= last;
         seq.settle(self.cache, self.rules, self.number, self.swapped);
-        row
+        PlanRow { seq: seq.id, row }
     }
 
     fn count(&mut self, seq: &mut Sequence, start: usize, end: usize) {
@@ -62,7 +61,7 @@ impl Step<'_> {
     }
 
     /// The chunk table of the row and its end, and the sequence's slots as the row leaves them.
-    fn chunks(&mut self, seq: &mut Sequence, end: usize) -> (Vec<PlanChunk>, usize) {
+    fn chunks(&mut self, seq: &mut Sequence, end: usize) -> (Vec<Chunk>, usize) {
         let (start, src) = (seq.done, seq.cur);
         let first_end = (start / GRID + 1) * GRID;
         let alone = src != 0 && self.cache.slots().holders(src) == 1;
@@ -90,8 +89,7 @@ impl Step<'_> {
         while at < end {
             let stop = end.min((at / GRID + 1) * GRID);
             let inner = || captured.iter().find(|t| t.position == stop).map_or(0, |t| t.slot);
-            chunks.push(PlanChunk {
-                start: (at - start) as u32,
+            chunks.push(Chunk {
                 len: (stop - at) as u32,
                 src: if at == start { Src::Slot(src) } else { Src::Carry },
                 dst: if stop == end { dst } else { inner() },
@@ -126,10 +124,9 @@ impl Step<'_> {
         if !(self.rules.cache && self.rules.captures_all && end.is_multiple_of(GRID)) {
             return false;
         }
-        let mut wanted = [Wanted { position: end, branch: false, take: true }];
         let leaving = seq.leaving(self.cache);
-        self.cache.cap_path(seq.tip, &mut wanted, leaving);
-        wanted[0].take
+        self.cache.cap_path_for_one(seq.tip, leaving);
+        true
     }
 
     /// A slot for a capture that is the sequence's own state too. The spare will do if the present state can be the

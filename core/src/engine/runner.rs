@@ -123,11 +123,11 @@ impl<B: Backend> Runner<B> {
     ///
     /// A step in which every row has one token is played from a recorded tape, so that a decode loop costs the host
     /// one write a step.
-    pub fn step(&mut self, rows: &[Row]) -> Result<Option<B::Read>> {
+    pub fn step(&mut self, rows: &[impl AsRef<Row>]) -> Result<Option<B::Read>> {
         let bucket = bucket_of(rows);
         let ints = encode(rows, bucket);
         self.backend.write(&self.ints, 0, bytemuck::cast_slice(&ints))?;
-        if rows.iter().all(|r| r.ids.len() == 1) {
+        if rows.iter().all(|r| r.as_ref().tokens.len() == 1) {
             if !self.tapes.contains_key(&bucket) {
                 let tape = self.backend.record(|ops| self.forward(ops, bucket))?;
                 self.tapes.insert(bucket, tape);
@@ -136,7 +136,7 @@ impl<B: Backend> Runner<B> {
         } else {
             self.backend.run(|ops| self.forward(ops, bucket))?;
         }
-        let outputs: usize = rows.iter().map(|r| r.outputs.len()).sum();
+        let outputs: usize = rows.iter().map(|r| r.as_ref().outputs.len()).sum();
         Ok((outputs > 0).then(|| self.backend.read(&self.ids.head(outputs))))
     }
 

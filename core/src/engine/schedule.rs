@@ -17,7 +17,7 @@
 //! * Forks go through the tree: a request that shares a prefix with another holds its state and pages from the deepest
 //!   grid point that has a state, and computes the tail (< 64 tokens with a state at the last grid point) itself.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
     plan::{Plan, SeqId},
@@ -46,7 +46,7 @@ pub enum Commit {
 ///
 /// The caller's loop: [`plan`](Self::plan) a step, run it, read the sampled ids, [`commit`](Self::commit) each, and
 /// [`end`](Self::end) the sequences that stop. A pipelined caller plans one or more steps ahead of the commits; tokens
-/// that the host has not read are then [`FromDevice`](super::plan::TokenRef::FromDevice), and a step that ran past a
+/// that the host has not read are then [`FromDevice`](crate::step::TokenRef::FromDevice), and a step that ran past a
 /// stop is not sampled from: `commit` ignores sequences that are gone.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -283,7 +283,7 @@ impl Scheduler {
         for seq in &self.running {
             slots.extend([seq.cur, seq.spare.unwrap_or(0)]);
             slots.extend(seq.taken.iter().map(|t| t.slot));
-            pages.extend(&seq.pages);
+            pages.extend(seq.pages.iter());
             guards.extend([seq.guard].iter().filter(|&&g| g != NONE));
             self.audit_pages(seq)?;
         }
@@ -340,7 +340,7 @@ impl Scheduler {
         }
         loop {
             if let Some(page) = self.cache.take_page() {
-                self.running[i].pages.push(page);
+                Arc::make_mut(&mut self.running[i].pages).push(page);
                 return true;
             }
             let mut victim = self.running.pop().expect("the asker is running");

@@ -1,6 +1,6 @@
 //! One request: its tokens, what it holds while it runs, and how it gives that back.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 use super::plan::SeqId;
 use crate::{
@@ -80,7 +80,8 @@ pub(super) struct Sequence {
     pub cur: u32,
     /// A slot of one's own to write next.
     pub spare: Option<u32>,
-    pub pages: Vec<u32>,
+    /// Lent to the rows of a step while it is planned.
+    pub pages: Arc<Vec<u32>>,
     /// Captures to take in prefill, by position.
     pub wanted: Vec<Wanted>,
     pub taken: VecDeque<Taken>,
@@ -115,7 +116,7 @@ impl Sequence {
             decoding: false,
             cur: 0,
             spare: None,
-            pages: Vec::new(),
+            pages: Arc::default(),
             wanted: Vec::new(),
             taken: VecDeque::new(),
             enter_to: 0,
@@ -181,7 +182,7 @@ impl Sequence {
                     if page != own {
                         cache.hold_page(page);
                         swapped.push(own);
-                        self.pages[i] = page;
+                        Arc::make_mut(&mut self.pages)[i] = page;
                     }
                     node
                 }
@@ -214,18 +215,15 @@ impl Sequence {
     /// Gives everything back. A state that lies at a grid point whose page is in the tree stays there: it costs nothing.
     pub fn release(&mut self, cache: &mut Cache, rules: Rules, step: u64) {
         if self.leaves_state(cache, rules) {
-            let mut wanted = [Wanted { position: self.done, branch: false, take: true }];
             let leaving = self.leaving(cache);
-            cache.cap_path(self.tip, &mut wanted, leaving);
-            if wanted[0].take {
-                self.attach(cache, self.cur, true, step);
-                self.cur = 0;
-            }
+            cache.cap_path_for_one(self.tip, leaving);
+            self.attach(cache, self.cur, true, step);
+            self.cur = 0;
         }
         for slot in self.taken.drain(..).map(|t| t.slot).chain(self.spare.take()).chain([self.cur]) {
             cache.release_slot(slot);
         }
-        for page in self.pages.drain(..) {
+        for &page in std::mem::take(&mut self.pages).iter() {
             cache.release_page(page);
         }
         if self.guard != NONE {

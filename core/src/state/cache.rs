@@ -294,6 +294,32 @@ impl Cache {
     /// Where none may go the path keeps more than the cap: the newest state is the one that the next turn of a chat
     /// needs, and eviction bounds the pool anyway. `leaving` is a state that goes by itself.
     pub fn cap_path(&mut self, tip: NodeId, wanted: &mut [Wanted], leaving: Option<NodeId>) {
+        let mut held = self.states_on_path(tip, leaving);
+        let newest = wanted.iter().rposition(|w| w.take);
+        loop {
+            let taken = wanted.iter().filter(|w| w.take).count();
+            if held.len() + taken <= self.path_cap {
+                break;
+            }
+            if self.drop_one(&mut held) {
+                continue;
+            }
+            let first = if held.is_empty() { wanted.iter().position(|w| w.take) } else { None };
+            let may_skip = |i: usize, w: &Wanted| w.take && !w.branch && Some(i) != newest && Some(i) != first;
+            let Some(i) = (0..wanted.len()).find(|&i| may_skip(i, &wanted[i])) else { break };
+            wanted[i].take = false;
+        }
+    }
+
+    /// Makes room for one more state below `tip`: what [`cap_path`](Self::cap_path) drops for a single wanted one, which is
+    /// kept in any case.
+    pub fn cap_path_for_one(&mut self, tip: NodeId, leaving: Option<NodeId>) {
+        let mut held = self.states_on_path(tip, leaving);
+        while held.len() >= self.path_cap && self.drop_one(&mut held) {}
+    }
+
+    /// Nodes with a state from the root to `tip`, without `leaving`.
+    fn states_on_path(&self, tip: NodeId, leaving: Option<NodeId>) -> Vec<NodeId> {
         let mut held = Vec::new();
         let mut at = tip;
         while at != NONE {
@@ -303,22 +329,15 @@ impl Cache {
             at = self.tree[at].parent;
         }
         held.reverse();
-        let newest = wanted.iter().rposition(|w| w.take);
-        loop {
-            let taken = wanted.iter().filter(|w| w.take).count();
-            if held.len() + taken <= self.path_cap {
-                break;
-            }
-            let may_go = |&id: &NodeId| self.tree[id].children <= 1 && self.slots.holders(self.tree[id].slot) == 1;
-            if let Some(i) = (1..held.len()).find(|&i| may_go(&held[i])) {
-                self.drop_state(held.remove(i), Stateless::Policy);
-                continue;
-            }
-            let first = if held.is_empty() { wanted.iter().position(|w| w.take) } else { None };
-            let may_skip = |i: usize, w: &Wanted| w.take && !w.branch && Some(i) != newest && Some(i) != first;
-            let Some(i) = (0..wanted.len()).find(|&i| may_skip(i, &wanted[i])) else { break };
-            wanted[i].take = false;
-        }
+        held
+    }
+
+    /// Drops the first state after the path's first that nothing else uses. False if there is none.
+    fn drop_one(&mut self, held: &mut Vec<NodeId>) -> bool {
+        let may_go = |&id: &NodeId| self.tree[id].children <= 1 && self.slots.holders(self.tree[id].slot) == 1;
+        let Some(i) = (1..held.len()).find(|&i| may_go(&held[i])) else { return false };
+        self.drop_state(held.remove(i), Stateless::Policy);
+        true
     }
 
     /// Removes all nodes. Running sequences keep what they hold, but guard nothing from here on.

@@ -8,8 +8,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use mirror::Mirror;
 use selkie_core::{
-    engine::{Commit, Plan, PlanRow, Request, Scheduler, SeqId, Src, TokenRef},
+    engine::{Commit, Plan, PlanRow, Request, Scheduler, SeqId},
     state::{CacheEvent, GRID, Limits, Pool, Reason, Report, StateShape},
+    step::{Row, Src, TokenRef},
 };
 
 const START: u64 = 0x9e37_79b9;
@@ -252,7 +253,7 @@ impl Sim {
             (live.lane, live.done, live.decoding) = (None, 0, false);
         }
         for id in &plan.admitted {
-            let row = plan.rows.iter().find(|r| r.seq == *id).expect("admitted without a row");
+            let PlanRow { row, .. } = plan.rows.iter().find(|r| r.seq == *id).expect("admitted without a row");
             let live = self.live.get_mut(id).unwrap();
             assert_eq!(live.lane.replace(row.lane), None);
             live.done = row.first_position as usize;
@@ -281,26 +282,26 @@ impl Sim {
 
     /// A slot or page that is written had at most one holder when the step was planned.
     fn check_single_holders(&self, plan: &Plan, slots: &[u32], pages: &[u32]) {
-        for row in &plan.rows {
+        for PlanRow { row, .. } in &plan.rows {
             for chunk in row.chunks.iter().filter(|c| c.dst != 0) {
                 assert!(slots[chunk.dst as usize] <= 1, "slot {} is shared and written", chunk.dst);
             }
-            for &page in &row.pages[row.pages.len().min(row.first_position as usize / GRID)..] {
+            for &page in row.page_table().iter().skip(row.first_position as usize / GRID) {
                 assert!(pages[page as usize] <= 1, "page {page} is shared and written");
             }
         }
     }
 
     fn check_plan(&mut self, plan: &Plan) {
-        let total: usize = plan.rows.iter().map(|r| r.tokens.len()).sum();
+        let total: usize = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
         assert!(total <= self.limits.step_tokens, "{total} tokens in a step");
         assert!(plan.rows.len() <= self.limits.max_batch);
         let mut lanes = HashSet::new();
         let mut written = HashMap::new();
         let mut order = Vec::new();
-        for (i, row) in plan.rows.iter().enumerate() {
-            let live = &self.live[&row.seq];
-            order.push((!live.decoding, row.seq));
+        for (i, PlanRow { seq, row }) in plan.rows.iter().enumerate() {
+            let live = &self.live[seq];
+            order.push((!live.decoding, *seq));
             assert_eq!(live.lane, Some(row.lane));
             assert!((row.lane as usize) < self.limits.max_batch && lanes.insert(row.lane));
             for chunk in row.chunks.iter().filter(|c| c.dst != 0) {
@@ -310,14 +311,14 @@ impl Sim {
         }
         assert!(order.is_sorted(), "rows out of order: {order:?}");
         let mut table_writes = HashMap::new();
-        for (i, row) in plan.rows.iter().enumerate() {
+        for (i, PlanRow { row, .. }) in plan.rows.iter().enumerate() {
             let first = row.first_position as usize / GRID;
-            for &page in row.pages.iter().skip(first) {
+            for &page in row.page_table().iter().skip(first) {
                 assert!(table_writes.insert(page, i).is_none(), "page {page} has two writers");
             }
         }
-        for (i, row) in plan.rows.iter().enumerate() {
-            for page in &row.pages {
+        for (i, PlanRow { row, .. }) in plan.rows.iter().enumerate() {
+            for page in row.page_table() {
                 assert!(table_writes.get(page).is_none_or(|&w| w == i), "page {page} is read and written in one step");
             }
             if let Some(PlanChunkSrc(slot)) = row_src(row) {
@@ -328,7 +329,7 @@ impl Sim {
         }
     }
 
-    fn check_cut(&self, row: &PlanRow, live: &Live) {
+    fn check_cut(&self, row: &Row, live: &Live) {
         let (start, len) = (row.first_position as usize, row.tokens.len());
         let end = start + len;
         assert_eq!(start, live.done);
@@ -338,16 +339,16 @@ impl Sim {
             assert!(end.is_multiple_of(GRID), "a share of {len} tokens ends at {end}");
         }
         let table = if self.shape.has_pages() { end.div_ceil(GRID) } else { 0 };
-        assert_eq!(row.pages.len(), table);
-        assert!(row.pages.iter().all(|&p| p != 0));
-        assert_eq!(row.pages.iter().collect::<HashSet<_>>().len(), table);
+        let pages = row.page_table();
+        assert_eq!(pages.len(), table);
+        assert!(pages.iter().all(|&p| p != 0));
+        assert_eq!(pages.iter().collect::<HashSet<_>>().len(), table);
         if !self.shape.has_slots() {
             assert!(row.chunks.is_empty());
             return;
         }
         let mut at = 0;
         for (i, chunk) in row.chunks.iter().enumerate() {
-            assert_eq!(chunk.start, at);
             assert!((1..=GRID as u32).contains(&chunk.len));
             let (first, last) = (start + at as usize, start + (at + chunk.len) as usize - 1);
             assert_eq!(first / GRID, last / GRID, "a chunk crosses the grid");
@@ -361,21 +362,24 @@ impl Sim {
     /// Runs the rows one after the other: [`check_plan`](Self::check_plan) saw to it that their order does not matter.
     fn execute(&mut self, plan: &Plan) -> Vec<(SeqId, u32)> {
         let mut sampled = Vec::new();
-        for row in &plan.rows {
+        for PlanRow { seq, row } in &plan.rows {
             let start = row.first_position as usize;
             let end = start + row.tokens.len();
-            let live = self.live.get_mut(&row.seq).unwrap();
+            let live = self.live.get_mut(seq).unwrap();
             let ids: Vec<u32> = row
                 .tokens
                 .iter()
                 .map(|t| match t {
                     TokenRef::Known(id) => *id,
-                    TokenRef::FromDevice => self.lanes[row.lane as usize].expect("a lane without a token"),
+                    TokenRef::FromDevice(lane) => {
+                        assert_eq!(*lane, row.lane, "a token of another sequence");
+                        self.lanes[row.lane as usize].expect("a lane without a token")
+                    }
                 })
                 .collect();
             assert_eq!(ids, live.truth[start..end], "wrong tokens");
             if self.shape.has_pages() {
-                let at = |p: usize| (row.pages[p / GRID] as usize, p % GRID);
+                let at = |p: usize| (row.page_table()[p / GRID] as usize, p % GRID);
                 for (i, &id) in ids.iter().enumerate() {
                     let (page, offset) = at(start + i);
                     self.pages[page][offset] = Some(id);
@@ -412,7 +416,7 @@ impl Sim {
                 live.truth.push(token);
                 live.decoding = true;
                 self.lanes[row.lane as usize] = Some(token);
-                sampled.push((row.seq, token));
+                sampled.push((*seq, token));
             }
         }
         sampled
@@ -439,7 +443,7 @@ impl Sim {
 
 struct PlanChunkSrc(u32);
 
-fn row_src(row: &PlanRow) -> Option<PlanChunkSrc> {
+fn row_src(row: &Row) -> Option<PlanChunkSrc> {
     match row.chunks.first()?.src {
         Src::Slot(slot) => Some(PlanChunkSrc(slot)),
         Src::Carry => None,

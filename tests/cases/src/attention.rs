@@ -65,9 +65,8 @@ impl Spec for Attn {
         h.step(&self.batch);
         h.float("q", d.act, &[t, cols], rng.tokens(&self.batch, cols, 1.5));
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
-        let end = |r: &selkie_core::step::Row| r.first_position as usize + r.ids.len();
         for name in ["k_pages", "v_pages"] {
-            h.float(name, d.kv, &dims, pages(rng, &self.batch, (self.kv_heads, self.hd), end));
+            h.float(name, d.kv, &dims, pages(rng, &self.batch, (self.kv_heads, self.hd), selkie_core::step::Row::end));
         }
         h.out("out", d.act, &[t, cols]);
         if self.views {

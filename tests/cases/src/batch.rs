@@ -1,6 +1,10 @@
 //! Batches for the cases: rows with their chunks and pages, and the tables as an op finds them.
 
-use selkie_core::step::{Bucket, CARRY, CHUNK_WORDS, Chunk, NONE, PAGE, ROW_WORDS, Row, bucket_of, encode};
+use std::sync::Arc;
+
+use selkie_core::step::{
+    Bucket, CARRY, CHUNK_WORDS, Chunk, NONE, PAGE, ROW_WORDS, Row, Src, TokenRef, bucket_of, encode,
+};
 
 /// The rows of one step and the bucket that they are encoded for.
 #[derive(Clone, Debug)]
@@ -27,7 +31,7 @@ impl Batch {
 
     /// Tokens that are not padding.
     pub fn tokens(&self) -> usize {
-        self.rows.iter().map(|r| r.ids.len()).sum()
+        self.rows.iter().map(|r| r.tokens.len()).sum()
     }
 
     fn chunks(&self) -> impl Iterator<Item = &Chunk> {
@@ -36,14 +40,13 @@ impl Batch {
 
     /// Slots of a pool that serves the batch, slot 0 and two unused ones included.
     pub fn slots(&self) -> usize {
-        let used = self.chunks().map(|c| c.dst.max(if c.src == CARRY { 0 } else { c.src })).max();
+        let used = self.chunks().map(|c| c.dst.max(source(c).unwrap_or(0))).max();
         used.unwrap_or(0) as usize + 3
     }
 
     /// Slots that rows start from, slot 0 left out.
     pub fn sources(&self) -> Vec<usize> {
-        let mut s: Vec<usize> =
-            self.chunks().filter(|c| c.src != CARRY && c.src != 0).map(|c| c.src as usize).collect();
+        let mut s: Vec<usize> = self.chunks().filter_map(source).filter(|s| *s != 0).map(|s| s as usize).collect();
         s.sort_unstable();
         s.dedup();
         s
@@ -51,15 +54,24 @@ impl Batch {
 
     /// Pages of a pool that serves the batch, page 0 and two unused ones included.
     pub fn pages(&self) -> usize {
-        self.rows.iter().flat_map(|r| &r.pages).max().map_or(0, |&p| p as usize) + 3
+        self.rows.iter().flat_map(|r| r.pages.iter()).max().map_or(0, |&p| p as usize) + 3
     }
 }
 
-/// A row whose chunks are `(len, src, dst)`.
+/// The slot that a chunk starts from.
+fn source(c: &Chunk) -> Option<u32> {
+    match c.src {
+        Src::Slot(slot) => Some(slot),
+        Src::Carry => None,
+    }
+}
+
+/// A row whose chunks are `(len, src, dst)`, with `src` as in the chunk table.
 pub(super) fn row(first_position: u32, chunks: &[(u32, u32, u32)]) -> Row {
-    let chunks: Vec<Chunk> = chunks.iter().map(|&(len, src, dst)| Chunk { len, src, dst }).collect();
+    let src = |src| if src == CARRY { Src::Carry } else { Src::Slot(src) };
+    let chunks: Vec<Chunk> = chunks.iter().map(|&(len, s, dst)| Chunk { len, src: src(s), dst }).collect();
     let tokens = chunks.iter().map(|c| c.len).sum();
-    Row { first_position, ids: (0..tokens).collect(), chunks, ..Row::default() }
+    Row { first_position, tokens: (0..tokens).map(TokenRef::Known).collect(), chunks, ..Row::default() }
 }
 
 /// A row of `tokens` cut on the grid of 64, with one dst per chunk (0 where `dst` ends early).
@@ -138,12 +150,12 @@ pub(super) fn stateful() -> Vec<(&'static str, Batch)> {
 
 /// Gives every row the pages of its positions: scattered, not in order, each its own.
 pub(super) fn with_pages(mut rows: Vec<Row>) -> Vec<Row> {
-    let count = |r: &Row| (r.first_position as usize + r.ids.len()).div_ceil(PAGE);
+    let count = |r: &Row| r.end().div_ceil(PAGE);
     let mut next = rows.iter().map(count).sum::<usize>() as u32;
     let longest = rows.iter().map(count).max().unwrap_or(0);
     for page in 0..longest {
         for r in rows.iter_mut().filter(|r| page < count(r)) {
-            r.pages.push(next);
+            Arc::make_mut(&mut r.pages).push(next);
             next -= 1;
         }
     }
@@ -156,7 +168,7 @@ pub(super) fn paged() -> Vec<(&'static str, Batch)> {
     let decode = |n: u32| batch(&(0..n).map(|i| (i * 37 % 300, 1)).collect::<Vec<_>>());
     let mut shared = batch(&[(128, 1), (128, 40), (128, 3)]);
     let prefix = shared.rows[0].pages[..2].to_vec();
-    shared.rows.iter_mut().for_each(|r| r.pages[..2].copy_from_slice(&prefix));
+    shared.rows.iter_mut().for_each(|r| Arc::make_mut(&mut r.pages)[..2].copy_from_slice(&prefix));
     vec![
         ("first token", batch(&[(0, 1)])),
         ("decode", batch(&[(100, 1)])),

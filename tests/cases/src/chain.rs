@@ -5,7 +5,7 @@ use super::host::Rng;
 use selkie_core::Result;
 use selkie_core::backend::{Backend, Ops};
 use selkie_core::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
-use selkie_core::step::{Chunk, Row, Step, bucket_of, encode};
+use selkie_core::step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode};
 use selkie_core::tensor::{DType, Tensor};
 
 /// Relative to 1 + |x|: the order of a sum may change.
@@ -133,8 +133,9 @@ impl<B: Backend> Device<'_, B> {
 
     fn convolution(mut self) -> Result<Linked<B::Buf>> {
         let (k, n, channels) = (256, 60, 40);
-        let chunks = vec![Chunk { len: 1, src: 2, dst: 1 }];
-        let rows = [Row { first_position: 5, ids: vec![1], chunks, outputs: vec![0], ..Row::default() }];
+        let chunks = vec![Chunk { len: 1, src: Src::Slot(2), dst: 1 }];
+        let rows =
+            [Row { first_position: 5, tokens: vec![TokenRef::Known(1)], chunks, outputs: vec![0], ..Row::default() }];
         let bucket = bucket_of(&rows);
         let words = encode(&rows, bucket);
         let ints = self.written("ints", bytemuck::cast_slice(&words))?;

@@ -5,7 +5,7 @@ use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
 use selkie_core::ops::{Embed, Gather, Op, RowBlock, Weight};
-use selkie_core::step::{FROM_DEVICE, NONE};
+use selkie_core::step::{FROM_DEVICE, NONE, TokenRef};
 use selkie_core::tensor::DType;
 
 #[derive(Clone)]
@@ -30,17 +30,17 @@ const LANES: usize = 5;
 impl Lookup {
     fn batch(&self) -> Batch {
         let mut r = cut(3, self.tokens as u32, 0, &[]);
-        for (i, id) in r.ids.iter_mut().enumerate() {
+        for (i, id) in r.tokens.iter_mut().enumerate() {
             *id = if self.from_device && i % 2 == 0 {
-                FROM_DEVICE | (i * 3 % LANES) as u32
+                TokenRef::FromDevice((i * 3 % LANES) as u32)
             } else {
-                ((i * 7919 + 13) % self.vocab) as u32
+                TokenRef::Known(((i * 7919 + 13) % self.vocab) as u32)
             };
         }
         // The ends of the vocabulary and of each block.
         let edges = self.blocks.iter().flat_map(|&b| [b, b.wrapping_sub(1)]).filter(|&b| b < self.vocab);
-        for (id, edge) in r.ids.iter_mut().skip(1).zip(edges.chain([self.vocab - 1])) {
-            *id = edge as u32;
+        for (id, edge) in r.tokens.iter_mut().skip(1).zip(edges.chain([self.vocab - 1])) {
+            *id = TokenRef::Known(edge as u32);
         }
         let batch = Batch::new(vec![r]);
         if self.padded { batch.padded() } else { batch }

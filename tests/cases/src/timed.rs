@@ -7,7 +7,7 @@ use selkie_core::{
     Error, Result,
     backend::{Backend, Handle},
     ops::{Act, Attention, Conv1d, Cost, GatedDelta, KvPool, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
-    step::{CARRY, Chunk, PAGE, Row, Step, bucket_of, encode},
+    step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 
@@ -137,15 +137,15 @@ impl Batch {
             let src = if first_position == 0 { 0 } else { slot };
             let chunk = |c: u32| Chunk {
                 len: tokens.min(PAGE) as u32,
-                src: if c == 0 { src } else { CARRY },
+                src: if c == 0 { Src::Slot(src) } else { Src::Carry },
                 dst: if c + 1 == chunks { slot } else { 0 },
             };
             Row {
                 lane: i,
                 first_position: first_position as u32,
-                ids: vec![0; tokens],
+                tokens: vec![TokenRef::Known(0); tokens],
                 chunks: (0..chunks).map(chunk).collect(),
-                pages: (0..pages).map(|p| 1 + i * pages + p).collect(),
+                pages: (0..pages).map(|p| 1 + i * pages + p).collect::<Vec<_>>().into(),
                 outputs: vec![tokens as u32 - 1],
             }
         };
