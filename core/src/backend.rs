@@ -19,7 +19,7 @@ pub trait Handle: Clone + 'static {
     fn bytes(&self) -> u64;
 }
 
-/// What core needs to know about a device, as plain data.
+/// Facts about a device, as plain data.
 #[derive(Clone, Debug)]
 pub struct Caps {
     /// Name of the backend: `cpu`, `cuda` or `wgpu`.
@@ -40,7 +40,7 @@ pub struct Caps {
     pub state: DType,
     /// Largest view that one op may bind, in bytes; pools and weights are split so that every piece fits.
     pub max_binding: u64,
-    /// Ops run behind the host's back, so that the next step should be enqueued before the last one's ids are read.
+    /// Ops run asynchronously: the next step should be enqueued before the ids of the last one are read.
     pub asynchronous: bool,
 }
 
@@ -99,8 +99,8 @@ pub trait Backend: Sized + 'static {
     }
     /// Copies `bytes` to `dst` from byte `at` on, ordered before everything played later.
     fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()>;
-    /// Scratch bytes that `op` needs on this device, or needs at most in a step of fewer tokens, rows or chunks: it is asked at
-    /// load for the largest step.
+    /// Scratch bytes that `op` needs on this device, in this step or in any with fewer tokens, rows or chunks. Called at load,
+    /// for the largest step.
     fn scratch(&self, op: &Op<Self::Buf>) -> u64;
     /// Makes the scratch arena at least `bytes` large. Called at load, never within a step.
     fn reserve(&self, bytes: u64) -> Result<()>;

@@ -1,9 +1,9 @@
-//! What a layer keeps: the shape of its state per sequence, and the device memory that holds the states of all sequences.
+//! A layer's state: its shape per sequence, and the device memory that holds it for all sequences.
 
 use crate::ops::KvPool;
 use crate::tensor::Tensor;
 
-/// What one layer keeps per sequence, in any combination. Nothing else knows that a model is hybrid.
+/// State of one layer per sequence, in any combination. Nothing else knows that a model is hybrid.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LayerState {
     /// Keys and values per token.

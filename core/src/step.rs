@@ -1,7 +1,7 @@
 //! The per-step integers: one u32 buffer that every op of a step reads, written once per step.
 //!
 //! A [`Bucket`] fixes the sizes of its sections, and so every offset, variant and grid: a step recorded for a bucket is
-//! replayed with other integers. What is not used is padding: tokens with row [`NONE`], chunks of length 0, rows of 0
+//! replayed with other integers. Unused entries are padding: tokens with row [`NONE`], chunks of length 0, rows of 0
 //! tokens, outputs [`NONE`]. Nothing else is padding.
 
 use std::sync::Arc;

@@ -16,7 +16,7 @@ pub trait Timer: Backend {
     /// Those of the device.
     fn flush(&self) -> Result<()>;
 
-    /// A recorded step that does as little as a step of one kernel can: timed alone, it is what a measurement adds.
+    /// A recorded step that does as little as a step of one kernel can: timed alone, it gives the cost of measuring.
     ///
     /// # Errors
     /// Those of [`Backend::record`].
@@ -33,7 +33,7 @@ pub trait Timer: Backend {
         host_time(self, tape)
     }
 
-    /// Lines for people about what the backend did since it was opened: launches, what they cost the host, compiled code.
+    /// Lines for people about the backend's work since it was opened: launches, their cost on the host, compiled code.
     ///
     /// # Errors
     /// Those of [`Backend::play`] and [`Backend::read`].

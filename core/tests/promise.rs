@@ -2,7 +2,7 @@
 //!
 //! Random requests that share prefixes, fork, grow, stop and are cancelled run through an engine of random size with every
 //! free slot and page filled with NaN between steps; tokens **and logits** of each must equal those of the same request run
-//! alone in a large engine with the cache off. Every other case runs as on a device behind the host's back: the next step
+//! alone in a large engine with the cache off. Every second case runs as on an asynchronous device: the next step
 //! is planned before the last one's tokens are known. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
 
 use std::collections::HashMap;

@@ -120,7 +120,7 @@ fn a_stop_string_ends_the_request_and_is_never_shown() {
     assert_eq!((pieces.concat().as_str(), completion.finish), ("17 + 25 =", FinishReason::Length));
 }
 
-/// Tokens beyond the stop string would be computed for nobody.
+/// Tokens after the stop string would be computed in vain.
 #[test]
 fn nothing_is_computed_after_a_stop_string() {
     let mut s = demo();

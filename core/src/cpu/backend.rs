@@ -91,7 +91,7 @@ impl Backend for CpuBackend {
         buf.ok_or_else(|| Error::OutOfMemory { what: label.into(), asked: bytes, free: free.unwrap_or(0) })
     }
 
-    /// What the system has now, and what it had at the start less what was given out since, touched or not.
+    /// The smaller of the memory available now and that available at the start less all allocations since, touched or not.
     fn free_memory(&self) -> Option<u64> {
         let at_start = self.free_at_start?.saturating_sub(self.allocated.get());
         Some(system::memory()?.available.min(at_start))
@@ -155,7 +155,7 @@ impl crate::timer::Timer for CpuBackend {
     }
 }
 
-/// What the operating system tells about the machine.
+/// The machine's facts, from the operating system.
 mod system {
     /// Bytes of main memory.
     #[derive(Clone, Copy)]

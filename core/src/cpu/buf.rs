@@ -1,4 +1,4 @@
-//! Host memory behind a counted handle, with a lease that keeps views of it from aliasing.
+//! Host memory with a counted handle, and a lease that keeps views of it from aliasing.
 
 use std::alloc::Layout;
 use std::cell::Cell;

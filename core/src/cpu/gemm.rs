@@ -61,7 +61,7 @@ pub struct Product<'a> {
     pub accumulate: bool,
 }
 
-// SAFETY: `matmul`'s contract covers every access behind the pointers, from whichever thread.
+// SAFETY: `matmul`'s contract covers every access through the pointers, from any thread.
 unsafe impl Sync for Product<'_> {}
 
 /// Rows of x up to which the weights are read in place.
@@ -79,8 +79,8 @@ const FORK_NS: usize = 3_000;
 /// Computes `p` on the fastest instruction set with all threads.
 ///
 /// # Safety
-/// All views of `p` lie in readable memory (`out`: writable); nobody writes `x`, the weights or the bias meanwhile, nor
-/// touches `out`; `out` overlaps none of them.
+/// All views of `p` lie in readable memory (`out`: writable). During the call no other code writes `x`, the weights, their
+/// factors or the bias, or reads or writes `out`; `out` overlaps none of them.
 pub unsafe fn matmul(p: &Product<'_>) {
     // SAFETY: the caller's contract.
     unsafe { matmul_on(Isa::best(), p, par::threads()) }
@@ -116,6 +116,10 @@ pub unsafe fn matmul_on(isa: Isa, p: &Product<'_>, threads: usize) {
     if threads == 1 { (0..pieces).for_each(piece) } else { par::pieces(pieces, piece) }
 }
 
+/// Rows `rows` of a weight block against one block of x rows.
+///
+/// # Safety
+/// As for [`matmul`]; no other piece has these outputs.
 unsafe fn run_piece(isa: Isa, p: &Product<'_>, b: &WeightRows, rows: (usize, usize), row_block: usize) {
     // Outside the dispatch: a closure that passes through the standard library may not be inlined into it.
     SCRATCH.with_borrow_mut(|scratch| {
@@ -131,6 +135,10 @@ unsafe fn run_piece(isa: Isa, p: &Product<'_>, b: &WeightRows, rows: (usize, usi
     });
 }
 
+/// [`run_piece`] on one instruction set and one dtype.
+///
+/// # Safety
+/// As for [`run_piece`]; the elements of `b` are `E`.
 #[inline(always)]
 unsafe fn piece<S: Simd, E: Elem>(
     s: S,
@@ -161,6 +169,9 @@ unsafe fn piece<S: Simd, E: Elem>(
 }
 
 /// All rows of x against weight rows `from..to`, read in place; at most `together` rows of x share a weight in registers.
+///
+/// # Safety
+/// As for [`piece`].
 #[inline(always)]
 unsafe fn few_rows<S: Simd, E: Elem, const NR: usize>(
     s: S,
@@ -171,7 +182,7 @@ unsafe fn few_rows<S: Simd, E: Elem, const NR: usize>(
 ) {
     let mut n = from;
     while n < to {
-        // Rows behind the end repeat the last one; their results are dropped.
+        // Rows after the end repeat the last one; their results are dropped.
         let mut rows = [b.ptr; NR];
         for (j, row) in rows.iter_mut().enumerate() {
             *row = b.ptr.wrapping_add((n + j).min(to - 1) * b.row_stride * E::BYTES);
@@ -188,7 +199,7 @@ unsafe fn few_rows<S: Simd, E: Elem, const NR: usize>(
                     ($mr:literal) => {{
                         let acc = [[s.zero(); NR]; $mr];
                         let acc = tile::<S, _, $mr, NR>(s, x, p.x_stride, cols, p.k, acc);
-                        finish(s, p, acc, m, b.col + n, NR.min(to - n));
+                        store_tile(s, p, acc, m, b.col + n, NR.min(to - n));
                     }};
                 }
                 match mr {
@@ -220,6 +231,9 @@ thread_local! {
 }
 
 /// Rows `first..end` of x against weight rows `from..to` (one panel), converted to f32 depth by depth.
+///
+/// # Safety
+/// As for [`piece`]; `to - from` is at most [`PANEL`] and `end - first` at most [`ROW_BLOCK`].
 #[inline(always)]
 unsafe fn many_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
     s: S,
@@ -265,7 +279,7 @@ unsafe fn many_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
                             }
                             let acc: Acc<S, $mr, NR> = tile::<S, _, $mr, NR>(s, x, p.x_stride, Packed(strip), k, acc);
                             if last {
-                                finish(s, p, acc, m, b.col + n, NR.min(to - n));
+                                store_tile(s, p, acc, m, b.col + n, NR.min(to - n));
                             } else {
                                 for i in 0..$mr {
                                     for j in 0..NR {
@@ -294,6 +308,9 @@ unsafe fn many_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
 }
 
 /// Converts columns `k0 .. k0 + k` of weight rows `n .. n + NR` to a strip of [`Packed`]; rows from `to` on are zero.
+///
+/// # Safety
+/// The rows have `k0 + k` elements of `E`; `strip` has room for NR rows of `k` floats, `k` rounded up to a multiple of 16.
 #[inline(always)]
 unsafe fn pack<S: Simd, E: Elem, const NR: usize>(
     s: S,
@@ -324,8 +341,11 @@ unsafe fn pack<S: Simd, E: Elem, const NR: usize>(
 }
 
 /// Adds up the lanes and writes rows `m ..` and the first `cols` columns from `col` on, with the epilogue.
+///
+/// # Safety
+/// `p.out` has rows up to `m + MR` and columns up to `col + cols`, and no other thread writes these.
 #[inline(always)]
-unsafe fn finish<S: Simd, const MR: usize, const NR: usize>(
+unsafe fn store_tile<S: Simd, const MR: usize, const NR: usize>(
     s: S,
     p: &Product<'_>,
     acc: Acc<S, MR, NR>,

@@ -26,7 +26,7 @@ static HAVE_POOL: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
 /// Calls `f(i)` once for every `i < n` and returns when all calls have returned; `f` runs on several threads at once.
 ///
 /// The calling thread works too and pieces are handed out one by one, so a thread that comes late or not at all costs
-/// nothing. `n <= 1` stays on the calling thread. Pieces must not depend on who runs them or in which order.
+/// nothing. `n <= 1` stays on the calling thread. Pieces must not depend on the thread that runs them or on their order.
 pub fn pieces(n: usize, f: impl Fn(usize) + Sync) {
     #[cfg(not(target_arch = "wasm32"))]
     if n > 1 && threads() > 1 && super::team::fork(n, threads(), &f) {

@@ -1,4 +1,4 @@
-//! What this machine's memory and arithmetic can do, measured: the yardstick for decode and prefill.
+//! Measured rates of this machine's memory and arithmetic: the yardstick for decode and prefill.
 
 use std::time::Instant;
 

@@ -1,9 +1,9 @@
 //! The threads that help with forked work.
 //!
 //! A decode step forks about a hundred times for ten to fifty microseconds each: too short to wake a sleeping thread.
-//! So threads borrowed from rayon's pool stay for a moment after they helped and watch for the next fork. Nobody waits
-//! for a helper that is not there: the caller starts at once, takes pieces like the others, and when none is left it
-//! shuts the gate and waits only for those who are inside with their last piece.
+//! So threads borrowed from rayon's pool stay for a moment after they helped and watch for the next fork. The caller does
+//! not wait for absent helpers: it starts at once and takes pieces like the others. When none is left it shuts the gate and
+//! waits only for the helpers that are still inside with their last piece.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
@@ -36,7 +36,7 @@ struct Team {
     work: UnsafeCell<Option<(Work<'static>, usize)>>,
 }
 
-// SAFETY: `work` is written by the owner of `busy` alone while the gate is shut and nobody is inside; helpers read it
+// SAFETY: `work` is written by the owner of `busy` alone while the gate is shut and no helper is inside; helpers read it
 // only between entering the open gate and leaving.
 unsafe impl Sync for Team {}
 
@@ -55,7 +55,7 @@ pub(super) fn fork(n: usize, threads: usize, f: Work<'_>) -> bool {
     if TEAM.busy.swap(true, Ordering::Acquire) {
         return false;
     }
-    // SAFETY: the owner of `busy` is the only one here, the gate is shut and nobody is inside. `Shut` below keeps `f`
+    // SAFETY: the owner of `busy` is the only thread here, the gate is shut and no helper is inside. `Shut` below keeps `f`
     // borrowed until that is so again, also when `f` panics.
     unsafe { *TEAM.work.get() = Some((std::mem::transmute::<Work<'_>, Work<'static>>(f), n)) };
     TEAM.next.store(0, Ordering::Relaxed);
@@ -82,7 +82,7 @@ fn take_pieces(n: usize, f: Work<'_>) {
     }
 }
 
-/// Ends a fork: shuts the gate and waits until nobody is inside.
+/// Ends a fork: shuts the gate and waits until no helper is inside.
 struct Shut;
 
 impl Drop for Shut {

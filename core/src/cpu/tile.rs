@@ -117,7 +117,7 @@ impl<E: Elem, const NR: usize> Cols<NR> for Rows<E, NR> {
     }
 }
 
-/// A strip of NR rows converted to f32, `[K / 16, NR, 16]`, zero behind the end of a row.
+/// A strip of NR rows converted to f32, `[K / 16, NR, 16]`, zero after the end of a row.
 #[derive(Clone, Copy)]
 pub(super) struct Packed(pub(super) *const f32);
 
@@ -156,7 +156,7 @@ pub(super) unsafe fn tile<S: Simd, C: Cols<NR>, const MR: usize, const NR: usize
 ) -> Acc<S, MR, NR> {
     let full = k / LANES * LANES;
     let mut at = 0;
-    // SAFETY: `at + 16 <= k` in the loop, and `k - full` elements are left behind it.
+    // SAFETY: `at + 16 <= k` in the loop, and `k - full` elements are left after it.
     unsafe {
         while at < full {
             let mut w = [s.zero(); NR];

@@ -1,7 +1,7 @@
 //! Running models: the loop that plans a step, runs it, reads the sampled ids and tells the callers.
 //!
-//! [`schedule`] decides, in numbers only, what each step computes; [`plan`] is what it hands over; [`runner`] gives it to the
-//! device; [`Engine`] holds the three together. It lives on one thread: a server talks to it through channels.
+//! [`schedule`] decides, in numbers only, which tokens each step computes; [`plan`] has the type of its decisions; [`runner`]
+//! enqueues them on the device; [`Engine`] connects the three. It lives on one thread: a server talks to it through channels.
 
 mod admit;
 pub mod direct;
@@ -186,7 +186,7 @@ pub struct Engine<B: Backend> {
     scheduler: Scheduler,
     sizes: Sizes,
     live: HashMap<SeqId, Live>,
-    /// The last step, on a device that runs behind the host's back.
+    /// The last step, on an asynchronous device.
     flight: Option<Flight<B>>,
     /// The step that is being read. It stays here until all of it has arrived, whatever becomes of those who wait.
     landing: Option<Flight<B>>,
@@ -292,8 +292,8 @@ impl<B: Backend> Engine<B> {
         self.live.is_empty() && self.ended.is_empty() && self.flight.is_none() && self.landing.is_none()
     }
 
-    /// Plans and runs one step and returns what happened. On a device that works behind the host's back the next step is
-    /// enqueued before the last one's ids are read, so a token is reported one step late.
+    /// Plans and runs one step and returns what happened. On an asynchronous device the next step is enqueued
+    /// before the ids of the last one are read, so a token is reported one step late.
     ///
     /// The future may be dropped before it is ready: nothing is lost, and the next call goes on where this one waited. A request
     /// whose logits are not finite ends with [`FinishReason::Failed`]; the others go on.
@@ -309,7 +309,7 @@ impl<B: Backend> Engine<B> {
             });
         }
         if !self.ended.is_empty() {
-            // Whoever cancels does not wait for the device.
+            // A cancellation does not wait for the device.
             return Ok(std::mem::take(&mut self.ended));
         }
         if self.landing.is_none() {
@@ -327,7 +327,8 @@ impl<B: Backend> Engine<B> {
     /// Plans and enqueues a step. Waits for nothing.
     fn start(&mut self) -> Result<()> {
         let plan = self.scheduler.plan();
-        // What a plan promised and no step did cannot be taken back: without its end nothing is to go on from its states.
+        // A plan commits cache changes before the device has run. If the step does not complete, the cached states are wrong, so
+        // the engine stays failed.
         self.failed = true;
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
         self.failed = false;
@@ -482,7 +483,7 @@ impl<B: Backend> Engine<B> {
         self.scheduler.take_events()
     }
 
-    /// Fills every slot and page that nobody holds with NaN: for tests that prove that nobody reads them.
+    /// Fills every slot and page without a holder with NaN: for tests that prove that no op reads them.
     ///
     /// # Errors
     /// A device error.

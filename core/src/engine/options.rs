@@ -1,4 +1,4 @@
-//! What is fixed when an engine is loaded.
+//! Options and sizes that are fixed when an engine is loaded.
 
 use crate::backend::Caps;
 use crate::error::{Error, Result};

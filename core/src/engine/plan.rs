@@ -1,4 +1,4 @@
-//! What one step computes: the rows of a step and whose they are.
+//! A planned step: its rows and the sequence of each.
 
 use crate::step::Row;
 
@@ -20,9 +20,9 @@ pub struct Plan {
 /// One sequence's share of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlanRow {
-    /// Whose it is.
+    /// The sequence.
     pub seq: SeqId,
-    /// What is computed. The lane is the sequence's fixed index while it runs, less than the batch; its last token is an output
+    /// The tokens, states and pages. The lane is the sequence's fixed index while it runs, less than the batch; its last token is an output
     /// if the row reaches the end of the known tokens.
     pub row: Row,
 }

@@ -1,4 +1,4 @@
-//! One row of a step: where it is cut, which slot each chunk writes, and what becomes of the sequence's slots.
+//! One row of a step: its cuts, the slot that each chunk writes, and the slots that the sequence holds afterwards.
 
 use super::{
     plan::PlanRow,
@@ -8,7 +8,7 @@ use super::{
 use crate::state::{Cache, GRID, cache::Wanted};
 use crate::step::{Chunk, Row, Src, TokenRef};
 
-/// What the rows of one step have in common.
+/// The state that the rows of one step share.
 pub(super) struct Step<'a> {
     pub cache: &'a mut Cache,
     pub stats: &'a mut Stats,
@@ -29,7 +29,7 @@ pub(super) fn share_end(done: usize, known: usize, budget: usize) -> usize {
 }
 
 impl Step<'_> {
-    /// Plans the tokens from `seq.done` to `end`, or fewer where no second slot is free. The pages are there already.
+    /// Plans the tokens from `seq.done` to `end`, or fewer if no second slot is free. The sequence already has the pages.
     pub fn row(&mut self, seq: &mut Sequence, end: usize) -> PlanRow {
         let start = seq.done;
         let (chunks, end) = if self.rules.has_slots { self.chunks(seq, end) } else { (Vec::new(), end) };
@@ -116,7 +116,8 @@ impl Step<'_> {
         (chunks, end)
     }
 
-    /// Whether the state at the end of the share is one to keep: a wanted one in prefill, a grid point in decode.
+    /// Whether the state at the end of the share is to be kept: a wanted one in prefill, a grid point in decode, for which it
+    /// makes room on the path.
     fn wants_last(&mut self, seq: &Sequence, end: usize) -> bool {
         if !seq.decoding {
             return seq.wanted.iter().any(|w| w.position == end && w.take);
@@ -129,14 +130,14 @@ impl Step<'_> {
         true
     }
 
-    /// A slot for a capture that is the sequence's own state too. The spare will do if the present state can be the
+    /// A slot for a capture that is also the sequence's own state. The spare can be used if the present state can become the
     /// next spare.
     fn fresh_capture(&mut self, seq: &mut Sequence, alone: bool) -> Option<u32> {
         let slot = self.cache.take_slot().or_else(|| if alone { seq.spare.take() } else { None });
         self.note_capture(slot)
     }
 
-    /// Captures strictly inside the row, the branch point first, then the deepest: short of slots, those help most.
+    /// Captures strictly inside the row, the branch point first, then the deepest: if slots run out, those help most.
     fn inner_captures(&mut self, seq: &mut Sequence, start: usize, end: usize, captured: &mut Vec<Taken>) {
         if seq.decoding {
             return;

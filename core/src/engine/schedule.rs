@@ -5,15 +5,15 @@
 //! the victim of a pre-emption is the latest arrival among those running.
 //!
 //! Decisions where the contract leaves room:
-//! * A request whose match meets a page or state that another row of the same step computes waits for the next step, and so
-//!   does one that a running prefill is about to leave a deeper state for; those behind it wait too. Equal prompts arriving
-//!   together compute their common part once, whatever the step budget, the policy and what is left of their path.
-//! * Prompt pages enter the tree when their step is planned, for nobody of that step; generated pages when the host has
-//!   read their ids. A plan must therefore run.
-//! * A step in which a sequence was pre-empted admits nobody, unless it would be empty.
+//! * A request waits for the next step if its prefix is being computed in this one, or if a running prefill will soon leave a
+//!   deeper state for it; later requests wait too. Equal prompts that arrive together therefore compute their common part
+//!   once, whatever the step budget, the policy and the part of their path that is left.
+//! * Prompt pages enter the tree when their step is planned, but other rows of that step do not use them; generated pages
+//!   enter when the host has read their ids. A plan must therefore run.
+//! * A step in which a sequence was pre-empted admits no request, unless it would be empty.
 //! * Slots that occur in a step count as held until the step is planned, and a page given up for the tree's copy is
 //!   freed then: a step never uses a slot or a page twice.
-//! * A sequence that was pre-empted with a sampled token on its way is admitted again only after that token's commit.
+//! * A sequence that was pre-empted before the host read its sampled token is admitted again only after that token's commit.
 //! * Forks go through the tree: a request that shares a prefix with another holds its state and pages from the deepest
 //!   grid point that has a state, and computes the tail (< 64 tokens with a state at the last grid point) itself.
 
@@ -45,7 +45,7 @@ pub enum Commit {
 /// Requests, waiting and running, over the state cache of one model. It knows no tensor: it hands out numbers.
 ///
 /// The caller's loop: [`plan`](Self::plan) a step, run it, read the sampled ids, [`commit`](Self::commit) each, and
-/// [`end`](Self::end) the sequences that stop. A pipelined caller plans one or more steps ahead of the commits; tokens
+/// [`end`](Self::end) the sequences that stop. A pipelined caller plans one or more steps before the commits; tokens
 /// that the host has not read are then [`FromDevice`](crate::step::TokenRef::FromDevice), and a step that ran past a
 /// stop is not sampled from: `commit` ignores sequences that are gone.
 #[derive(Debug)]
@@ -322,7 +322,7 @@ impl Scheduler {
                 i += 1;
                 continue;
             }
-            // False: the sequence itself was the victim, and the last one running.
+            // False: the sequence itself was pre-empted, and it was the last one running.
             if self.make_page(i, plan) {
                 let end = self.running[i].done + 1;
                 self.plan_row(i, end, plan);
@@ -332,8 +332,8 @@ impl Scheduler {
         }
     }
 
-    /// Gives the sequence the page of its next position, if it must at the expense of the latest arrivals. False if it
-    /// was the latest itself.
+    /// Gives the sequence the page of its next position, pre-empting the latest arrivals if no page is free. False if the
+    /// sequence itself was the latest.
     fn make_page(&mut self, i: usize, plan: &mut Plan) -> bool {
         if !self.rules.has_pages || self.running[i].done < self.running[i].pages.len() * GRID {
             return true;

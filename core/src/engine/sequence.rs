@@ -1,4 +1,4 @@
-//! One request: its tokens, what it holds while it runs, and how it gives that back.
+//! One request: its tokens, the slots and pages that it holds while it runs, and their release.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -12,7 +12,7 @@ use crate::{
     },
 };
 
-/// What a caller asks for.
+/// A request as the caller submits it.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     /// The prompt, at least one token.
@@ -30,7 +30,7 @@ pub struct Request {
     pub stop_ids: Vec<u32>,
 }
 
-/// A state on its way into the tree: the node it belongs to may not exist yet.
+/// A captured state that is not in the tree yet: its node may not exist.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
     pub position: usize,
@@ -78,7 +78,7 @@ pub(super) struct Sequence {
     pub decoding: bool,
     /// Slot with the state at `done`, perhaps shared; 0 before the first row.
     pub cur: u32,
-    /// A slot of one's own to write next.
+    /// A slot of its own to write next.
     pub spare: Option<u32>,
     /// Lent to the rows of a step while it is planned.
     pub pages: Arc<Vec<u32>>,
@@ -151,8 +151,8 @@ impl Sequence {
         self.hashes[..pages].iter().copied().zip(self.tokens.chunks_exact(GRID))
     }
 
-    /// Whether this one's prefill is still to leave a state on the path of `later`, beyond the `hit` pages that the tree can
-    /// give now and within the `pages` that `later` may match.
+    /// Whether the rest of this prefill will leave a state on the path of `later`: after the `hit` pages that the tree can give
+    /// now, and within the `pages` that `later` may match.
     pub fn will_capture(&self, later: &Self, hit: usize, pages: usize) -> bool {
         let ahead = |w: &&Wanted| w.take && w.position > self.done && (hit + 1..=pages).contains(&(w.position / GRID));
         self.wanted.iter().rev().filter(ahead).any(|w| {
@@ -161,9 +161,9 @@ impl Sequence {
         })
     }
 
-    /// Brings the tree up to date with what is known and computed: enters whole pages of committed tokens, takes the
-    /// tree's page where it has one already, and attaches the captures on the way. Pages given up in exchange are
-    /// pushed to `swapped`: a row that is planned already may still write them.
+    /// Brings the tree up to date with the tokens known and computed: enters whole pages of committed tokens, uses the tree's
+    /// page instead of its own where the tree has one already, and attaches the captures of those positions. Pages given up
+    /// in exchange are pushed to `swapped`: a row that is planned already may still write them.
     pub fn settle(&mut self, cache: &mut Cache, rules: Rules, step: u64, swapped: &mut Vec<u32>) {
         if !rules.cache {
             return;
@@ -212,7 +212,7 @@ impl Sequence {
         }
     }
 
-    /// Gives everything back. A state that lies at a grid point whose page is in the tree stays there: it costs nothing.
+    /// Releases everything. A state at a grid point whose page is in the tree stays in the tree: that costs no slot.
     pub fn release(&mut self, cache: &mut Cache, rules: Rules, step: u64) {
         if self.leaves_state(cache, rules) {
             let leaving = self.leaving(cache);
@@ -234,7 +234,7 @@ impl Sequence {
         self.wanted.clear();
     }
 
-    /// The previous decode capture, if it goes once there is a newer one: nobody else came by.
+    /// The previous decode capture, if a newer one replaces it: no request has used it, and no other path goes on from it.
     pub fn leaving(&self, cache: &Cache) -> Option<NodeId> {
         let (node, slot) = self.decode_state?;
         let found = &cache.tree()[node];

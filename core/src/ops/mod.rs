@@ -41,7 +41,7 @@ use crate::tensor::Tensor;
 pub enum Access {
     /// Only read.
     Read,
-    /// Only written; what it held is lost.
+    /// Only written; the previous content is lost.
     Write,
     /// Read and written: an accumulator, a state pool, KV pages.
     InPlace,

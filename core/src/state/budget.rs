@@ -3,7 +3,7 @@
 //! The unit is one **cached path**: a sequence of the full context, with the two slots that it needs while it runs (its
 //! state and the one it writes next) and as many snapshots as a path may keep. Pages and slots are bought in that
 //! proportion, so that a model with large states and a short context gets mostly slots and one with a long context
-//! mostly pages. What whole paths leave over goes to the lanes that have none, two slots each, so that the batch can run
+//! mostly pages. The remainder goes to the lanes without a whole path, two slots each, so that the batch can run
 //! shorter sequences, and then in proportion. Memory that does not hold one whole path is halved, but slots get no more
 //! than a path can use and no less than one sequence needs.
 
@@ -64,7 +64,7 @@ impl Split {
             };
             return Err(Error::OutOfMemory { what, asked, free: bytes });
         }
-        // Ids are u32, and nobody can use more than that.
+        // Ids are u32.
         let count = |n: u64| n.min(u64::from(u32::MAX / 2)) as usize;
         Ok(Self { slots: count(slots), pages: count(pages) })
     }
@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(new(None, Some(50)).unwrap(), Split { slots: 5, pages: 50 });
         assert_eq!(new(Some(99), Some(99)).unwrap(), Split { slots: 99, pages: 99 });
         assert!(new(Some(0), None).is_err());
-        // What is asked is what was wanted, not the least that could run.
+        // The error names the bytes that were wanted, not the least that could run.
         let Err(Error::OutOfMemory { what, asked, free }) = new(None, Some(1000)) else { panic!("that cannot fit") };
         assert_eq!((what.as_str(), asked, free), ("1 slots and 1000 KV pages", 200 + 10_010, 1110));
         let pure = StateShape { slot_bytes: 0, ..shape };

@@ -1,8 +1,8 @@
 //! The pools and the tree together: match, enter, capture, evict.
 //!
 //! Two pools, two orders. Short of slots, the least recently used state that only the tree holds is dropped and its
-//! node stays. Short of pages, the least recently used leaf goes, with its slot. What a running sequence needs is held
-//! or guarded and therefore in neither order.
+//! node stays. Short of pages, the least recently used leaf goes, with its slot. Slots and pages that a running sequence
+//! needs are held or guarded and therefore in neither order.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use super::{
 /// How many removed nodes are remembered for the reason `evicted`.
 const REMEMBERED: usize = 1 << 14;
 
-/// What the tree knows of a prompt.
+/// The part of a prompt that the tree has.
 #[derive(Debug)]
 pub struct Match {
     /// The matched nodes, from the first page on.
@@ -39,7 +39,7 @@ pub struct Wanted {
     pub take: bool,
 }
 
-/// What the cache lost for lack of room.
+/// Counts of states and nodes lost for lack of room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evictions {
     /// States dropped, those of removed leaves included.
@@ -102,7 +102,7 @@ impl Cache {
         &self.tree
     }
 
-    /// What was evicted so far.
+    /// Evictions so far.
     pub fn evictions(&self) -> Evictions {
         self.evictions
     }
@@ -156,7 +156,7 @@ impl Cache {
         found
     }
 
-    /// Pages that can be had at once: free ones, and those of nodes that are neither guarded nor on the matched path
+    /// Pages available now: free ones, and those of nodes that are neither guarded nor on the matched path
     /// down to the hit.
     pub fn obtainable_pages(&self, found: &Match) -> usize {
         let wanted = found.nodes[..found.hit].iter().filter(|&&id| self.tree[id].guards == 0).count();
@@ -269,7 +269,7 @@ impl Cache {
         self.report_stored(id);
     }
 
-    /// Takes the state from a node; the node stays, unless nothing else gives it a meaning.
+    /// Takes the state from a node. The node stays, unless it has neither page nor child.
     pub fn drop_state(&mut self, id: NodeId, why: Stateless) {
         let slot = self.tree[id].slot;
         self.tree.set_slot(id, 0, why);
@@ -291,8 +291,8 @@ impl Cache {
 
     /// Applies the cap per path to the states from the root to `tip` and the `wanted` ones below it: the shallowest one
     /// goes whose node has at most one child, but never the first of the path, a branch, the newest, or one in use.
-    /// Where none may go the path keeps more than the cap: the newest state is the one that the next turn of a chat
-    /// needs, and eviction bounds the pool anyway. `leaving` is a state that goes by itself.
+    /// If none may go, the path keeps more than the cap: the next turn of a chat needs the newest state, and eviction bounds
+    /// the pool anyway. `leaving` is a state that its owner drops, so it does not count.
     pub fn cap_path(&mut self, tip: NodeId, wanted: &mut [Wanted], leaving: Option<NodeId>) {
         let mut held = self.states_on_path(tip, leaving);
         let newest = wanted.iter().rposition(|w| w.take);
@@ -311,8 +311,8 @@ impl Cache {
         }
     }
 
-    /// Makes room for one more state below `tip`: what [`cap_path`](Self::cap_path) drops for a single wanted one, which is
-    /// kept in any case.
+    /// Makes room for one more state below `tip`, as [`cap_path`](Self::cap_path) does for a single wanted one. That one is kept
+    /// even if no other may go.
     pub fn cap_path_for_one(&mut self, tip: NodeId, leaving: Option<NodeId>) {
         let mut held = self.states_on_path(tip, leaving);
         while held.len() >= self.path_cap && self.drop_one(&mut held) {}
@@ -429,7 +429,7 @@ impl Cache {
         true
     }
 
-    /// Removes nodes upwards from `id` that mean nothing any more: roots without a page, and, in a recurrent model
+    /// Removes nodes upwards from `id` that have no use any more: roots without a page, and, in a recurrent model
     /// without pages, leaves without a slot.
     fn prune(&mut self, id: NodeId, evicted: bool) {
         let mut at = id;

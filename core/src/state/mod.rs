@@ -1,14 +1,14 @@
-//! What a sequence has behind it: recurrent slots, KV pages and the prefix tree over both.
+//! The states of sequences: recurrent slots, KV pages and the prefix tree over both.
 //!
 //! No tensor appears here. A slot or a page is a number; the pools behind the numbers belong to the backend. Slot 0 and
 //! page 0 read as zero and swallow writes: they are never handed out and never counted.
 //!
 //! * [`pool`]: reference-counted ids, one pool for slots and one for pages.
 //! * [`hash`]: the chained name of a 64-token page under its parent, the same in every process.
-//! * [`prefix`]: the tree of pages and the two orders in which it gives things back.
+//! * [`prefix`]: the tree of pages and its two orders of eviction.
 //! * [`cache`]: the pools and the tree together: match, enter, capture, evict.
 //! * [`recent`]: hashes of nodes removed lately, to tell an eviction from a first sight.
-//! * [`report`]: what a request is told about its match, and the events a subscriber gets.
+//! * [`report`]: a request's report about its match, and the events of the tree.
 //! * [`budget`]: how a number of bytes is split between slots and pages.
 
 pub mod budget;
@@ -27,7 +27,7 @@ pub use report::{CacheEvent, Reason, Report};
 /// Tokens of a page, of a tree node and of the longest chunk: the grid of everything.
 pub const GRID: usize = crate::step::PAGE;
 
-/// What one sequence of a model keeps, as far as scheduling needs to know it.
+/// Sizes of one sequence's state, as far as scheduling needs them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateShape {
     /// Bytes of one slot: conv and recurrent state of all layers at one position. 0: the model has neither, no slots.
@@ -74,11 +74,11 @@ pub struct Limits {
     pub pages: usize,
     /// Whether prefixes are kept and reused at all.
     pub prefix_cache: bool,
-    /// What prefill and decode capture.
+    /// States that prefill and decode capture.
     pub policy: CapturePolicy,
-    /// Most states on one path from the root; more only where none of them may go.
+    /// Most states on one path from the root; more only if none of them may be dropped.
     pub path_cap: usize,
-    /// Most tree nodes of a model without pages, whose nodes nothing else limits.
+    /// Most tree nodes of a model without pages: no pool limits their number.
     pub max_nodes: usize,
 }
 

@@ -9,7 +9,7 @@
 //!
 //! Two orders, both kept exactly, so that eviction takes the first entry and never looks for one: `states` are the slots
 //! that only the tree holds, by last use; `leaves` are the nodes without child and guard, and with no other holder of
-//! their page or slot, by last use of them or of what hung below.
+//! their page or slot, by last use of them or of removed nodes below.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -24,11 +24,11 @@ pub const NONE: NodeId = NodeId::MAX;
 /// Why a node has no state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stateless {
-    /// Nobody asked for one here, or no slot was to be had.
+    /// No capture was wanted here, or no slot was free.
     Never,
-    /// It had one, which was dropped for lack of room.
+    /// It had one that was dropped for lack of room.
     Evicted,
-    /// It had one, which the policy dropped, or the policy did not take it.
+    /// It had one that the policy dropped, or the policy did not take one.
     Policy,
 }
 
@@ -140,7 +140,7 @@ impl Tree {
         self.roots.get(namespace).copied()
     }
 
-    /// The root of `namespace`. One that nobody guards and nothing hangs under goes away with the next change.
+    /// The root of `namespace`. The next change removes a root without guard and without child.
     pub fn root(&mut self, namespace: &str, hash: PrefixHash) -> NodeId {
         if let Some(root) = self.find_root(namespace) {
             return root;
@@ -157,7 +157,7 @@ impl Tree {
         (self[id].parent == parent && *self[id].tokens == *tokens).then_some(id)
     }
 
-    /// Hangs a page under `parent`. `None` if the name is taken by other tokens, which 128 bits make unlikely.
+    /// Adds a page under `parent`. `None` if the name is taken by other tokens, which 128 bits make unlikely.
     pub fn insert(&mut self, parent: NodeId, hash: PrefixHash, tokens: &[u32], page: u32) -> Option<NodeId> {
         if self.by_hash.contains_key(&hash) {
             return None;
@@ -186,7 +186,7 @@ impl Tree {
         } else {
             self.by_hash.remove(&hash);
             self[parent].children -= 1;
-            // The path was in use when its end was: it is evicted from its end, not in the middle of another's turn.
+            // A path was in use whenever its end was: its nodes are evicted from the end on, before paths used later.
             // `parent` had a child, so it is in no order and its key may change.
             self[parent].used = self[parent].used.max(used);
         }

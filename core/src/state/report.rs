@@ -1,4 +1,4 @@
-//! What a request is told about its match, and what a subscriber is told about the tree.
+//! A request's report about its match, and the events that tell a subscriber how the tree changes.
 
 use super::PrefixHash;
 
@@ -43,7 +43,7 @@ pub struct Report {
     /// Tokens of the prompt that the tree knew, a multiple of 64 and less than the prompt.
     pub matched: usize,
     /// Prompt tokens that were not computed. A multiple of 64, unless the request was pre-empted during its prefill and
-    /// found, on its return, that somebody else had got further than itself.
+    /// found, when admitted again, pages of other requests beyond its own.
     pub reused: usize,
     /// Why not more.
     pub reason: Reason,

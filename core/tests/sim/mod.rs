@@ -70,7 +70,7 @@ struct Live {
     job: usize,
     stop: u32,
     cancel_at: Option<usize>,
-    /// All tokens as the device knows them: ahead of the host in a pipelined run.
+    /// All tokens as the device knows them: in a pipelined run more than the host knows.
     truth: Vec<u32>,
     prompt_len: usize,
     lane: Option<u32>,
@@ -93,7 +93,7 @@ pub struct Sim {
     lanes: Vec<Option<u32>>,
     live: HashMap<SeqId, Live>,
     pending: VecDeque<Vec<(SeqId, u32)>>,
-    /// Steps planned ahead of the commits.
+    /// Steps planned before the commits.
     depth: usize,
     pub preempted: bool,
     /// The tree is cleared before this step.

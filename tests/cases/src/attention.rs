@@ -7,12 +7,12 @@ use selkie_core::backend::Handle;
 use selkie_core::ops::{Attention, KvPool, Op};
 use selkie_core::step::PAGE;
 
-/// Stands in the pages where no sequence has a token yet; finite, as stale keys are, but fatal if used.
+/// Value of page entries that no token has written yet: finite, as stale keys are, but large enough to spoil a result.
 const NOISE: f32 = 3e4;
 
-/// `[pages, KH, 64, hd]`: page 0 zero, numbers at every position of the rows below `until`, noise behind them, NaN in
-/// pages of nobody.
-pub(super) fn pages(
+/// `[pages, KH, 64, hd]`: page 0 zero, random numbers at every position of the rows before `until`, [`NOISE`] from there
+/// on, NaN in pages of no row.
+pub(super) fn random_pages(
     rng: &mut Rng,
     batch: &Batch,
     (kv_heads, hd): (usize, usize),
@@ -66,7 +66,12 @@ impl Spec for Attn {
         h.float("q", d.act, &[t, cols], rng.tokens(&self.batch, cols, 1.5));
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
         for name in ["k_pages", "v_pages"] {
-            h.float(name, d.kv, &dims, pages(rng, &self.batch, (self.kv_heads, self.hd), selkie_core::step::Row::end));
+            h.float(
+                name,
+                d.kv,
+                &dims,
+                random_pages(rng, &self.batch, (self.kv_heads, self.hd), selkie_core::step::Row::end),
+            );
         }
         h.out("out", d.act, &[t, cols]);
         if self.views {

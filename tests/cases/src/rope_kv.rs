@@ -1,6 +1,6 @@
 //! Cases of `rope_kv`.
 
-use super::attention::pages;
+use super::attention::random_pages;
 use super::batch::{Batch, Tables, cut, paged, with_pages};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
@@ -64,7 +64,7 @@ impl Spec for Rope {
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
         for name in ["k_pages", "v_pages"] {
             let before = |r: &selkie_core::step::Row| r.first_position as usize;
-            h.float(name, d.kv, &dims, pages(rng, &self.batch, (self.kv_heads, self.hd), before));
+            h.float(name, d.kv, &dims, random_pages(rng, &self.batch, (self.kv_heads, self.hd), before));
         }
         // Eight buffers are all that WebGPU binds, scratch included.
         h.join(&["q", "k", "v"], if self.views { 24 } else { 0 });

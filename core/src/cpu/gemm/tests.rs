@@ -17,7 +17,7 @@ const X_GAP: usize = 3;
 const W_GAP: usize = 5;
 const OUT_GAP: usize = 2;
 const SCALE: f32 = 0.7;
-/// Columns of the first of two weight blocks, stored behind the second.
+/// Columns of the first of two weight blocks, stored after the second.
 const SPLIT: usize = 7;
 
 fn noise(n: usize, seed: u32) -> Vec<f32> {

@@ -23,7 +23,7 @@ impl ExpertMatmul<Buf> {
         SCRATCH.with_borrow_mut(|[inputs, products]| self.grouped(inputs, products));
     }
 
-    /// Choices sorted by expert, one matrix product per expert that anybody chose.
+    /// Choices sorted by expert, one matrix product per chosen expert.
     fn grouped(&self, inputs: &mut Vec<f32>, products: &mut Vec<f32>) {
         let (k, n, inner) = (self.ids.row_len(), self.out.row_len(), self.x.row_len());
         let ids = view::read::<u32>(&self.ids);
