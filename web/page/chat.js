@@ -25,7 +25,7 @@ import { speed } from "./panel.js";
 /** Prompts shorter than this are never reused, which need not be said below each of them. */
 const PAGE = 64;
 /** How long a frame may draw; the rest is for the next. */
-const FRAME_MS = 10;
+const FRAME_MS = 8;
 /** A message longer than this scrolls in a box of its own. */
 const LONG = 2500;
 /** Entries that are shown at once; older ones follow frame by frame. */

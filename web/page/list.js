@@ -154,6 +154,10 @@ export function chatList(page) {
     if (menu.open) menu.open = false;
     else choose(false);
   });
+  // A sheet goes away when what it covers is touched.
+  document.addEventListener("pointerdown", ({ target }) => {
+    if (!wide.matches && !aside.hidden && target instanceof Node && !aside.contains(target) && !toggle.contains(target)) show(false);
+  });
   search.addEventListener("input", refresh);
   wide.addEventListener("change", fit);
   fit();
