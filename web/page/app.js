@@ -54,7 +54,7 @@ const list = chatList({
     say(null);
     if (chat.id !== current.chat.id || current.chat.rev === 0) current.open(chat.id);
   },
-  removed(chat) { if (chat.id === current.chat.id) { current.stop(); current.show(newChat()); } },
+  removing: (id) => current.removing(id),
   renamed(chat) { if (chat.id === current.chat.id) shown(); },
 });
 
@@ -230,7 +230,8 @@ if (!touch) focus();
 await current.start();
 // A model of the user's own is taken again only if it is kept here: opening the page contacts nobody.
 const last = await kept(api);
-life.start(last.model ?? DEMO);
+// The demo stands in for a folder that has to be asked for: that one is still the last model.
+life.start(last.model ?? DEMO, undefined, !last.folder);
 if (last.folder) askAgain(last.folder, { say, use: (model) => life.start(model), choose: () => models.open() });
 else if (last.broken) {
   const { url, bytes: loaded } = last.broken, name = modelName(url);

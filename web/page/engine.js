@@ -40,8 +40,11 @@ export function engineLife(page) {
   /** When the engine was started again by itself. */
   let again = -Infinity;
 
-  /** @param {Model} model @param {import("./js/selkie.js").Backend} [backend] */
-  function start(model, backend = settings.backend) {
+  /**
+   * @param {Model} model @param {import("./js/selkie.js").Backend} [backend]
+   * @param {boolean} [remember] whether the next visit begins with it
+   */
+  function start(model, backend = settings.backend, remember = true) {
     loading.abort();
     life.engine?.close();
     life.engine = null;
@@ -58,7 +61,7 @@ export function engineLife(page) {
     ready = load(model, backend, mine);
     begin();
     ready.then(
-      (engine) => { if (mine === loading) loaded(engine); else engine.close(); },
+      (engine) => { if (mine === loading) loaded(engine, remember); else engine.close(); },
       (error) => { if (mine === loading) failed(error, backend, false); });
   }
 
@@ -83,8 +86,8 @@ export function engineLife(page) {
     }
   }
 
-  /** @param {Engine} engine */
-  function loaded(engine) {
+  /** @param {Engine} engine @param {boolean} remember */
+  function loaded(engine, remember) {
     const { info } = engine, { model } = life;
     life.engine = engine;
     root.dataset.engine = "ready";
@@ -97,7 +100,7 @@ export function engineLife(page) {
       : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: right, but slow.`
       : `Runs on ${info.device}. Nothing you type leaves your device.`;
     // A folder's name, so that a later visit can say what is missing.
-    keep("model", "files" in model.source ? { folder: model.name } : model !== DEMO ? model.source.url : null);
+    if (remember) keep("model", "files" in model.source ? { folder: model.name } : model !== DEMO ? model.source.url : null);
     rememberFolder(model);
     page.announce(`${model.name} is ready.`);
     page.changed(engine);

@@ -16,7 +16,7 @@ function ago(time) {
  * @param {object} page
  * @param {() => Chat} page.current the chat that is shown
  * @param {(chat: Chat) => void} page.open
- * @param {(chat: Chat) => void} page.removed it was deleted
+ * @param {(id: string) => void} page.removing it is about to be deleted
  * @param {(chat: Chat) => void} page.renamed
  * @param {() => void} page.leave moves the focus on when the sheet closes
  * @param {(text: string, label?: string, act?: () => void) => void} page.say
@@ -89,8 +89,8 @@ export function chatList(page) {
   /** @param {Chat} chat */
   async function remove(chat) {
     const before = (await chats.get(chat.id)) ?? chat;
+    page.removing(chat.id);
     await chats.remove(chat.id);
-    page.removed(before);
     await refresh();
     search.focus();
     page.say(`Deleted “${before.title}”.`, "Undo", async () => {

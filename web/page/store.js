@@ -41,8 +41,13 @@ function connect() {
   return result(request);
 }
 
-/** Null where the browser denies it. @type {Promise<IDBDatabase | null>} */
-const database = (async () => connect())().catch(() => null);
+/** How long the browser may take to open the database. */
+const PATIENCE_MS = 3000;
+/** Null where the browser denies it, or does not answer. @type {Promise<IDBDatabase | null>} */
+const database = Promise.race([
+  (async () => connect())().catch(() => null),
+  new Promise((ok) => setTimeout(() => ok(null), PATIENCE_MS)),
+]);
 
 /** What is not kept for the next visit. @type {Map<string, Chat>} */
 const memory = new Map();

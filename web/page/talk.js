@@ -51,6 +51,8 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
   let stop = null;
   /** Entries that this engine answered: what the panel says of others is history. @type {WeakSet<Entry>} */
   const fresh = new WeakSet();
+  /** Chats that were deleted here: an answer that ends does not bring them back. @type {Set<string>} */
+  const gone = new Set();
   const setStop = (/** @type {(() => void) | null} */ how) => running((stop = how));
 
   async function save() {
@@ -85,6 +87,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
   async function open(id, quiet = false) {
     const kept = id ? await chats.get(id).catch(() => null) : null;
     if (!kept) return false;
+    gone.delete(id);
     kept.entries = validEntries(kept.entries);
     const last = kept.entries.at(-1);
     if (last?.role === "user") kept.entries.push({ role: "assistant", content: "", meta: { note: UNANSWERED } });
@@ -100,7 +103,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     const meta = /** @type {Meta} */ (entry.meta), end = () => {
       // What had come since it was kept last.
       const part = recall(`part.${kept.id}`, /** @type {any} */ (null));
-      if (part?.entry === kept.entries.length - 1 && typeof part.content === "string" && part.content.length > entry.content.length) entry.content = part.content;
+      if (part?.entry === kept.entries.length - 1 && typeof part.content === "string" && part.content.startsWith(entry.content)) entry.content = part.content;
       keep(`part.${kept.id}`, null);
       delete meta.running;
       Object.assign(meta, entry.content ? { finish: "cancelled", note: CUT_SHORT } : { note: UNANSWERED });
@@ -257,7 +260,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     if (mine !== chat) {
       // Another chat is shown by now.
       mine.updated = Date.now();
-      chats.save(mine).catch(() => {});
+      if (!gone.has(mine.id)) chats.save(mine).catch(() => {});
       return;
     }
     if (!mine.entries.includes(entry)) return;
@@ -319,6 +322,12 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     get busy() { return stop !== null; },
     fresh, submit, retry, version, show, open, gauge,
     stop: () => stop?.(),
+
+    /** A chat is about to be deleted. @param {string} id */
+    removing(id) {
+      gone.add(id);
+      if (id === chat.id) show(newChat());
+    },
 
     /** The chat of the last visit, also one of the time when there was only one. */
     async start() {

@@ -49,6 +49,20 @@ test("chats are listed, opened, renamed, searched, deleted and brought back", as
   await page.fill("#chat-search", "");
   await listed(page, 2);
 
+  // A chat that is deleted while it is answered stays deleted.
+  await page.click("#new-chat");
+  await page.fill("#message", STORY);
+  await page.press("#message", "Enter");
+  await listed(page, 3);
+  await page.waitForFunction(() => document.querySelector(".turn.assistant .body")?.textContent.length > 20);
+  await page.hover("#chat-list li:has([aria-current])");
+  await page.click(`#chat-list [aria-label="Delete ${STORY}"]`);
+  await idle(page);
+  await page.waitForTimeout(1500);
+  assert.deepEqual((await kept(page)).map(({ title }) => title).sort(), ["Sums", "What is 81 - 36?"]);
+  await page.click("#chat-list li:has(.open:not([aria-current])) .open >> text=Sums");
+  await page.waitForFunction(() => document.querySelector(".turn.user .body")?.textContent === "What is 17 + 25?");
+
   await page.hover("#chat-list li:has([aria-current])");
   await page.click('#chat-list [aria-label="Delete Sums"]');
   await listed(page, 1);
@@ -247,6 +261,10 @@ test("a folder is opened again by its handle, and asked for where there is none"
   await ready(page);
   assert.equal(await page.innerText("#model-name"), "Demo model");
   assert.match(await notice(page), /The last model was my-model, from a folder\. .*choose it again/);
+  // The demo that stands in for it does not replace it.
+  await page.reload();
+  await ready(page);
+  assert.match(await notice(page), /The last model was my-model/);
   await context.close();
 });
 
