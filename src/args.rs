@@ -8,22 +8,21 @@ use selkie_core::{
     session::Overrides,
 };
 
-/// Runs hybrid language models: attention beside recurrent layers.
+/// Runs hybrid language models, which combine attention with recurrent layers.
 ///
-/// `selkie "PROMPT"` is short for `selkie generate "PROMPT"`. Without -m a small demo model runs that is part of the
-/// program.
+/// `selkie "PROMPT"` is short for `selkie generate "PROMPT"`. Without -m, the small demo model inside the program runs.
 #[derive(Debug, Parser)]
 #[command(version, after_help = EXAMPLES, max_term_width = 110)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
-    /// Say more on stderr (twice: much more); SELKIE_LOG=FILTER selects in detail
+    /// Print more on stderr (-vv: much more); SELKIE_LOG=FILTER selects in detail
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
 }
 
-/// Most tokens that a benchmark makes up, more than any model's context.
+/// Maximum tokens of a benchmark's prompts, more than any model's context.
 pub const MAX_TOKENS: usize = 1 << 24;
 
 const EXAMPLES: &str = "Examples:
@@ -47,7 +46,7 @@ pub enum Command {
   selkie generate -m DIR --raw \"Once upon a time\" --temperature 0.8 --top-p 0.95 --seed 7
   selkie generate --json \"Hello!\"")]
     Generate(GenerateArgs),
-    /// Talk with a model over several turns
+    /// Chat with a model
     #[command(after_help = "Type /help in the chat for its commands. Ctrl-C stops an answer, Ctrl-D leaves.
 
 Examples:
@@ -81,7 +80,7 @@ Examples:
   selkie logits --ids ids.json --steps 8 --out logits.safetensors
   selkie logits -m DIR --ids ids.json --steps 0 --out logits.safetensors --backend cpu")]
     Logits(LogitsArgs),
-    /// Show what a model consists of and what its sequences cost
+    /// Show a model's layers and sizes, and the memory per sequence
     #[command(after_help = "Examples:
   selkie inspect
   selkie inspect -m DIR --memory 4GiB
@@ -109,7 +108,7 @@ Examples:
 /// The subcommand that this program starts itself with.
 pub const RENDER: &str = "render-chat-templates";
 
-/// Which model, and where it runs.
+/// The model and its device.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
     /// Model directory as published on Hugging Face (default: the embedded demo model)
@@ -120,26 +119,26 @@ pub struct ModelArgs {
     pub backend: BackendArgs,
 }
 
-/// Where to run.
+/// The device.
 #[derive(Clone, Debug, Args)]
 pub struct BackendArgs {
-    /// Where to run; a backend asked for by name never falls back to another
+    /// Where to run; a backend chosen by name never falls back to another
     #[arg(long = "backend", value_name = "BACKEND", value_enum, default_value = "auto")]
     pub name: BackendName,
     /// Adapter of the wgpu backend: its number in `selkie devices`, or a part of its name
     #[arg(long, value_name = "NAME")]
     pub adapter: Option<String>,
-    /// How recurrent states are kept; bf16 takes half the memory and time, on the CUDA backend only
+    /// Precision of stored recurrent states; bf16 takes half the memory and time (CUDA only)
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
     pub state_dtype: StateType,
 }
 
-/// How recurrent states are kept.
+/// Precision of stored recurrent states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum StateType {
     /// Single precision
     F32,
-    /// bf16 in memory, computed in single precision
+    /// bf16 in memory, computation in single precision
     Bf16,
 }
 
@@ -156,26 +155,26 @@ pub enum BackendName {
     Cpu,
 }
 
-/// How tokens are drawn; what is not given comes from the model's generation_config.json.
+/// How tokens are sampled; defaults come from the model's generation_config.json.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
-    /// Most tokens to generate (default: 1024, or what the context leaves)
+    /// Maximum tokens to generate (default: 1024, or what the context leaves)
     #[arg(long, value_parser = at_least_one, allow_negative_numbers = true, value_name = "N")]
     pub max_tokens: Option<usize>,
-    /// 0 takes the likeliest token always
+    /// Sampling temperature; 0 always takes the likeliest token
     #[arg(long, allow_negative_numbers = true, value_name = "X")]
     pub temperature: Option<f32>,
-    /// Draw from the K likeliest tokens only (0: from all)
+    /// Sample from the K likeliest tokens only (0: from all)
     #[arg(long, allow_negative_numbers = true, value_name = "K")]
     pub top_k: Option<u32>,
-    /// Draw from the likeliest tokens that together have probability P
+    /// Sample from the likeliest tokens whose probabilities add up to P
     #[arg(long, allow_negative_numbers = true, value_name = "P")]
     pub top_p: Option<f32>,
-    /// Draw only tokens at least P times as likely as the likeliest
+    /// Sample only tokens at least P times as likely as the likeliest
     #[arg(long, allow_negative_numbers = true, value_name = "P")]
     pub min_p: Option<f32>,
-    /// Divide the logits of tokens that occurred already (1: off)
+    /// Divide the logits of tokens that already occurred (1: off)
     #[arg(long, allow_negative_numbers = true, value_name = "X")]
     pub repetition_penalty: Option<f32>,
     /// The same seed gives the same text (default: a new one every time)
@@ -193,35 +192,35 @@ pub struct PoolArgs {
     /// Memory for recurrent states and KV pages, e.g. 4GiB or 512MiB
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: Option<u64>,
-    /// Recurrent-state slots, instead of a share of --memory
+    /// Number of recurrent-state slots, instead of a share of --memory
     #[arg(long, value_name = "N")]
     pub slots: Option<usize>,
-    /// KV pages of 64 tokens, instead of a share of --memory
+    /// Number of KV pages of 64 tokens, instead of a share of --memory
     #[arg(long, value_name = "N")]
     pub kv_pages: Option<usize>,
     /// Longest sequence in tokens (default: the model's)
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
-    /// Most sequences that run at once (default: 16, in a conversation 1)
+    /// Maximum sequences that run at once (default: 16; for a conversation 1)
     #[arg(long, value_name = "N", value_parser = one_to(MOST_BATCH))]
     pub max_batch: Option<usize>,
     /// Most tokens that one step computes
     #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MOST_STEP_TOKENS))]
     pub step_tokens: usize,
-    /// Compute every prompt from its start
+    /// Turn the prefix cache off: compute every prompt from its start
     #[arg(long)]
     pub no_prefix_cache: bool,
-    /// Which states of a prompt are kept
+    /// Which states of a prompt the prefix cache keeps
     #[arg(long, value_enum, default_value = "default")]
     pub capture_policy: Policy,
 }
 
-/// Which states of a prompt are kept.
+/// Which states of a prompt the prefix cache keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
-    /// Branch point, last grid point, ends of messages, and while generating the newest grid point
+    /// Branch point, last multiple of 64 tokens, ends of messages; while generating, the newest multiple of 64
     Default,
-    /// One per prefill: the branch point or else the last grid point
+    /// One per prefill: the branch point, or else the last multiple of 64 tokens
     OnePerPrefill,
 }
 
@@ -235,7 +234,7 @@ pub struct GenerateArgs {
     /// System prompt
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     pub system: Option<String>,
-    /// Continue the prompt as it is, without the chat template
+    /// Continue the prompt as text, without the chat template
     #[arg(long)]
     pub raw: bool,
     /// Print one JSON object instead of streaming text
@@ -272,7 +271,7 @@ pub struct BatchArgs {
     pub output: PathBuf,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// One request after the other
+    /// Run one request at a time
     #[arg(long)]
     pub sequential: bool,
     /// Write answers in the order in which they are complete, not in that of the requests
@@ -357,11 +356,11 @@ pub struct BenchArgs {
 /// The kinds of `bench`.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
-    /// Tokens per second of prefill and decode, beside what this machine can do at most (the default)
+    /// Tokens per second of prefill and decode, compared with the limits of this machine (the default)
     Model(BenchModelArgs),
-    /// Times of single ops at the sizes of published models: cold, net of a launch, warm, and the share of the floor
+    /// Times of single ops at the sizes of published models: cold, net of a launch, warm, and the share of the limit
     Ops(BenchOpsArgs),
-    /// What the prefix cache reuses: a fixed scenario, or realistic traffic
+    /// How much the prefix cache reuses: in a fixed scenario, or in realistic traffic
     Prefix(BenchPrefixArgs),
 }
 
@@ -383,19 +382,19 @@ pub struct BenchTarget {
 pub struct BenchModelArgs {
     #[command(flatten)]
     pub target: BenchTarget,
-    /// Tokens of each prompt: the context in which decoding starts
+    /// Tokens of each prompt, and so the context at the start of decoding
     #[arg(long, visible_alias = "context", value_name = "N", default_value = "512", value_parser = one_to(MAX_TOKENS))]
     pub prompt_tokens: usize,
     /// Tokens that each sequence generates
     #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MAX_TOKENS))]
     pub decode_tokens: usize,
-    /// Sequences at once, each with a prompt of its own
+    /// Sequences at once, each with a different prompt
     #[arg(long, value_name = "B", default_value = "1", value_parser = one_to(MOST_BATCH))]
     pub batch: usize,
     /// Most tokens that one step computes
     #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MOST_STEP_TOKENS))]
     pub step_tokens: usize,
-    /// Repetitions after a first one that compiles what is compiled late; the best is reported, as for the machine's own rates
+    /// Repetitions after a warm-up run; the best is reported, as for the machine's limits
     #[arg(long, value_name = "N", default_value = "3", value_parser = one_to(1000))]
     pub runs: usize,
 }
@@ -408,7 +407,7 @@ pub struct BenchOpsArgs {
     /// Where it runs.
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// The largest shapes on a CPU too
+    /// Include the largest shapes on a CPU, too
     #[arg(long)]
     pub all: bool,
     /// Print JSON
@@ -421,22 +420,22 @@ pub struct BenchOpsArgs {
 pub struct BenchPrefixArgs {
     #[command(flatten)]
     pub target: BenchTarget,
-    /// Chats that share a system prompt and agents that branch, with room for 100, 50 and 25 % of their states
+    /// Chats that share a system prompt and agents that branch, with memory for 100, 50 and 25 % of their states
     #[arg(long)]
     pub traffic: bool,
-    /// What the cache costs where nothing hits, and the first token of a hit beside that of its last tokens alone
+    /// The cost of the cache without hits, and the time to the first token of a hit
     #[arg(long, conflicts_with = "traffic")]
     pub overhead: bool,
-    /// Chats of the traffic
+    /// Number of chats
     #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MOST_BATCH), requires = "traffic")]
     pub chats: usize,
-    /// Turns of a chat
+    /// Turns per chat
     #[arg(long, value_name = "N", default_value = "8", value_parser = one_to(MOST_BATCH), requires = "traffic")]
     pub turns: usize,
     /// Tokens of the system prompt that all chats share
     #[arg(long, value_name = "N", default_value = "1000", value_parser = one_to(MAX_TOKENS), requires = "traffic")]
     pub system_tokens: usize,
-    /// Draw the traffic's table as a plot
+    /// Also write the table as an SVG plot
     #[arg(long, value_name = "FILE", requires = "traffic")]
     pub svg: Option<PathBuf>,
 }
@@ -456,7 +455,7 @@ impl SamplingArgs {
 }
 
 impl Cli {
-    /// Parses the program's arguments. A first argument that is no subcommand means `generate`; `bench` alone means
+    /// Parses the program's arguments. If the first argument is not a subcommand, `generate` is assumed; `bench` alone means
     /// `bench model`.
     pub fn read() -> Result<Self, clap::Error> {
         Self::try_parse_from(with_defaults(std::env::args_os().collect()))

@@ -1,5 +1,5 @@
-//! Which backend runs a job. The engine is generic over backends, so a job is a value with a generic method instead of a
-//! closure.
+//! Chooses the backend that runs a job. The engine is generic over backends, so a job is a value with a generic method; a
+//! closure cannot be generic.
 
 use selkie_core::{
     backend::{Backend, DeviceInfo},
@@ -15,15 +15,15 @@ use crate::{
     failure::{Failure, Outcome},
 };
 
-/// Something to do on whichever backend was chosen.
+/// A job for the chosen backend.
 pub trait Job {
-    /// What comes out of it.
+    /// The job's result.
     type Out;
-    /// Does it.
+    /// Runs the job.
     fn run<B: Timer>(self, backend: B) -> Outcome<Self::Out>;
 }
 
-/// Runs `job` where `args` say. Only `auto` looks further when a backend has no usable device.
+/// Runs `job` on the backend that `args` name. Only `auto` tries another one if a backend has no usable device.
 pub fn run<J: Job>(args: &BackendArgs, job: J) -> Outcome<J::Out> {
     let adapter = args.adapter.as_deref();
     let bf16_state = args.state_dtype == StateType::Bf16;
@@ -35,7 +35,7 @@ pub fn run<J: Job>(args: &BackendArgs, job: J) -> Outcome<J::Out> {
             Err(Failure::Usage("--state-dtype bf16 is for the CUDA backend: the others keep states in f32".into()))
         }
         (BackendName::Wgpu, _) | (BackendName::Auto, Some(_)) => job.run(wgpu(adapter)?),
-        // No device but a CUDA device keeps such states, so there is nothing to choose from.
+        // Only CUDA devices store such states, so `auto` has no choice.
         (BackendName::Auto, None) if !bf16_state => auto(job),
         (BackendName::Cuda | BackendName::Auto, None) => {
             job.run(Cuda::open(selkie_cuda::Options { bf16_state, ..Default::default() })?)
@@ -64,7 +64,7 @@ fn auto<J: Job>(job: J) -> Outcome<J::Out> {
         return job.run(CpuBackend::new());
     }
     match wgpu(None) {
-        // The CPU backend is faster than a GPU that is a program on the CPU.
+        // The CPU backend is faster than a GPU that is emulated on the CPU.
         Ok(backend) if backend.is_software() => {
             tracing::info!("backend auto: not wgpu: {} is a software device", backend.caps().device);
         }

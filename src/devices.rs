@@ -1,4 +1,4 @@
-//! `selkie devices`: what there is to run on, and why not on the rest.
+//! `selkie devices`: lists the devices, and the reason why a device cannot be used.
 
 use serde_json::json;
 

@@ -2,7 +2,7 @@
 
 use selkie_core::source::Embedded;
 
-/// Its files. They lie in the executable at any alignment and are used in place.
+/// The model's files, used in place in the executable. They may have any alignment.
 pub const DEMO: Embedded = Embedded {
     label: "the embedded demo model",
     files: &[

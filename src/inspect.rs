@@ -1,4 +1,4 @@
-//! `selkie inspect`: what a model consists of, and what its sequences cost.
+//! `selkie inspect`: a model's layers and sizes, and the memory per sequence.
 
 use selkie_core::{
     backend::Backend,
@@ -18,7 +18,7 @@ use crate::{
     terminal::{Output, size, thousands},
 };
 
-/// Letters of the layer map.
+/// The letters of the layer map.
 const LETTERS: [(char, &str); 7] = [
     ('M', "Mamba-2"),
     ('S', "Mamba-1"),
@@ -75,7 +75,7 @@ impl Facts {
         &self.sizes.shape
     }
 
-    /// Lengths for which costs are shown: four times the one before, and the context itself.
+    /// The lengths for which the table has rows: each four times the previous one, and the whole context.
     fn lengths(&self) -> Vec<usize> {
         let context = self.shape().context;
         let mut lengths: Vec<usize> =
@@ -84,12 +84,12 @@ impl Facts {
         lengths
     }
 
-    /// Bytes of the state of one sequence of `tokens` tokens.
+    /// Bytes of state of one sequence of `tokens` tokens.
     fn sequence_bytes(&self, tokens: usize) -> u64 {
         self.shape().slot_bytes + tokens.div_ceil(PAGE) as u64 * self.shape().page_bytes
     }
 
-    /// Whole sequences of that length that the pools hold at a time.
+    /// The number of sequences of that length that the pools hold at a time.
     fn sequences(&self, tokens: usize) -> usize {
         self.sizes.split.sequences(self.shape(), tokens)
     }

@@ -1,4 +1,4 @@
-//! `selkie logits`: what the model computes for a prompt, for comparison with other engines.
+//! `selkie logits`: writes logits and states of a prompt, for comparison with other engines.
 
 use std::{collections::HashMap, io::Write};
 
@@ -24,10 +24,10 @@ use crate::{
     output_file::{self, OutputFile},
 };
 
-/// Longest ids file that is read, in bytes.
+/// Maximum size of the ids file, in bytes.
 const MAX_IDS_BYTES: u64 = 1 << 28;
 
-/// Writes the file of logits, greedy tokens and states.
+/// Writes logits, greedy tokens and states to the output file.
 pub fn run(args: &LogitsArgs) -> Outcome {
     if output_file::collide(&args.ids, &args.out) {
         let why = "both --ids and --out; give each a file of its own";

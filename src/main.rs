@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     let cli = match Cli::read() {
         Ok(cli) => cli,
         Err(e) => {
-            // Help goes to standard output, errors to standard error; either may be closed.
+            // Help goes to standard output, errors to standard error. Either may be closed.
             let _ = e.print();
             return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
         }
@@ -63,7 +63,7 @@ fn log_to_stderr(verbose: u8) {
         _ => "trace",
     };
     let filter = tracing_subscriber::EnvFilter::try_from_env("SELKIE_LOG").unwrap_or_else(|_| level.into());
-    // Reporting that standard error cannot be written would go to standard error, and panic.
+    // If standard error cannot be written, reporting that would fail too, and panic.
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

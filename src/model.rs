@@ -27,12 +27,12 @@ use crate::{
     render::Processes,
 };
 
-/// Sequences that run at once where many are wanted and nothing is said.
+/// Default number of sequences that run at once, for commands with many requests.
 pub const DEFAULT_MAX_BATCH: usize = 16;
-/// Loading that is quicker than this shows no bar.
+/// A loading bar appears after this time.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// The files of the model that the arguments name.
+/// Opens the files of the model that the arguments name.
 pub fn open(args: &ModelArgs) -> Outcome<Rc<ModelFiles>> {
     let source: Rc<dyn Source> = match &args.model {
         Some(dir) => Rc::new(Dir::open(dir)?),
@@ -48,7 +48,7 @@ pub fn unix_time() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// The engine's options of the command line.
+/// Engine options from the command line.
 pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOptions {
     EngineOptions {
         memory: args.memory,
@@ -66,11 +66,11 @@ pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOption
     }
 }
 
-/// Loads the model, with a bar if that takes long.
+/// Loads the model; shows a progress bar if that takes long.
 pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOptions) -> Outcome<Session<B>> {
     let started = Instant::now();
     if files.checkpoint.is_random() && backend.caps().backend == "cpu" {
-        // Weights of a file are mapped, made-up ones take memory: two bytes each at least.
+        // Weights of a file are mapped. Random weights take memory, at least two bytes each.
         let asked = models::read(&files.config)?.spec().parameters.saturating_mul(2);
         if let Some(free) = backend.free_memory().filter(|free| asked > *free) {
             return Err(Error::OutOfMemory { what: "random weights".into(), asked, free }.into());
@@ -91,7 +91,7 @@ pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOpti
     Ok(session)
 }
 
-/// Tells, once a model was loaded, which of its stored tensors took no part.
+/// After loading, warns of stored tensors that were not used.
 pub fn warn_of_ignored(checkpoint: &Checkpoint) {
     let names = checkpoint.passed_over();
     if let Some(first) = names.first() {
@@ -100,19 +100,19 @@ pub fn warn_of_ignored(checkpoint: &Checkpoint) {
     }
 }
 
-/// A progress bar that shows up only if loading takes long, and goes when it is dropped.
+/// A progress bar that appears only if loading takes long, and is removed on drop.
 pub struct LoadingBar {
     started: Instant,
     bar: Option<ProgressBar>,
 }
 
 impl LoadingBar {
-    /// Loading begins.
+    /// Call when loading begins.
     pub fn start() -> Self {
         Self { started: Instant::now(), bar: None }
     }
 
-    /// Loading goes on.
+    /// Call on progress.
     pub fn update(&mut self, progress: &Progress) {
         if self.bar.is_none() && self.started.elapsed() < PATIENCE {
             return;

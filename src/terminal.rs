@@ -1,5 +1,5 @@
-//! Standard output and standard error: results on the one, everything else on the other, and nothing that a model says
-//! is ever executed by a terminal.
+//! Results go to standard output, everything else to standard error. Text from models and files is escaped, so that it cannot
+//! control the terminal.
 
 use std::{
     borrow::Cow,
@@ -9,7 +9,7 @@ use std::{
 
 use crate::failure::{Failure, Outcome};
 
-/// Results go here.
+/// Writes results.
 pub struct Output {
     stdout: io::Stdout,
     terminal: bool,
@@ -23,32 +23,32 @@ impl Output {
         Self { stdout, terminal }
     }
 
-    /// Writes text that may come from a model or a file, at once.
+    /// Writes and flushes text that may come from a model or a file.
     pub fn text(&mut self, text: &str) -> Outcome {
         let text = if self.terminal { visible(text) } else { Cow::Borrowed(text) };
         let mut out = self.stdout.lock();
         out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Failure::output)
     }
 
-    /// [`Output::text`] and the end of the line.
+    /// Like [`Output::text`], with a line feed.
     pub fn line(&mut self, text: &str) -> Outcome {
         self.text(&format!("{text}\n"))
     }
 
-    /// One JSON value on a line of its own.
+    /// Writes one JSON value as a line.
     pub fn json(&mut self, value: &serde_json::Value) -> Outcome {
         self.line(&format!("{value:#}"))
     }
 }
 
-/// Says something beside the results. That nobody listens is no reason to stop.
+/// Writes a message to standard error. Errors are ignored: a closed standard error is no reason to stop.
 pub fn note(text: impl Display) {
     let text = text.to_string();
     let text = if io::stderr().is_terminal() { visible(&text) } else { Cow::Borrowed(&*text) };
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// [`note`], less prominent where the terminal can do that.
+/// Like [`note`], dimmed if the terminal supports it.
 pub fn dim_note(text: impl Display) {
     let text = text.to_string();
     if colours() {
@@ -58,7 +58,7 @@ pub fn dim_note(text: impl Display) {
     }
 }
 
-/// Reports what ended the program.
+/// Reports the error that ended the program.
 pub fn error(text: impl Display) {
     let text = text.to_string();
     if colours() {
@@ -68,16 +68,15 @@ pub fn error(text: impl Display) {
     }
 }
 
-/// Whether standard error is a terminal that wants colours.
+/// Whether standard error is a terminal that shows colours.
 pub fn colours() -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
     let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     !refused && !dumb && io::stderr().is_terminal()
 }
 
-/// `text` with its control characters made visible, except line feed and tab: escape sequences could hide text, rename
-/// the window or answer in the user's name, and the marks that reverse the writing direction could disguise what stands
-/// there.
+/// `text` with visible control characters, except line feed and tab. Escape sequences could hide text, rename the window or
+/// type input, and marks that reverse the writing direction could disguise text.
 pub fn visible(text: &str) -> Cow<'_, str> {
     let harmless = |c: char| matches!(c, '\n' | '\t') || !(c.is_control() || reorders(c));
     if text.chars().all(harmless) {
@@ -99,7 +98,7 @@ fn reorders(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// A number with its thousands apart: `1,312`.
+/// A number with thousands separators: `1,312`.
 pub fn thousands(n: f64) -> String {
     let digits = format!("{n:.0}");
     let mut out = String::new();
@@ -112,7 +111,7 @@ pub fn thousands(n: f64) -> String {
     out
 }
 
-/// A size for people: `13.5 MiB`.
+/// A size in a readable unit: `13.5 MiB`.
 pub fn size(bytes: u64) -> String {
     let mut n = bytes as f64;
     for unit in ["B", "KiB", "MiB", "GiB"] {

@@ -1,8 +1,8 @@
-//! Bars as SVG, readable on light and dark pages.
+//! Bar charts as SVG, readable on light and dark pages.
 
 use std::fmt::Write;
 
-/// The bars of one series in one group: a value for each of the two panels.
+/// The bars of one series in one group: one value for each of the two panels.
 pub struct Cell<'a> {
     pub group: String,
     pub series: &'a str,
@@ -11,7 +11,7 @@ pub struct Cell<'a> {
 
 const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 340.0;
-/// Left edge, top, width and height of a panel's plot, the second one shifted by `PANEL_STEP`.
+/// Left edge, top, width and height of a panel's plot. The second panel is shifted by `PANEL_STEP`.
 const LEFT: f64 = 60.0;
 const TOP: f64 = 84.0;
 const PLOT_WIDTH: f64 = 340.0;
@@ -20,7 +20,7 @@ const PANEL_STEP: f64 = 430.0;
 /// Distinguishable without colour vision.
 const COLOURS: [&str; 3] = ["#999999", "#e69f00", "#0072b2"];
 
-/// Two panels side by side, a group of bars for every group of `cells`.
+/// Two panels next to each other, with a group of bars for every group of `cells`.
 pub fn bars(title: &str, groups_are: &str, panels: [&str; 2], cells: &[Cell]) -> String {
     let mut groups: Vec<&str> = cells.iter().map(|c| c.group.as_str()).collect();
     groups.dedup();
@@ -84,7 +84,7 @@ fn text(svg: &mut String, x: f64, y: f64, anchor: &str, content: &str) {
     let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" fill=\"#222222\">{content}</text>");
 }
 
-/// The least 1, 2, 4 or 5 times a power of ten that is not less than `value`.
+/// The smallest 1, 2, 4 or 5 times a power of ten that is at least `value`.
 fn nice(value: f64) -> f64 {
     let power = 10f64.powf(value.max(1e-9).log10().floor());
     [1.0, 2.0, 4.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|n| *n >= value).unwrap_or(10.0 * power)

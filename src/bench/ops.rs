@@ -1,4 +1,4 @@
-//! `selkie bench ops`: ops at the sizes of published models, timed one by one.
+//! `selkie bench ops`: times single ops at the sizes of published models.
 
 use std::{ops::RangeInclusive, time::Instant};
 
@@ -22,16 +22,16 @@ use crate::{
     terminal::{self, Output},
 };
 
-/// Calls in one recorded step for the warm time.
+/// Calls per recorded step when the warm time is measured.
 const MANY: usize = 20;
-/// Measurements of a time, of which the median counts, and the microseconds after which there are enough.
+/// Number of measurements, whose median is reported, and the microseconds after which no more are made.
 const COLD: usize = 31;
 const WARM: usize = 7;
 const ENOUGH: f64 = 2e6;
-/// Microseconds of light load before a shape: as long as the device was idle, while cases and inputs were computed, within
-/// these. The clocks of a GPU fall after about 2 s without work and need 0.3 s of it to come back.
+/// Limits of the light load before a shape, in microseconds. The load lasts as long as the device was idle while cases and inputs
+/// were computed: the clocks of a GPU fall after about 2 s without work and need 0.3 s of load to recover.
 const WAKE: RangeInclusive<f64> = 2e4..=4e5;
-/// Work of a shape that a CPU leaves out unless it is asked for by `--all`.
+/// Shapes with more work than this are skipped on a CPU, unless `--all` is given.
 const HEAVY: f64 = 2e9;
 
 /// Measures and prints.
@@ -43,14 +43,14 @@ struct Speed<'a> {
     args: &'a BenchOpsArgs,
 }
 
-/// Bytes and operations per second that a device reaches at best.
+/// The largest rates of a device, in bytes and operations per second.
 struct Ceilings {
     read: f64,
     matmul: f64,
 }
 
 impl Ceilings {
-    /// Of the one GPU that was measured (plain copies, large bf16 products in a short burst), of this CPU, or unknown.
+    /// Known for the GPU that was measured (plain copies, large bf16 products in a short burst) and for this CPU.
     fn of(caps: &selkie_core::backend::Caps) -> Option<Self> {
         if caps.backend == "cpu" {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -63,14 +63,14 @@ impl Ceilings {
 /// The times of one shape, in microseconds.
 struct Row {
     shape: Shape,
-    /// One call after the caches were flushed, and the same less a step that does nothing.
+    /// One call after the caches were flushed, and the same minus an empty step.
     cold: f64,
     net: f64,
     /// Mean of many calls in one recorded step.
     warm: f64,
     bytes: u64,
     flops: u64,
-    /// The least that the device's ceilings allow.
+    /// The lower bound that follows from the device's rates.
     floor: Option<f64>,
 }
 
@@ -86,7 +86,7 @@ impl Job for Speed<'_> {
         }
         all.retain(|s| self.args.filter.as_ref().is_none_or(|f| s.id().contains(f)));
         if all.is_empty() {
-            return Err(Failure::Other("no op or shape has such a name".into()));
+            return Err(Failure::Other("no op or shape has a name that contains this text".into()));
         }
         let mut out = Output::new();
         let ceilings = Ceilings::of(&caps);
@@ -94,7 +94,7 @@ impl Job for Speed<'_> {
         let empty = pollster::block_on(empty(&backend))?;
         let mut idle = Instant::now();
         if !self.args.json {
-            out.line(&format!("{} ({}): a step that does nothing takes {empty:.2} µs", caps.backend, caps.device))?;
+            out.line(&format!("{} ({}): an empty step takes {empty:.2} µs", caps.backend, caps.device))?;
             out.line(&Row::header())?;
         }
         for shape in &all {
@@ -147,7 +147,7 @@ impl Job for Speed<'_> {
     }
 }
 
-/// What a run of cases says something about.
+/// The op and state dtype that a run of cases covers.
 #[derive(Clone, Copy, PartialEq)]
 struct Checked {
     op: &'static str,
@@ -161,7 +161,7 @@ impl Checked {
     }
 }
 
-/// Runs the cases of an op: a figure of an op that is wrong means nothing.
+/// Runs the cases of an op first: the time of a wrong op means nothing.
 async fn check<B: Backend>(backend: &B, of: &Checked) -> Result<OpReport> {
     // The shapes of published models take long on a CPU and have the same kernels there.
     let largest = if backend.caps().backend == "cpu" { Size::Large } else { Size::Bench };
@@ -170,11 +170,11 @@ async fn check<B: Backend>(backend: &B, of: &Checked) -> Result<OpReport> {
     cases::run_all(backend, &cases, dtypes).await
 }
 
-/// Keeps the device busy with light work: heavy work would heat it until it slows down.
+/// Keeps the device busy with light work. Heavy work would heat it until it slows down.
 async fn wake<B: Timer>(backend: &B, tape: &B::Tape, microseconds: f64) -> Result<()> {
     let start = Instant::now();
     while start.elapsed().as_secs_f64() * 1e6 < microseconds {
-        // Several at once: a device that waits for the host between two is not awake.
+        // Several per submission: the clocks also fall while a device waits for the host.
         for _ in 0..8 {
             backend.flush()?;
         }
@@ -221,9 +221,9 @@ async fn measure<B: Timer>(
     };
     let (bytes, flops) = (timed.cost.bytes as f64, timed.cost.flops as f64);
     if backend.caps().backend == "cpu" && !all && bytes.max(flops / 8.0) > HEAVY {
-        return Ok(Measured::Not("left out on a CPU; --all takes it".into()));
+        return Ok(Measured::Not("skipped on a CPU; --all includes it".into()));
     }
-    // Compiles and chooses what is compiled and chosen late.
+    // A warm-up call, for lazy compilation and choice of algorithms.
     backend.run(|ops| ops.op(timed.op.clone()))?;
     let one = backend.record(|ops| ops.op(timed.op.clone()))?;
     backend.time(&one).await?;
@@ -263,7 +263,7 @@ impl Row {
         )
     }
 
-    /// The floor over the net time.
+    /// The lower bound divided by the net time.
     fn share(&self) -> Option<f64> {
         self.floor.map(|f| f / self.net)
     }

@@ -1,5 +1,5 @@
-//! `selkie bench prefix --overhead`: what the prefix cache costs where it helps nobody, and what a hit's first token takes
-//! beside a prompt that has only the tokens the hit left to compute.
+//! `selkie bench prefix --overhead`: the cost of the prefix cache without hits, and the time to the first token of a hit compared
+//! with a prompt of only the tokens that the hit must compute.
 
 use std::{rc::Rc, time::Instant};
 
@@ -21,14 +21,14 @@ use crate::{
     terminal::Output,
 };
 
-/// Measurements of each kind, alternating; medians are reported.
+/// Measurements of each kind. They alternate, and medians are reported.
 const ROUNDS: usize = 9;
-/// Requests of a round at a 0 % hit rate, their prompt and answer tokens.
+/// Requests of a round without hits, their prompt tokens and their answer tokens.
 const REQUESTS: usize = 16;
 const PROMPT: usize = 300;
 const ANSWER: usize = 32;
 const MAX_BATCH: usize = 8;
-/// The shared prefix of the hits and what follows it, in tokens.
+/// Tokens of the shared prefix of the hits, and tokens after it.
 const PREFIX: usize = 16 * PAGE;
 const SUFFIX: usize = 100;
 
@@ -37,7 +37,7 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     let files = super::open(&args.target)?;
     let (mut off, mut on) = (Vec::new(), Vec::new());
     for round in 0..2 * ROUNDS {
-        // off on, on off, off on: neither always comes first.
+        // The order alternates, so that neither kind is always first.
         let prefix_cache = (round + round / 2) % 2 == 1;
         let seconds = backend::run(&args.target.model.backend, Misses { files: &files, prefix_cache })?;
         if prefix_cache { on.push(seconds) } else { off.push(seconds) }
@@ -72,7 +72,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Requests that share nothing; gives seconds.
+/// Runs requests that share no prefix; returns seconds.
 struct Misses<'a> {
     files: &'a Rc<ModelFiles>,
     prefix_cache: bool,
@@ -89,7 +89,7 @@ impl Job for Misses<'_> {
         let vocab = engine.spec().vocab;
         let mut random = Random(SEED);
         let mut seconds = 0.0;
-        // The first pass warms up.
+        // The first pass is a warm-up.
         for _ in 0..2 {
             for _ in 0..REQUESTS {
                 let prompt = random.ids(PROMPT, vocab);
@@ -105,7 +105,7 @@ impl Job for Misses<'_> {
     }
 }
 
-/// First tokens of hits and of what they leave to compute; gives milliseconds of both.
+/// Times to the first token of hits and of the tokens that hits must compute; returns milliseconds of both.
 struct Hits<'a> {
     files: &'a Rc<ModelFiles>,
 }
@@ -125,7 +125,7 @@ impl Job for Hits<'_> {
             let suffix = random.ids(SUFFIX, vocab);
             let hit = pollster::block_on(first_token(engine, [&prefix[..], &suffix].concat()))?;
             let bare = pollster::block_on(first_token(engine, suffix.iter().rev().copied().collect()))?;
-            // The first one leaves the prefix behind.
+            // The first request puts the prefix into the cache.
             if round > 0 {
                 hits.push(hit);
                 alone.push(bare);

@@ -1,4 +1,4 @@
-//! `selkie bench prefix`: what a fixed list of requests reuses under each capture policy.
+//! `selkie bench prefix`: the tokens that a fixed list of requests reuses under each capture policy.
 
 use std::rc::Rc;
 
@@ -20,10 +20,10 @@ use crate::{
     terminal::Output,
 };
 
-/// The requests, one after the other; every digit stands for a text of 256 tokens.
+/// The requests in order; every digit stands for a text of 256 tokens.
 const REQUESTS: [&str; 8] = ["1+2", "1+3", "1+4", "1+2+5", "1+4+5", "1+3+5", "1+3", "1+3"];
 const DIGIT_TOKENS: usize = 256;
-/// Tokens that a chat template would put before and after.
+/// Tokens that a chat template would put before and after a prompt.
 const BEFORE: usize = 5;
 const AFTER: usize = 4;
 const ANSWER_TOKENS: usize = 4;
@@ -48,7 +48,7 @@ struct Scenario<'a> {
     policy: CapturePolicy,
 }
 
-/// What happened under one policy.
+/// The results under one policy.
 struct Column {
     /// Reused tokens and reason of every request.
     cells: Vec<(usize, &'static str)>,
@@ -59,7 +59,7 @@ impl Job for Scenario<'_> {
     type Out = Column;
 
     fn run<B: Backend>(self, backend: B) -> Outcome<Column> {
-        // Room for everything: the table is about policies and not about evictions.
+        // Memory for everything: the table compares policies without evictions.
         let (slots, kv_pages) = (Some(16), Some(128));
         let options = EngineOptions { max_batch: 1, slots, kv_pages, policy: self.policy, ..EngineOptions::default() };
         let mut session = model::load(backend, self.files, &options)?;
@@ -97,7 +97,7 @@ fn sum(column: &Column) -> usize {
 }
 
 fn text(columns: &[Column]) -> String {
-    let mut lines = vec!["reused tokens of requests one after the other, each digit 256 tokens".to_owned()];
+    let mut lines = vec!["reused tokens per request, in order; each digit stands for 256 tokens".to_owned()];
     let names = POLICIES.map(|(_, name)| format!("{name:>16}               "));
     lines.push(format!("{:<10}{}", "request", names.concat()).trim_end().to_owned());
     for (i, request) in REQUESTS.iter().enumerate() {

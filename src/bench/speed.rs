@@ -1,4 +1,4 @@
-//! `selkie bench model`: tokens per second beside what the machine's memory and arithmetic allow.
+//! `selkie bench model`: tokens per second, compared with the limits of the machine's memory and arithmetic.
 
 use std::{rc::Rc, time::Instant};
 
@@ -55,15 +55,15 @@ struct Facts {
     /// Tokens per second of all sequences together.
     prefill: f64,
     decode: f64,
-    /// Weights that a step of one token in each sequence reads, in bytes.
+    /// Bytes of weights that a step of one token per sequence reads.
     step_bytes: u64,
     /// Operations of one prompt.
     prompt_flops: u64,
-    /// Seconds that loading took.
+    /// Loading time in seconds.
     load: f64,
-    /// What the backend says about itself.
+    /// Lines from the backend.
     notes: Vec<String>,
-    /// What the machine can do.
+    /// The limits of the machine.
     machine: Option<Machine>,
 }
 
@@ -83,14 +83,14 @@ impl Job for Speed<'_> {
         let (prompt, decode) = (self.args.prompt_tokens, self.args.decode_tokens);
         let batch = self.args.batch;
         let step_tokens = self.args.step_tokens.min(batch * prompt).max(batch);
-        // The first sequence goes on while the others' prompts are computed.
+        // The first sequence continues while the other prompts are computed.
         let longest = decode + 1 + (batch * prompt).div_ceil(step_tokens) + batch;
         let options = EngineOptions {
             max_batch: batch,
             step_tokens,
             context: Some(prompt + longest),
             prefix_cache: false,
-            // All sequences run at once, also where the device cannot tell how much memory it has.
+            // Memory for all sequences at once, also if the device does not report its memory.
             slots: Some(batch.saturating_mul(RUNNING_SLOTS as usize)),
             kv_pages: Some(batch.saturating_mul((prompt + longest).div_ceil(PAGE))),
             ..EngineOptions::default()
@@ -100,7 +100,7 @@ impl Job for Speed<'_> {
         let load = start.elapsed().as_secs_f64();
         let is_cpu = session.engine().caps().backend == "cpu";
         let mut best = Times { prefill: f64::INFINITY, decode: f64::INFINITY };
-        // The first run touches the weights and compiles what is compiled late.
+        // The first run is a warm-up: it reads the weights once and triggers lazy compilation.
         for run in 0..=self.args.runs {
             let times = pollster::block_on(generate(&mut session, self.args, longest))?;
             if run > 0 {
@@ -145,11 +145,11 @@ impl Job for Speed<'_> {
 struct Times {
     /// From the submission to the first token of the last sequence.
     prefill: f64,
-    /// From there on, `decode_tokens` tokens of every sequence.
+    /// After that, `decode_tokens` tokens of every sequence.
     decode: f64,
 }
 
-/// Sequences of at most `longest` new tokens, of which those are timed that come while every sequence decodes.
+/// Runs sequences of at most `longest` new tokens; times the tokens generated while every sequence decodes.
 async fn generate<B: Backend>(session: &mut Session<B>, args: &BenchModelArgs, longest: usize) -> Result<Times> {
     let engine = session.engine_mut();
     let mut random = Random(SEED);
@@ -189,7 +189,7 @@ async fn generate<B: Backend>(session: &mut Session<B>, args: &BenchModelArgs, l
     Ok(Times { prefill, decode: decode.unwrap_or_default() })
 }
 
-/// An [`Ops`] that runs nothing and adds up what would be done.
+/// An [`Ops`] that runs nothing and adds up the cost of the ops.
 #[derive(Default)]
 struct Tally {
     weight_bytes: u64,
@@ -199,7 +199,7 @@ struct Tally {
 impl<Buf: Handle> Ops<Buf> for Tally {
     fn op(&mut self, op: Op<Buf>) -> Result<()> {
         let cost = op.cost();
-        // Their bytes are the weights, and an activation that is small beside them.
+        // Their bytes are the weights, plus an activation that is small in comparison.
         if ["matmul", "expert_matmul"].contains(&op.name()) {
             self.weight_bytes += cost.bytes;
         }

@@ -1,5 +1,5 @@
-//! `selkie bench prefix --traffic`: chats that share a system prompt and agents that branch, with room for all or for a
-//! part of what they leave behind.
+//! `selkie bench prefix --traffic`: chats that share a system prompt and agents that branch, with memory for all or a part of
+//! their states and pages.
 
 use std::{collections::HashMap, io::Write, rc::Rc, time::Instant};
 
@@ -22,24 +22,24 @@ use crate::{
     terminal::{self, Output, thousands},
 };
 
-/// Sequences that run at once.
+/// Number of sequences that run at once.
 const MAX_BATCH: usize = 16;
-/// One agent for so many chats; each reads a task of so many tokens, works for two turns and then tries several ways on
-/// from there, two turns each.
+/// Chats per agent, and the tokens of an agent's task. An agent works for two turns, then continues in several branches of two
+/// turns each.
 const CHATS_PER_AGENT: usize = 8;
 const TASK_TOKENS: usize = 400;
 const AGENT_TURNS: usize = 2;
 const BRANCHES: usize = 4;
-/// Tokens of a user's message and of an answer: from and to.
+/// Minimum and maximum tokens of a user's message and of an answer.
 const MESSAGE: (usize, usize) = (24, 88);
 const ANSWER: (usize, usize) = (16, 40);
-/// Room, in per cent of what everything together would take.
+/// Memory, in per cent of the whole working set.
 const BUDGETS: [usize; 3] = [100, 50, 25];
 /// Series of the table and the plot: cache off, then the policies.
 pub const SERIES: [(&str, Option<CapturePolicy>); 3] =
     [("off", None), ("one-per-prefill", Some(CapturePolicy::OnePerPrefill)), ("default", Some(CapturePolicy::Default))];
 
-/// Runs the traffic under every budget and policy, prints the table and draws the plot.
+/// Runs the traffic with every memory size and policy, prints the table and draws the plot.
 pub fn run(args: &BenchPrefixArgs) -> Outcome {
     let chat = args.turns.saturating_mul(MESSAGE.1 + ANSWER.1).saturating_add(args.system_tokens);
     super::check_tokens(args.chats.saturating_mul(chat), "--chats, --turns and --system-tokens")?;
@@ -98,7 +98,7 @@ struct Traffic<'a> {
     room: Option<Room>,
 }
 
-/// What one run showed.
+/// The results of one run.
 struct Totals {
     backend: &'static str,
     device: String,
@@ -137,21 +137,21 @@ impl Totals {
     }
 }
 
-/// A chat, or one of an agent's ways.
+/// A chat, or one branch of an agent.
 struct Conversation {
-    /// The way it goes on from, once that has ended.
+    /// The conversation that it continues after its end.
     parent: Option<usize>,
-    /// What is new in it before the first message.
+    /// New tokens before the first message.
     opening: Vec<u32>,
-    /// Messages and the lengths of their answers.
+    /// The messages, with the lengths of the answers.
     turns: Vec<(Vec<u32>, usize)>,
-    /// Everything said so far, and where messages end.
+    /// All tokens so far, and the ends of messages.
     history: Vec<u32>,
     boundaries: Vec<usize>,
     done: usize,
 }
 
-/// All conversations, and whose turn it is when: the same in every run.
+/// All conversations and their order of turns, which is the same in every run.
 struct Script {
     conversations: Vec<Conversation>,
     order: Vec<usize>,
@@ -198,7 +198,7 @@ impl Script {
         }
     }
 
-    /// The next request of conversation `i`; `None` while it, or the one it goes on from, waits for an answer.
+    /// The next request of conversation `i`; `None` while it, or the conversation that it continues, waits for an answer.
     fn request(&mut self, i: usize) -> Option<Request> {
         let c = &self.conversations[i];
         if c.history.is_empty() {
@@ -217,7 +217,7 @@ impl Script {
         Some(Request { prompt, boundaries: c.boundaries.clone(), max_tokens: *answer, ..Request::default() })
     }
 
-    /// The answer to its last request.
+    /// Takes the answer to the last request of a conversation.
     fn answer(&mut self, i: usize, answer: &[u32]) {
         let c = &mut self.conversations[i];
         c.history.extend(&c.turns[c.done].0);
@@ -238,7 +238,7 @@ impl Job for Traffic<'_> {
             ..EngineOptions::default()
         };
         match self.room {
-            // Whatever the share, the longest conversation must fit.
+            // The longest conversation must fit, whatever the share.
             Some(room) => {
                 let longest = self.args.system_tokens
                     + TASK_TOKENS
