@@ -1,14 +1,14 @@
-// Keeps the page itself, so that it opens without a network; models are kept elsewhere (js/shelf.js).
+// Stores the page's own files, so that it opens without a network; js/shelf.js stores models.
 //
-// The network comes first, so the page is as new as its server's. If the page does not come, or not in time, the kept one is
-// used with its files. These belong together: `precache.js`, written by web/build, lists those of one build, and a new list
-// makes a new copy of all of them. If just one file does not come, the kept one may be older than the rest.
+// The network is asked first, so the page is as new as the server's. If the page does not arrive in time, the stored page and
+// its files are used. They belong together: `precache.js`, written by web/build, lists the files of one build, and a new list
+// replaces all of them. If only a single file fails to arrive, its stored copy may be older than the other files.
 
 importScripts("precache.js");
 
 const PREFIX = "selkie-page ";
 const CACHE = PREFIX + self.PRECACHE.version;
-// How long the server may take to begin its answer where a kept one is at hand.
+// How long to wait for the start of the server's answer if there is a stored one.
 const PATIENCE_MS = 4000;
 const files = new Set(["", ...self.PRECACHE.files].map((file) => new URL(file, self.registration.scope).href));
 
@@ -32,14 +32,14 @@ self.addEventListener("fetch", (event) => {
   event.respondWith(answer(event.request, url.href));
 });
 
-// Whether the page that was opened last is the kept one: then its files are too.
+// Whether the page opened last came from storage; then its files do too.
 let openedKept = false;
 
 async function answer(request, url) {
   const kept = await caches.match(url, { cacheName: CACHE }).catch(() => null);
   const opens = request.mode === "navigate";
   if (kept && openedKept && !opens) return kept;
-  // A navigation's request has to stay as it is: the server may redirect it.
+  // A navigation's request must not be changed, because the server may redirect it.
   const coming = opens ? fetch(request) : fetch(request, { cache: "no-cache" });
   if (!kept) return coming;
   const late = new Promise((resolve) => setTimeout(resolve, PATIENCE_MS));

@@ -1,6 +1,6 @@
 //! The op cases in a browser: every shader that a page may pick, run by WebGPU and compared with the f64 references in wasm.
 //!
-//! No part of the page: `web/build --ops` makes `web/dist-ops/selkie_ops.js`, which the browser tests load.
+//! Not part of the page: `web/build --ops` makes `web/dist-ops/selkie_ops.js`, which the browser tests load.
 
 #[cfg(target_arch = "wasm32")]
 mod ops {
@@ -24,7 +24,7 @@ mod ops {
         std::panic::set_hook(Box::new(|info| console_error(&info.to_string())));
     }
 
-    /// The cases that run on software within minutes, as JSON: `["matmul/base", ...]` by number.
+    /// The cases that finish on a software device within minutes, as JSON by number: `["matmul/base", ...]`.
     #[wasm_bindgen]
     pub fn list() -> String {
         Value::from(small().iter().map(Case::id).collect::<Vec<_>>()).to_string()
@@ -43,7 +43,7 @@ mod ops {
 
     #[wasm_bindgen]
     impl Ops {
-        /// `wgpu`, `wgpu-hardware` (shaders as for hardware, and the limits that every browser has) or `cpu`.
+        /// Opens `wgpu`, `wgpu-hardware` (shaders for hardware, with WebGPU's default limits) or `cpu`.
         pub async fn open(backend: String) -> Result<Ops, JsError> {
             let hardware = backend == "wgpu-hardware";
             let options = Options {
@@ -58,8 +58,8 @@ mod ops {
             Ok(Self { cases: small(), gpu })
         }
 
-        /// Runs a case: `{ id, ok, worst, failures, pipelines }` as JSON; `worst` is the largest error in units of its
-        /// limit, `pipelines` how many shaders were compiled so far. An error of the device fails the case.
+        /// Runs a case: `{ id, ok, worst, failures, pipelines }` as JSON. `worst` is the largest error in units of its limit,
+        /// `pipelines` the number of shaders compiled so far. A device error fails the case.
         pub async fn run(&self, case: usize) -> Result<String, JsError> {
             let case = self.cases.get(case).ok_or_else(|| JsError::new("no such case"))?;
             let report = match &self.gpu {
@@ -73,7 +73,7 @@ mod ops {
             Ok(report.to_string())
         }
 
-        /// Ops that may become one kernel, against the same ops one by one: `{ id, ok, failures }` of each as JSON.
+        /// Compares fusible ops with the same ops run separately: `{ id, ok, failures }` of each as JSON.
         pub async fn chains(&self) -> Result<String, JsError> {
             let mut reports = Vec::new();
             for chain in cases::chains() {
@@ -88,7 +88,7 @@ mod ops {
             Ok(Value::from(reports).to_string())
         }
 
-        /// Waits for the browser's answer about every shader compiled so far; its message if it refused one.
+        /// Waits until the browser has validated every shader compiled so far; returns its message if it rejected one.
         pub async fn settle(&self) -> Result<(), JsError> {
             match &self.gpu {
                 Some(gpu) => Ok(gpu.settle(&mut |_, _| {}).await?),
@@ -104,7 +104,7 @@ mod ops {
         }
     }
 
-    /// Whether vectors and plain code give the same bits in this browser: the first number that differs.
+    /// The first number in which SIMD and plain code differ in this browser, if any.
     #[wasm_bindgen(js_name = simdDifference)]
     pub fn simd_difference() -> Option<String> {
         let want = everything(simd::Plain);

@@ -1,4 +1,4 @@
-// Errors as the page sees them: a code for programs and a sentence for people.
+// Errors for the page: a code for programs and a sentence for people.
 
 export class SelkieError extends Error {
   constructor(code, message, options) {
@@ -8,7 +8,7 @@ export class SelkieError extends Error {
   }
 }
 
-// What was thrown, as a SelkieError; `code` is that of errors that have none of their own.
+// Converts anything thrown to a SelkieError; `code` is used for errors without a code.
 export function asSelkieError(thrown, code = "internal") {
   if (thrown instanceof SelkieError) return thrown;
   if (thrown?.name === "AbortError") return new SelkieError("cancelled", "The load was cancelled.");
@@ -17,7 +17,7 @@ export function asSelkieError(thrown, code = "internal") {
   return new SelkieError(code, code === "internal" ? `selkie failed: ${message}` : message, { cause: thrown });
 }
 
-// Errors lose their class and code on the way between worker and page.
+// Messages between worker and page do not preserve the class and code of errors.
 export const packError = (error) => ({ code: error.code, message: error.message });
 export const unpackError = ({ code, message }) => new SelkieError(code, message);
 

@@ -10,22 +10,22 @@
  * console.log((await answer.done).usage); // { promptTokens, completionTokens, matched, reused, computed, reason }
  * ```
  *
- * The files beside this one and the wasm module above it (`../selkie_web.js`, `../selkie_web_bg.wasm`) are served from the page's
- * own origin. No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
+ * Serve the files of this folder and the wasm module in the folder above (`../selkie_web.js`, `../selkie_web_bg.wasm`) from the
+ * page's own origin. No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
  */
 
 /**
  * Where a model is: the URL of a directory as published on Hugging Face (`config.json`, `tokenizer.json`, safetensors), or
- * the files of such a directory, picked by the user. Files are told apart by their plain names.
+ * the files of such a directory, picked by the user. Files are identified by their names without a path.
  *
- * A URL may be relative to the page. It is of the page's own server, https, or http://localhost. That of a file in the
- * directory (`.json` or `.safetensors`) or of the model's page at Hugging Face (hf.co too) means the directory.
+ * A URL may be relative to the page. It must be on the page's own server, https, or http://localhost. The URL of a file in the
+ * directory (`.json` or `.safetensors`) or of the model's page at Hugging Face (also hf.co) means the directory.
  */
 export type ModelSource = { url: string } | { files: File[] };
 
 /**
- * The URL of a model's directory as a person types it: as in {@link ModelSource}, or `owner/model` at Hugging Face; `https://`
- * may be left out. Nothing is contacted. Throws a {@link SelkieError}: `not_found` if it is no address, `cors` if a page may
+ * The URL of a model's directory from typed text: as in {@link ModelSource}, or `owner/model` at Hugging Face; `https://` may be
+ * left out. No host is contacted. Throws a {@link SelkieError}: `not_found` if the text is not an address, `cors` if a page must
  * not contact it.
  */
 export function modelUrl(text: string): URL;
@@ -34,10 +34,9 @@ export function modelUrl(text: string): URL;
 export type Backend = "auto" | "wgpu" | "cpu";
 
 /**
- * `download`: bytes of all files from the network, `file` is the one that is coming in; nothing is reported if the model is
- * in storage already. `weights`: bytes on their way to the device. `pipelines`: shaders compiled (a count, not bytes).
- * `total` is 0 until it is known: in a download that is once the sizes of all files are, and never if a server does not tell
- * them, or tells one that is too small.
+ * `download`: bytes of all files from the network; `file` is the current one; not reported if the model is in storage.
+ * `weights`: bytes copied to the device. `pipelines`: shaders compiled (a count, not bytes). `total` is 0 while it is unknown: in
+ * a download until the sizes of all files are known, and always if a server reports no size, or one that is too small.
  */
 export interface Progress {
   stage: "download" | "weights" | "pipelines";
@@ -60,7 +59,7 @@ export interface LoadOptions {
   /** Sequences that run at a time; default 2. */
   maxBatch?: number;
   onProgress?(progress: Progress): void;
-  /** Aborting ends the load with a {@link SelkieError} `cancelled`; the next load goes on where the download stopped. */
+  /** Aborting ends the load with a {@link SelkieError} `cancelled`; the next load resumes the download. */
   signal?: AbortSignal;
 }
 
@@ -68,19 +67,19 @@ export interface LoadOptions {
  * - `not_found`: the URL is malformed, or has no config.json.
  * - `network`: no answer, or a refusal by CORS (a page cannot tell the two apart and the message says so); a connection that
  *   broke; an answer with an error (the message has its HTTP status).
- * - `cors`: the URL may not be asked from this page at all: it is neither of the page's own server nor https nor
- *   http://localhost, or the Content-Security-Policy forbids it.
- * - `missing_file`: there are no weights, or a file that the model's other files name is not there.
+ * - `cors`: this page must not request the URL: it is neither on the page's own server nor https nor http://localhost, or the
+ *   Content-Security-Policy forbids it.
+ * - `missing_file`: there are no weights, or a file that other files of the model name is missing.
  * - `too_large`: the model exceeds the device's limits; the message has both numbers.
- * - `unsupported`: a family, dtype or feature that selkie does not have, or no WebGPU where it was asked for.
+ * - `unsupported`: a family, dtype or feature that selkie does not support, or WebGPU was requested and is not available.
  * - `bad_model`: a file is damaged or contradicts another; the message names it.
- * - `device_lost`: the GPU went away. The engine is of no use any more; `load` again, perhaps with `backend: "cpu"`.
+ * - `device_lost`: the GPU was lost. The engine can no longer be used; `load` again, perhaps with `backend: "cpu"`.
  * - `out_of_memory`: an allocation on the device failed.
- * - `storage`: picked files can no longer be read (moved, changed), or another tab is just loading this model.
+ * - `storage`: picked files can no longer be read (moved, changed), or another tab is loading this model.
  * - `cancelled`: the caller aborted, or closed the engine.
- * - `bad_request`: the request cannot be served (an option that does not exist, empty prompt, impossible sampling values,
- *   longer than the context), or not while others run.
- * - `busy`: the engine is in the middle of a step. The worker keeps the two apart, so that it should not be seen.
+ * - `bad_request`: the request cannot be served (an unknown option, an empty prompt, invalid sampling values, longer than the
+ *   context), or not while others run.
+ * - `busy`: a step is running. The worker serialises calls, so pages should not see it.
  * - `internal`: a fault of selkie.
  */
 export type ErrorCode =
@@ -92,7 +91,7 @@ export class SelkieError extends Error {
   readonly code: ErrorCode;
 }
 
-/** What the headers of a model's files say. */
+/** Facts from the headers of a model's files. */
 export interface ModelInfo {
   /** Last part of the URL, or the folder's name. */
   name: string;
@@ -107,7 +106,7 @@ export interface ModelInfo {
   bytesPerSlot: number;
   /** Keys and values of 64 tokens; 0 without attention. */
   bytesPerPage: number;
-  /** What would run it. */
+  /** The backend that would run it. */
   backend: "wgpu" | "cpu";
   device: string;
   /** Whether it fits that device. */
@@ -115,8 +114,8 @@ export interface ModelInfo {
   /** If not: why, with numbers. */
   problem: string | null;
   /**
-   * Bytes that `load` would have to download, as far as the server tells sizes; 0 if the model is in storage or from picked
-   * files. What an unfinished download has already counts too.
+   * Bytes that `load` would download, as far as the server reports sizes; 0 if the model is in storage or from picked files.
+   * The part that an unfinished download already has is included.
    */
   downloadBytes: number;
 }
@@ -127,16 +126,16 @@ export interface InspectOptions {
 }
 
 /**
- * Reads headers only, by range requests where the server has them; says before a download what does not fit. It does so for
- * the defaults of {@link LoadOptions}. The small JSON files are read whole; nothing is kept.
+ * Reads headers only, by range requests if the server supports them, and reports before a download whether the model fits, for
+ * the defaults of {@link LoadOptions}. The small JSON files are read completely; nothing is stored.
  *
- * Rejects as `load` does, but not with `too_large`: that is `fits: false`.
+ * Rejects like `load`, but not with `too_large`: then `fits` is false.
  */
 export function inspect(model: ModelSource, options?: InspectOptions): Promise<ModelInfo>;
 
 /**
- * Downloads the model if it is not in storage, and loads it in a worker of its own. One from a URL is kept for the next time,
- * and the browser is asked not to delete it when it is short of room (some ask the user). If the page's own server has newer
+ * Downloads the model if it is not in storage, and loads it in a new worker. A model from a URL is stored for the next visit, and
+ * the browser is asked not to delete it when space is short (some browsers ask the user). If the page's own server has newer
  * weights than those in storage, they are downloaded.
  */
 export function load(options: LoadOptions): Promise<Engine>;
@@ -158,7 +157,7 @@ export interface EngineInfo {
   fallback: string | null;
   /** Whether the adapter is software: WebGPU, but no GPU. */
   software: boolean;
-  /** Room for recurrent states and for KV pages of 64 tokens, and what each costs. */
+  /** Number of recurrent states and of KV pages of 64 tokens that fit into memory, and the bytes of each. */
   slots: number;
   pages: number;
   bytesPerSlot: number;
@@ -167,9 +166,9 @@ export interface EngineInfo {
   memoryBytes: number;
   /** Whether `messages` can be given. */
   chat: boolean;
-  /** The model's own sampling values, which a request overrides one by one. */
+  /** The model's default sampling values; a request overrides single values. */
   defaults?: Required<Omit<Sampling, "seed">>;
-  /** Where the bytes came from; `memory`: downloaded, and the browser would not keep them (private window, storage full). */
+  /** The source of the bytes; `memory`: downloaded, but not stored by the browser (private window, storage full). */
   from: "network" | "storage" | "files" | "memory";
   /** If `from` is `memory`: why, as a sentence. Else null. */
   storageProblem: string | null;
@@ -178,15 +177,15 @@ export interface EngineInfo {
 }
 
 export interface Sampling {
-  /** 0 takes the likeliest token always. */
+  /** 0 always takes the likeliest token. */
   temperature?: number;
-  /** Draw from the k likeliest tokens only; 0: from all. */
+  /** Sample from the k likeliest tokens only; 0: from all. */
   topK?: number;
-  /** Draw from the likeliest tokens that together have this probability. */
+  /** Sample from the likeliest tokens whose probabilities add up to this. */
   topP?: number;
-  /** Draw only tokens at least this times as likely as the likeliest. */
+  /** Sample only tokens at least this times as likely as the likeliest. */
   minP?: number;
-  /** Divide the logits of tokens that occurred already; 1: off. */
+  /** Divide the logits of tokens that already occurred; 1: off. */
   repetitionPenalty?: number;
   /** A whole number, at most 2^53 - 1. The same seed gives the same text; default: a new one every time. */
   seed?: number;
@@ -197,7 +196,7 @@ export interface Message {
   content: string;
 }
 
-/** `messages` for the model's chat template, or a `prompt` that is continued as it is. */
+/** `messages` for the model's chat template, or a `prompt` that is continued as text. */
 export interface GenerateRequest extends Sampling {
   messages?: Message[];
   prompt?: string;
@@ -216,11 +215,11 @@ export interface Usage {
   promptTokens: number;
   /** An end-of-sequence token included. */
   completionTokens: number;
-  /** Prompt tokens that the prefix tree knew. */
+  /** Prompt tokens found in the prefix tree. */
   matched: number;
   /** Prompt tokens that were not computed: a multiple of 64. */
   reused: number;
-  /** Prompt tokens that were. */
+  /** Prompt tokens that were computed. */
   computed: number;
   /** null if the request was cancelled before it ran. */
   reason: Reason | null;
@@ -241,11 +240,11 @@ export interface Completion {
 export type Update = { type: "text"; text: string } | Completion;
 
 /**
- * An answer under way. It runs whether it is read or not; text that came in the meantime is delivered in one piece.
- * Iterate once. Leaving the loop early cancels.
+ * A running answer. It runs whether it is read or not; text that arrived in the meantime is delivered in one piece. Iterate
+ * once. Leaving the loop early cancels the answer.
  */
 export interface Generation extends AsyncIterable<Update> {
-  /** Ends it after the step that is running; the last update is a {@link Completion} with `finish: "cancelled"`. */
+  /** Ends the answer after the current step; the last update is a {@link Completion} with `finish: "cancelled"`. */
   cancel(): void;
   /** The last update. Rejects with the error that the loop throws. */
   readonly done: Promise<Completion>;
@@ -253,30 +252,30 @@ export interface Generation extends AsyncIterable<Update> {
 
 /** A page of the prefix tree: 64 tokens after its parent's. */
 export interface TreeNode {
-  /** Chained hash over all tokens from the start; equal prompts have equal ids. */
+  /** Chained hash over all tokens from the start of the prompt; equal prompts have equal ids. */
   id: string;
   /** null for the first page of a prompt. */
   parent: string | null;
   /** Tokens from the start to the end of this page: 64, 128, ... */
   tokens: number;
-  /** Whether a prompt can be continued from here without computing the recurrent state again. */
+  /** Whether a prompt can continue from here without recomputing the recurrent state. */
   hasState: boolean;
   /** Whether a running sequence holds its page or state. */
   inUse: boolean;
-  /** A clock that grows with every use, for the order. */
+  /** Logical time of the last use, for ordering. */
   lastUse: number;
 }
 
 export interface Stats {
   backend: "wgpu" | "cpu";
   device: string;
-  /** Recurrent states: room, held by anything, of these kept by the tree. Zeros without recurrent layers. */
+  /** Recurrent states: capacity, in use, and of these held by the tree. Zeros without recurrent layers. */
   slots: { total: number; used: number; cached: number };
-  /** KV pages, likewise. Zeros without attention. */
+  /** The same for KV pages. Zeros without attention. */
   pages: { total: number; used: number; cached: number };
   /** The prefix tree, parents before children; at most 200 nodes. */
   tree: TreeNode[];
-  /** Nodes that `tree` would have without that limit. */
+  /** Number of nodes without that limit. */
   treeNodes: number;
   /** Totals since the load; prompt tokens are reused or computed. */
   requests: number;
@@ -291,14 +290,14 @@ export interface Stats {
 
 export interface Engine {
   readonly info: EngineInfo;
-  /** Queues a request; errors in it come from the iteration and from `done`. */
+  /** Queues a request; its errors are thrown by the iteration and by `done`. */
   generate(request: GenerateRequest): Generation;
   /** Cancels all requests. */
   cancel(): void;
   stats(): Promise<Stats>;
-  /** Forgets all kept prefixes; running requests keep what they hold. */
+  /** Empties the prefix cache; running requests keep their states and pages. */
   clearCache(): Promise<void>;
-  /** Turns reuse on or off for the requests that follow. Rejects (`bad_request`) while any is queued or running. */
+  /** Turns reuse on or off for later requests. Rejects (`bad_request`) while a request is queued or running. */
   setPrefixCache(on: boolean): Promise<void>;
   /** Ends the worker and frees the device; unfinished requests end with a {@link SelkieError} `cancelled`. */
   close(): void;
@@ -312,23 +311,23 @@ export interface Engine {
 
 export interface Storage {
   /**
-   * Models by URL, as {@link forget} takes it. `done` is false for a download that is under way or was broken off: `load` goes
-   * on with it, and `bytes` is what was noted of it, somewhat less than what came in.
+   * Models by the URL that {@link forget} takes. `done` is false for a download that is running or was interrupted: `load`
+   * resumes it, and `bytes` is the recorded part, somewhat less than what was received.
    */
   models: { url: string; bytes: number; done: boolean }[];
-  /** Bytes that this origin uses and may use, as far as the browser tells; null if it does not. */
+  /** Bytes that this origin uses and may use; null if the browser does not report them. */
   usage: number | null;
   quota: number | null;
-  /** Where models are kept; `memory`: nowhere, `problem` says why. */
+  /** Where models are stored; `memory`: not at all, and `problem` says why. */
   kind: "opfs" | "cache" | "memory";
   problem: string | null;
 }
 
-/** What is kept in the browser. */
+/** Lists the models stored in the browser. */
 export function storage(): Promise<Storage>;
 
 /**
- * Deletes a model from storage, finished or not; one that is not there is fine. Rejects (`storage`) while a tab downloads or
+ * Deletes a model from storage, complete or not; does nothing if it is not there. Rejects (`storage`) while a tab downloads or
  * reads it.
  */
 export function forget(url: string): Promise<void>;

@@ -6,10 +6,10 @@ import { directoryUrl, modelUrl } from "./source.js";
 
 export { SelkieError, modelUrl };
 
-// A request is taken between two steps. A worker that does not get there is in a chat template that does not come to an end.
+// A worker takes a request between two steps. If it does not within this time, a chat template does not terminate.
 const TAKEN_MS = 60_000;
 
-// A worker and the questions that it has not answered yet.
+// A worker and the messages that it has not answered yet.
 class Client {
   #worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "selkie" });
   #waiting = new Map();
@@ -48,7 +48,7 @@ class Client {
     else waiting?.resolve(value);
   }
 
-  // Nothing comes after this; what is not answered ends with `error`.
+  // Ends the worker; unanswered messages are rejected with `error`.
   end(error) {
     if (this.#ended) return;
     this.#ended = error;
@@ -61,7 +61,7 @@ class Client {
 
 const cancelled = (what) => new SelkieError("cancelled", `The ${what} was cancelled.`);
 
-// The answer of a worker of its own, which ends with it.
+// Asks a new worker one question and ends it after the answer.
 async function once(type, message, signal) {
   const client = new Client();
   const stop = () => client.end(cancelled(type));
@@ -77,7 +77,7 @@ async function once(type, message, signal) {
 
 function located(model) {
   if (typeof model?.url === "string") return { url: directoryUrl(model.url, document.baseURI) };
-  // A file loses its place in the folder on its way to the worker.
+  // Messages do not preserve a file's path within the folder.
   if (model?.files) return { files: [...model.files].map((file) => ({ path: file.webkitRelativePath || file.name, file })) };
   throw new SelkieError("bad_request", "A model is { url } or { files }.");
 }
@@ -110,7 +110,7 @@ export async function load(given = {}) {
   signal?.addEventListener("abort", stop);
   try {
     const info = await client.ask("load", { model: source, options }).answer;
-    // Else a browser that is short of room may delete the model; whether it agrees is its own affair.
+    // Without persistence a browser that is short of space may delete the model. It may refuse; nothing depends on it.
     if (source.url) navigator.storage?.persist?.().catch(() => {});
     return new Engine(client, { ...info, loadMs: performance.now() - start });
   } catch (e) {
@@ -198,7 +198,7 @@ class Generation {
       this.#resolve = resolve;
       this.#reject = reject;
     });
-    this.done.catch(() => {}); // whoever iterates hears of it there
+    this.done.catch(() => {}); // the iteration reports it
   }
 
   cancel() {

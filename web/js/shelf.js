@@ -1,18 +1,19 @@
-// Where the bytes of models are kept: the origin's private file system, else the Cache API, else memory.
+// Storage for models: the origin's private file system, else the Cache API, else memory.
 //
-// A shelf keeps for each model (named by its URL) files and one record, which says what is whole. It runs in a worker.
+// For each model (named by its URL) a shelf stores files and one record, which says which files are complete. It runs in a
+// worker.
 
 import { SelkieError } from "./errors.js";
 
 const FOLDER = "selkie-models";
 
-// A folder's name for a URL.
+// The folder name for a URL.
 async function key(url) {
   const hash = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(url));
   return [...new Uint8Array(hash, 0, 12)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-// null instead of what is not there.
+// Turns "not found" into null.
 const optional = (promise) =>
   promise.catch((e) => {
     if (e.name === "NotFoundError") return null;
@@ -47,7 +48,7 @@ class FileShelf {
     await writer.close();
   }
 
-  // Replaces what the file holds from `at` on (`start` tells where that is). Only one writer of a file at a time, over all tabs.
+  // Replaces the file's content from `at` on; `start` is called with that offset. One writer per file at a time, over all tabs.
   async writer(url, name, at) {
     const folder = await this.#folder(url, true);
     const file = await folder.getFileHandle(name, { create: true });
@@ -58,13 +59,13 @@ class FileShelf {
       if (e.name !== "NoModificationAllowedError") throw e;
       throw new SelkieError("storage", "Another tab is just loading this model. Wait for it, then try again.", { cause: e });
     }
-    if (access.getSize() < at) at = 0; // less than was noted: from the start
+    if (access.getSize() < at) at = 0; // shorter than recorded: start again
     access.truncate(at);
     return {
       start: at,
       write(bytes) {
         const written = access.write(bytes, { at });
-        // Chromium tells a full storage by a negative number that has lost its sign.
+        // If storage is full, Chromium returns a negative number as an unsigned one.
         if (written !== bytes.length) throw new DOMException("the storage is full", "QuotaExceededError");
         at += written;
       },
@@ -87,7 +88,7 @@ class FileShelf {
     return file && file.getFile();
   }
 
-  // The record goes first: a removal that is broken off leaves nothing that is taken for whole.
+  // The record is removed first, so that an interrupted removal leaves nothing that looks complete.
   async remove(url) {
     const folder = await this.#folder(url);
     if (folder) await optional(folder.removeEntry("record.json"));
@@ -103,7 +104,7 @@ class FileShelf {
   }
 }
 
-// A record that was half written counts as none.
+// A record that was not completely written counts as missing.
 async function readRecord(folder) {
   const file = await optional(folder.getFileHandle("record.json"));
   try {
@@ -113,7 +114,7 @@ async function readRecord(folder) {
   }
 }
 
-// A writer that hands over the whole file when it is closed.
+// A writer that stores the whole file when it is closed.
 function collector(finish) {
   const parts = [];
   return {
@@ -178,7 +179,7 @@ export class MemoryShelf {
   #records = new Map();
   #blobs = new Map();
 
-  // `problem`: why nothing better could be had, a sentence.
+  // `problem`: a sentence that says why no persistent storage is available.
   constructor(problem) {
     this.problem = problem;
   }
@@ -195,14 +196,14 @@ export class MemoryShelf {
   }
 }
 
-// The best shelf that this browser gives.
+// The best shelf that this browser supports.
 export async function openShelf() {
   if (!self.isSecureContext) return new MemoryShelf("A page from an http address may store nothing; use https or localhost.");
   for (const kind of [FileShelf, CacheShelf]) {
     try {
       return await kind.open();
     } catch {
-      // The next one.
+      // Try the next kind.
     }
   }
   return new MemoryShelf("The browser does not let this page store anything (a private window, or blocked by its settings).");

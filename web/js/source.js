@@ -1,4 +1,4 @@
-// Which files a model consists of, and how they are read: from a folder that the user picked, or from a URL.
+// Finds and reads the files of a model: from a folder that the user picked, or from a URL.
 //
 // A file for the engine is { name, size, read(offset, length) -> Promise<Uint8Array> }. Files are named by plain names.
 
@@ -7,7 +7,7 @@ import { SelkieError, asSelkieError } from "./errors.js";
 const CONFIG = "config.json";
 const SINGLE = "model.safetensors";
 const INDEX = "model.safetensors.index.json";
-// A size that no server told: larger than any offset in the file.
+// Stands for an unknown size: larger than any offset in the file.
 const UNKNOWN_SIZE = Number.MAX_SAFE_INTEGER;
 
 // ---- Blobs: picked files and what is in storage
@@ -23,7 +23,7 @@ export function blobFile(name, blob) {
   return { name, size: blob.size, read };
 }
 
-// The model among picked files, [{ path, file }]: those of the outermost folder with a config.json. In folders below it lie
+// The model among picked files, [{ path, file }]: the files of the outermost folder with a config.json. Folders inside it hold
 // exports for other programs.
 export async function pickedModel(picked) {
   const folders = picked.map(({ path }) => path.split("/").slice(0, -1));
@@ -70,7 +70,7 @@ function parse(name, text) {
   }
 }
 
-// Rejects a file that ends too early: a server that closes the connection may not say that it was not done.
+// Rejects a truncated file: a server may close the connection early without an error.
 export async function checkWhole(name, blob) {
   if (name.endsWith(".json")) parse(name, await blob.text());
   if (!name.endsWith(".safetensors")) return;
@@ -91,8 +91,8 @@ export async function checkWhole(name, blob) {
 
 // ---- URLs
 
-// The URL of a model's directory, as the files' names are appended to it. The address of one of its JSON files or weights,
-// or of a page about the model at Hugging Face, means the directory too.
+// The URL of a model's directory, to which file names are appended. The address of one of its JSON or weight files, or of the
+// model's page at Hugging Face, also means the directory.
 export function directoryUrl(text, base) {
   let url;
   try {
@@ -100,7 +100,7 @@ export function directoryUrl(text, base) {
   } catch {
     throw new SelkieError("not_found", "This is not an address. One looks like https://huggingface.co/name/model.");
   }
-  // A worker from a static host has no Content-Security-Policy that would see to it.
+  // Checked here, because a worker from a static host may have no Content-Security-Policy.
   const local = url.origin === self.location.origin || (url.protocol === "http:" && url.hostname === "localhost");
   if (url.protocol !== "https:" && !local) throw notAllowed(url);
   url.hash = "";
@@ -121,7 +121,7 @@ function hubUrl(url) {
   return new URL(`https://huggingface.co/${owner}/${model}/resolve/${path.join("/")}`);
 }
 
-// The same for what a person types: owner/model is one at Hugging Face, and https:// may be left out.
+// The same for typed text: owner/model means Hugging Face, and https:// may be left out.
 export function modelUrl(text) {
   const typed = text.trim();
   if (!typed) throw new SelkieError("not_found", "Give the address of a model's folder.");
@@ -153,7 +153,7 @@ export function modelName(directory) {
 
 const sameOrigin = (url) => new URL(url).origin === self.location.origin;
 
-// Hosts that the Content-Security-Policy of this page kept us from.
+// Hosts that the page's Content-Security-Policy blocked.
 const refused = new Set();
 self.addEventListener?.("securitypolicyviolation", (e) => refused.add(e.blockedURI));
 const wasRefused = (url) => [...refused].some((blocked) => blocked && url.startsWith(blocked));
@@ -163,7 +163,7 @@ async function request(url, { method = "GET", range, signal } = {}) {
   const headers = range ? { Range: `bytes=${range}` } : {};
   let response;
   try {
-    // The model goes into storage of its own; the HTTP cache need not keep it too.
+    // The model is stored separately, so the HTTP cache need not keep it.
     const options = { cache: "no-store", credentials: "same-origin", referrerPolicy: "no-referrer" };
     response = await fetch(url, { method, headers, signal, ...options });
   } catch (e) {
@@ -172,7 +172,7 @@ async function request(url, { method = "GET", range, signal } = {}) {
     throw unreachable(url, e);
   }
   if (response.ok) {
-    // A site that answers everything with its start page has no such file.
+    // Some sites answer every request with their start page: the file does not exist.
     const page = /^text\/html/.test(response.headers.get("content-type") ?? "");
     if (!page) return response;
   }
@@ -196,19 +196,19 @@ function unreachable(url, cause) {
   );
 }
 
-// Bytes of the whole file as far as a response tells, else null. A compressed answer's length is not the file's.
+// The size of the whole file if the response tells it, else null. The length of a compressed answer is not the file's size.
 const contentLength = (response) => {
   const text = response.headers.get("content-encoding") ? null : response.headers.get("content-length");
   return text === null ? null : Number(text);
 };
 
-// What tells two versions of a file apart, from the headers that other origins' answers show.
+// Identifies the version of a file, from headers that are visible across origins.
 const version = (response) => {
   const tag = response.headers.get("etag");
   return (tag && !tag.startsWith("W/") ? tag : null) ?? response.headers.get("last-modified");
 };
 
-// { size, version } of a file without its bytes, null if it is not there. Some servers answer HEAD with an error.
+// { size, version } of a file without reading it, null if it does not exist. Some servers answer HEAD with an error.
 export async function look(url, signal) {
   try {
     const response = await request(url, { method: "HEAD", signal });
@@ -223,8 +223,8 @@ export async function look(url, signal) {
   return response && { size: size ?? null, version: version(response) };
 }
 
-// Gives the pieces of a file from `from` on to `write(piece, version)`; returns its size and version, null if it is not there.
-// A server that does not know ranges, or has another version by now than `expected`, gives all of it: then `restart()` is
+// Passes the pieces of a file, starting at `from`, to `write(piece, version)`; returns its size and version, null if it does not
+// exist. A server without range requests, or with a version other than `expected`, sends the whole file: then `restart()` is
 // called first.
 export async function stream(url, { from = 0, expected = null, write, restart }) {
   let response;
@@ -254,7 +254,7 @@ export async function stream(url, { from = 0, expected = null, write, restart })
     await write(value, version(response));
     at += value.length;
   }
-  // More than was announced was compressed on the way; less is a connection that broke.
+  // More bytes than announced: the answer was compressed. Fewer: the connection broke.
   if (rest !== null && at < from + rest) {
     throw new SelkieError("network", `${url} ended after ${at} of ${from + rest} bytes. Try again.`);
   }
@@ -274,11 +274,11 @@ async function readSmall(directory, name, onBytes) {
 }
 
 // All small files of a model ({ name: Blob }), and names, sizes and versions of its weights.
-// A missing optional file is asked for once; the browser mentions that in its console, which cannot be helped.
+// A missing optional file causes one failed request, which the browser shows in its console.
 export async function remoteModel(directory, onBytes) {
   const config = await readSmall(directory, CONFIG, onBytes);
   if (!config) throw new SelkieError("not_found", `There is no model at ${directory}: ${CONFIG} was not found there.`);
-  // Stores of files like S3 may not say that one is not there, and refuse it instead.
+  // Object stores like S3 may refuse access to a missing file instead of saying that it does not exist.
   let refused = null;
   const absent = (e) => {
     if (![401, 403].includes(e.cause?.status)) throw e;
@@ -288,7 +288,7 @@ export async function remoteModel(directory, onBytes) {
   const get = (name) => readSmall(directory, name, onBytes).catch(absent);
   const optional = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"];
   const small = new Map([config, ...(await Promise.all(optional.map(get))).filter(Boolean)]);
-  // A template has a file of its own or is in the tokenizer's settings.
+  // The chat template is a separate file or part of the tokenizer's settings.
   const settings = small.get("tokenizer_config.json");
   if (!settings || !JSON.parse(await settings.text())?.chat_template) {
     const template = (await get("chat_template.jinja")) ?? (await get("chat_template.json"));
@@ -307,7 +307,7 @@ export async function remoteModel(directory, onBytes) {
   return { small, weights: await Promise.all(shards) };
 }
 
-// A remote file that is read in parts: by ranges, or from the start of the whole where the server does not know them.
+// A remote file that is read in parts: by range requests, or from the start of the whole file if the server has none.
 export function remoteFile(directory, { name, size }) {
   const url = fileUrl(directory, name);
   const read = async (offset, length) => {

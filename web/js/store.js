@@ -1,22 +1,22 @@
-// Models of a URL: downloaded once into the browser's storage, then read from there. It runs in a worker.
+// Models from a URL: downloaded once into the browser's storage, then read from there. It runs in a worker.
 //
-// A model's record { url, id, done, files: { name: { size, version, done } } } tells how far it is. What it does not call done
-// is not used, but an unfinished file is gone on with if the server still has the same version. Locks (by URL) keep tabs
-// apart: one downloads, the others wait; nobody deletes what is being read.
+// A model's record { url, id, done, files: { name: { size, version, done } } } describes its progress. Files that are not done
+// are not used, but their download is resumed if the server still has the same version. Locks (by URL) coordinate tabs: one
+// downloads while the others wait, and a model in use is not deleted.
 
 import { SelkieError, size } from "./errors.js";
 import { MemoryShelf, openShelf } from "./shelf.js";
 import { blobFile, checkWhole, fileUrl, look, modelName, remoteFile, remoteModel, stream } from "./source.js";
 
-// Weights above this are looked at before they are downloaded.
+// The headers of weights larger than this are checked before the download.
 const LARGE_BYTES = 64 * 2 ** 20;
-// How much of a file may have to be downloaded again after a crash.
+// The most of a file, in bytes, that is downloaded again after a crash.
 const FLUSH_BYTES = 16 * 2 ** 20;
 const FLUSH_MS = 1000;
-// How long the check for a newer version may take; then what is stored is used.
+// How long the check for a newer version may take before the stored version is used.
 const CHECK_MS = 2000;
 
-// A lock that is held until the returned function is called; null if it is not free and `ifAvailable`.
+// Takes a lock and returns the function that releases it; null if it is taken and `ifAvailable` is set.
 function hold(url, mode, options = {}) {
   if (!navigator.locks) return Promise.resolve(() => {});
   return new Promise((resolve, reject) => {
@@ -34,7 +34,7 @@ const opened = async (shelf, record, from, release) => ({
 });
 
 // The model at the directory `url`: { name, files, from, problem, release }. Call `release` when the files have been read.
-// `progress({ file, loaded, total })` hears of a download, `check(files)` may stop it before large weights come in.
+// `progress({ file, loaded, total })` is called during a download, `check(files)` may stop it before large weights are loaded.
 export async function storedModel(url, { progress, check }) {
   const shelf = await openShelf();
   for (let from = "storage", current = false; ; ) {
@@ -53,7 +53,7 @@ export async function storedModel(url, { progress, check }) {
         current = true;
       }
     } catch (e) {
-      // An older copy is better than none, unless it is gone already.
+      // Use an older copy if it still exists.
       if (e.code !== "network" || !(await shelf.record(url))?.done) throw e;
       current = true;
     } finally {
@@ -62,7 +62,7 @@ export async function storedModel(url, { progress, check }) {
   }
 }
 
-// The same for a look at the headers: nothing is downloaded, `downloadBytes` tells how much would be.
+// The same for reading headers only: nothing is downloaded, and `downloadBytes` is the size of the download.
 export async function visibleModel(url) {
   const shelf = await openShelf();
   const release = await hold(url, "shared");
@@ -74,7 +74,7 @@ export async function visibleModel(url) {
   return { name: modelName(url), files: remoteFiles(url, remote), downloadBytes, release() {} };
 }
 
-// Whether this page's own server has other weights by now. Other servers are not asked: what is stored is used as it is.
+// Whether this page's own server has newer weights. Other servers are not asked; the stored files are used.
 async function isOld(record) {
   if (new URL(record.url).origin !== self.location.origin || !navigator.onLine) return false;
   const [name, file] = Object.entries(record.files).find(([name]) => name.endsWith(".safetensors"));
@@ -96,7 +96,7 @@ const remoteFiles = (url, { small, weights }) => [
   ...weights.map((file) => remoteFile(url, file)),
 ];
 
-// Downloads the model onto `shelf`, or into memory if it does not fit there; returns the shelf that has it.
+// Downloads the model to `shelf`, or to memory if it does not fit there; returns the shelf that has it.
 async function download(url, shelf, { progress, check }) {
   const loaded = new Map();
   let total = 0; // not known
@@ -118,7 +118,7 @@ async function download(url, shelf, { progress, check }) {
       return shelf;
     } catch (e) {
       if (e instanceof SelkieError) throw e;
-      // Full after all, or denied. It is tried once more without.
+      // Storage is full or denied: try once more without it.
       await shelf.remove(url).catch(() => {});
       shelf = { problem: `The model could not be kept in the browser (${e.message}).` };
       for (const { name } of remote.weights) reset(name);
@@ -198,7 +198,7 @@ async function fillFile(shelf, record, name, count, reset) {
     });
     if (!got) throw new SelkieError("missing_file", `${fileUrl(url, name)} is no longer there.`);
     await writer.close();
-    record.files[name] = { size: got.size, version: null, done: false }; // a damaged file is not gone on with
+    record.files[name] = { size: got.size, version: null, done: false }; // the download of a damaged file is not resumed
     await shelf.save(record);
     await checkWhole(name, await shelf.blob(url, name));
     record.files[name] = { ...got, done: true };

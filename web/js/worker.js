@@ -1,14 +1,14 @@
-// The worker: owns the engine, runs its steps, and takes the page's messages between them.
+// The worker: owns the engine, runs its steps, and handles the page's messages between steps.
 //
-// Page -> worker: { id, type, ... }; worker -> page: { id, value } or { id, error } once for every message, and meanwhile
-// { progress } while loading, { updates: [...] } while generating, { failed } when the engine is of no use any more.
+// Page -> worker: { id, type, ... }. Worker -> page: { id, value } or { id, error } once for every message; also { progress }
+// while loading, { updates: [...] } while generating, and { failed } when the engine can no longer be used.
 
 import init, { WasmEngine, inspect } from "../selkie_web.js";
 import { SelkieError, asSelkieError, packError } from "./errors.js";
 import { pickedModel } from "./source.js";
 import { forget, storage, storedModel, visibleModel } from "./store.js";
 
-// Messages to the page about text and progress come at most this often.
+// Minimum time between messages about text and progress.
 const FRAME_MS = 16;
 
 let wasm = null; // promise of the module's exports
@@ -22,7 +22,7 @@ self.onmessage = ({ data }) => {
   if (!busy) run();
 };
 
-// Messages and steps in turn: while a step is under way the engine may not be touched.
+// Messages and steps alternate: while a step runs, the engine must not be used.
 async function run() {
   busy = true;
   try {
@@ -39,7 +39,7 @@ async function run() {
   }
 }
 
-// Lets messages of the page in. A timer would wait for milliseconds, and a microtask let nobody in.
+// Lets the browser deliver messages of the page. A timer would wait for milliseconds; a microtask would deliver none.
 const channel = new MessageChannel();
 let wake;
 channel.port1.onmessage = () => wake();
@@ -100,7 +100,7 @@ function module() {
 }
 
 async function load({ model, options }) {
-  module().catch(() => {}); // it comes in while the model does
+  module().catch(() => {}); // the module loads concurrently with the model
   const progress = throttled((progress) => self.postMessage({ progress }));
   const check = async (files) => {
     await module();
@@ -119,7 +119,7 @@ async function load({ model, options }) {
   return { ...engine.info(), name: source.name, from: source.from, storageProblem: source.problem };
 }
 
-// At most one call per frame, but always the one that completes a stage.
+// At most one call per frame, but always the call that completes a stage.
 function throttled(call) {
   let last = 0;
   return (progress) => {
@@ -157,7 +157,7 @@ function flush(news, request) {
   texts.delete(request);
 }
 
-// After an error in a step the engine's state is not known.
+// After an error in a step the state of the engine is undefined.
 function fail(e) {
   engine = null;
   self.postMessage({ failed: packError(asSelkieError(e)) });

@@ -1,4 +1,4 @@
-/** The page: the message box, and the parts wired together. */
+/** The page: the message box, and the connections between the parts. */
 import { conversation } from "./chat.js";
 import { by, bytes, h, keep, recall } from "./dom.js";
 import { api, engineLife } from "./engine.js";
@@ -12,12 +12,12 @@ import { talk } from "./talk.js";
 /** @typedef {import("./chat.js").Entry} Entry */
 
 const message = by("message"), send = by("send"), notice = by("notice"), touch = !matchMedia("(hover: hover)").matches;
-/** To the message box; on a touch screen, where the keyboard would come up and hide the answer, to the conversation. */
+/** Focuses the message box; on a touch screen the conversation, because the keyboard would hide the answer. */
 const focus = () => (touch ? by("log") : message).focus({ preventScroll: true });
-/** To screen readers. @param {string} text */
+/** Announces a text to screen readers. @param {string} text */
 const announce = (text) => { by("announce").textContent = text; };
 
-/** What the demo model does well, and what to ask next. @type {Record<string, string[]>} */
+/** Questions that the demo model answers well, and follow-up questions. @type {Record<string, string[]>} */
 const DEMO_CAN = {
   "Tell me a story about a fox named Leo and a lantern.": ["Who has the lantern?", "Where is Leo?"],
   "What is 17 + 25?": ["What is 81 - 36?"],
@@ -27,9 +27,9 @@ const DEMO_CAN = {
 
 /** The message that the box's text will replace. @type {Entry | null} */
 let editing = null;
-/** What the box held before. */
+/** The previous text of the box. */
 let draft = "";
-/** What is sent when the answer under way is finished. */
+/** The message to send when the running answer is finished. */
 let queued = "";
 
 const view = conversation({ edit, retry: () => { focus(); current.retry(); }, version: (entry, at) => current.version(entry, at) });
@@ -66,7 +66,7 @@ function shown() {
   document.title = entries.length ? `${title} · selkie` : "selkie";
 }
 
-/** An answer begins or ends: the send button stops it meanwhile. @param {(() => void) | null} how */
+/** An answer begins or ends; while it runs, the send button stops it. @param {(() => void) | null} how */
 function running(how) {
   const label = how ? "Stop" : "Send";
   document.documentElement.dataset.answer = how ? "running" : "none";
@@ -120,14 +120,14 @@ function beginNew() {
   if (before.entries.length) say("New chat.", "Undo", () => current.open(before.id));
 }
 
-/** A line above the message box. @param {string | null} text @param {string} [label] of a button @param {() => void} [act] */
+/** Shows a line above the message box. @param {string | null} text @param {string} [label] of a button @param {() => void} [act] */
 function say(text, label, act) {
   notice.hidden = text === null;
   notice.replaceChildren(text ?? "", label ? h("button", { type: "button", className: "quiet", onclick: () => { say(null); act?.(); focus(); } }, label) : "");
   if (text) announce(text);
 }
 
-/** Something to begin with, and what may follow. */
+/** Suggested questions, first and follow-up ones. */
 function suggest() {
   const chip = (/** @type {string} */ text) => h("button", { type: "button", onclick: () => { editing = null; focus(); submit(text); } }, text), { entries } = current?.chat ?? newChat();
   const demo = life.model === DEMO, begin = demo ? Object.keys(DEMO_CAN) : ["What can you do?", "Explain why the sky is blue.", "Write a short poem about the sea."];
@@ -150,7 +150,7 @@ function grow() {
 
 message.addEventListener("input", grow);
 message.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-  // While an input method composes, Enter belongs to it.
+  // While an input method composes, Enter confirms its text.
   if (event.isComposing || event.keyCode === 229) return;
   if (event.key === "Enter" && !event.shiftKey) {
     event.preventDefault();
@@ -193,11 +193,11 @@ by("theme").addEventListener("click", () => {
   const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   const theme = (root.dataset.theme ?? system) === "dark" ? "light" : "dark";
   root.dataset.theme = theme;
-  // Back at what the system says: follow it again.
+  // The choice equals the system's theme again: follow the system.
   keep("theme", theme === system ? null : theme);
   announce(`${theme} colours`);
 });
-// A press and a release beside a dialog close it.
+// A click outside a dialog closes it: press and release must both be outside.
 for (const dialog of document.querySelectorAll("dialog")) {
   let pressed = false;
   const beside = (/** @type {MouseEvent} */ { target, clientX: x, clientY: y }) => {
@@ -222,13 +222,13 @@ addEventListener("drop", (event) => {
   models.offer(dropped(event.dataTransfer));
 });
 
-// Without it the page works, and is only not kept for the next visit.
+// Without a service worker the page works, but it does not open offline.
 navigator.serviceWorker?.register("sw.js").catch(() => {});
 
 chats.changed(() => list.refresh());
 if (!touch) focus();
 await current.start();
-// A model of the user's own is taken again only if it is kept here: opening the page contacts nobody.
+// The last model is used again only if it is in storage: opening the page must contact no other host.
 const last = await kept(api);
 // The demo stands in for a folder that has to be asked for: that one is still the last model.
 life.start(last.model ?? DEMO, undefined, !last.folder);

@@ -5,7 +5,7 @@ import { draw, nothingDrawn, parts } from "./markdown.js";
 import { speed } from "./panel.js";
 
 /**
- * What the engine reported about an answer, and what the page adds.
+ * The engine's report about an answer, and additions by the page.
  * @typedef {object} Meta
  * @property {import("./js/selkie.js").Usage} [usage]
  * @property {"stop" | "length" | "cancelled"} [finish]
@@ -163,7 +163,7 @@ export function conversation(on) {
       changed.add(entry);
       frame ||= requestAnimationFrame(() => flush());
     },
-    /** Shows exactly these. @param {Entry[]} entries @param {number} [left] the oldest that the model is no longer told */
+    /** Shows exactly these entries. @param {Entry[]} entries @param {number} [left] how many of the oldest the model no longer gets */
     show(entries, left = 0) {
       const wanted = new Set(entries);
       for (const [entry, view] of views) if (!wanted.has(entry)) { view.node.remove(); views.delete(entry); }

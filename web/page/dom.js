@@ -18,7 +18,7 @@ export function h(tag, props = {}, ...children) {
 }
 
 /**
- * Replaces what an element holds.
+ * Replaces the children of an element.
  * @param {any} node
  * @param {...(Node | string | null | undefined | false)} children
  */
@@ -45,7 +45,7 @@ export const icon = (id) => svg("svg", { class: "icon", "aria-hidden": "true" },
 /** @param {string} id @returns {any} */
 export const by = (id) => document.getElementById(id);
 
-/** Kept for as long as the page is open where localStorage is denied or full. @type {Map<string, unknown>} */
+/** Values for as long as the page is open, if localStorage is denied or full. @type {Map<string, unknown>} */
 const memory = new Map();
 
 /** @template T @param {string} key @param {T} fallback @returns {T} */

@@ -1,4 +1,4 @@
-/** The engine's life on the page: loading with progress, ready, failed with a way on. */
+/** The states of the engine on the page: loading with progress, ready, or failed with a remedy. */
 import { by, bytes, count, h, keep, put } from "./dom.js";
 import { DEMO, rememberFolder } from "./model.js";
 import { settings } from "./settings.js";
@@ -8,10 +8,10 @@ import { backendName, sentence } from "./words.js";
 /** @typedef {import("./js/selkie.js").SelkieError} SelkieError */
 /** @typedef {import("./model.js").Model} Model */
 
-/** Within this time an engine that fails once more is left to the user. */
+/** If the engine fails again within this time, the page does not restart it. */
 const AGAIN_MS = 60_000;
 
-// Imported when used: the page is of use before the engine's module is here.
+// Imported on first use, so that the page is usable before the engine's module has loaded.
 const imported = import("./js/selkie.js");
 let broken = false;
 imported.catch(() => { broken = true; });
@@ -19,7 +19,7 @@ export const api = () => imported;
 
 /**
  * @param {object} page
- * @param {(engine: Engine | null) => void} page.changed a load began (null), or ended well
+ * @param {(engine: Engine | null) => void} page.changed called when a load begins (null) and when it succeeds
  * @param {() => void} page.choose opens the dialog for models
  * @param {() => void} page.focus
  * @param {(text: string) => void} page.announce
@@ -32,7 +32,7 @@ export function engineLife(page) {
     engine: null,
     start, settled,
   };
-  /** The load that is under way or done. @type {Promise<Engine>} */
+  /** The current load, running or finished. @type {Promise<Engine>} */
   let ready;
   let begin = () => {};
   const begun = new Promise((ok) => { begin = () => ok(null); });
@@ -130,7 +130,7 @@ export function engineLife(page) {
     state.textContent = "not loaded";
     const choice = (/** @type {string} */ text, /** @type {() => void} */ go, main = false) =>
       h("button", { type: "button", className: main ? "primary" : "", onclick: () => { page.focus(); go(); } }, text);
-    // Where the GPU may be the cause.
+    // For errors that the GPU may have caused.
     const causes = ["device_lost", "out_of_memory", "too_large", "internal", ...(backend === "wgpu" ? ["unsupported"] : [])];
     const ofGpu = backend !== "cpu" && causes.includes(why.code);
     card.hidden = false;
@@ -166,7 +166,7 @@ export function engineLife(page) {
     } else bar.removeAttribute("value");
   }
 
-  /** The engine once a load has ended well, whichever load that is. @returns {Promise<Engine>} */
+  /** The engine, as soon as any load succeeds. @returns {Promise<Engine>} */
   async function settled() {
     await begun;
     for (;;) {

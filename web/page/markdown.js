@@ -1,6 +1,6 @@
 /**
- * The Markdown that chat models write, drawn as elements and text nodes, never as HTML from text. What it does not know stays
- * as it was written. Reasoning between `<think>` marks is folded.
+ * The Markdown that chat models write, drawn as elements and text nodes, never as HTML from text. Unknown syntax is shown as
+ * plain text. Reasoning between `<think>` marks is folded.
  */
 import { codeBlock } from "./code.js";
 import { h } from "./dom.js";
@@ -83,7 +83,7 @@ const HEADING = /^#{1,6}\s/;
 const DIVIDER = /^ {0,3}\|?( *:?-+:? *\|)+( *:?-+:? *)?$/;
 
 /**
- * Cuts a text into blocks that can be drawn one by one: a block that is complete never changes while the text grows.
+ * Splits a text into blocks that are drawn separately: a complete block does not change while the text grows.
  * @param {string} text
  */
 export function blocks(text) {
@@ -125,7 +125,7 @@ export function blocks(text) {
 
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 
-/** Quotes within quotes that are drawn as such. */
+/** Maximum depth of nested quotes. */
 const DEEPEST = 8;
 
 /** @param {string} source @param {boolean} whole whether nothing will be added @param {number} [depth] @returns {HTMLElement} */

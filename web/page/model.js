@@ -1,4 +1,4 @@
-/** The dialog to choose a model: the demo, a folder, an address, or one that is kept. Says what does not fit before loading it. */
+/** The dialog to choose a model: the demo, a folder, an address, or a stored one. It says before loading whether a model fits. */
 import { bytes, by, count, h, parameters, put, recall } from "./dom.js";
 import { modelUrl } from "./js/source.js";
 import { save, settings } from "./settings.js";
@@ -12,7 +12,7 @@ const DEMO_URL = new URL("models/demo/", document.baseURI).href;
 /** @type {Model} */
 export const DEMO = { source: { url: DEMO_URL }, name: "Demo model" };
 
-/** A name for people. @param {string} address */
+/** A readable name. @param {string} address */
 export function modelName(address) {
   if (address === DEMO_URL) return DEMO.name;
   const url = new URL(address), parts = url.pathname.split("/").filter(Boolean);
@@ -20,7 +20,7 @@ export function modelName(address) {
 }
 
 /**
- * The files of the outermost folder that has a config.json: folders hold copies in other formats below.
+ * The files of the outermost folder that has a config.json. Folders inside it hold copies in other formats.
  * @param {{ path: string, file: File }[]} found
  * @returns {Model}
  */
@@ -46,7 +46,7 @@ export function dropped(data) {
       .then((/** @type {any[]} */ batch) => batch.length ? Promise.all(batch.map(walk)).then(more) : null);
     return path.split("/").length > 3 ? Promise.resolve() : more();
   };
-  // The entries are gone once this function has returned to the browser: take them all before waiting.
+  // The entries become invalid when this function returns to the browser, so take all of them before waiting.
   const entries = [...data.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
   return Promise.all(entries.map(walk)).then(() => folder(found));
 }
@@ -125,7 +125,7 @@ export function modelDialog({ api, current, load }) {
   /** @type {AbortController | null} */
   let looking = null;
 
-  /** What is being looked at. @type {Promise<Model> | Model | null} */
+  /** The model that is being checked. @type {Promise<Model> | Model | null} */
   let shown = null;
 
   const use = (/** @type {Model} */ model) => {
@@ -140,7 +140,7 @@ export function modelDialog({ api, current, load }) {
     card(h("p", { className: "problem" }, text), advice && h("p", {}, advice));
   };
 
-  /** Shows what the headers of a model's files say, and offers to load it. @param {Promise<Model> | Model} promised */
+  /** Shows the facts from the headers of a model's files, and offers to load it. @param {Promise<Model> | Model} promised */
   async function look(promised) {
     looking?.abort();
     const mine = (looking = new AbortController()), focused = document.activeElement;
@@ -159,13 +159,13 @@ export function modelDialog({ api, current, load }) {
       const lacks = comes && free !== null && free < info.downloadBytes
         && `This browser has room to keep ${bytes(Math.max(free, 0))}: the model would be held in memory while it loads, and downloaded again next time.`;
       const fits = info.backend === "wgpu" && !info.problem
-        ? `No problem expected on ${info.device}; how much memory a GPU has free, a browser does not tell.` : `It fits this device: ${info.device}.`;
+        ? `No problem expected on ${info.device}. Browsers do not tell how much GPU memory is free.` : `It fits this device: ${info.device}.`;
       const button = h("button", { type: "button", className: "primary", onclick: () => use(model) }, "Load this model");
       card(h("h3", {}, model.name), facts(info),
         h("p", { className: info.fits ? "" : "problem" }, info.fits ? fits : info.problem ?? "It does not fit this device."),
         info.fits && comes && h("p", { className: "hint" }, comes), info.fits && lacks && h("p", { className: "problem" }, lacks),
         info.fits && button);
-      // Whoever went on to another field keeps it.
+      // If the user moved to another field in the meantime, the focus stays there.
       if (info.fits && [focused, document.body, dialog].includes(document.activeElement)) button.focus();
     } catch (error) {
       if (!mine.signal.aborted) complain(error);
@@ -205,7 +205,7 @@ export function modelDialog({ api, current, load }) {
   async function forget(url) {
     try {
       await (await api()).forget(url);
-      // What is outside a dialog is not read aloud while it is open.
+      // Screen readers do not read what is outside an open dialog.
       card(h("p", {}, `${modelName(url)} is no longer kept.`));
     } catch (error) {
       complain(error);
@@ -214,7 +214,7 @@ export function modelDialog({ api, current, load }) {
     by("model-title").scrollIntoView({ block: "nearest" });
   }
 
-  // The button names the host before anything contacts it.
+  // The button names the host before the page contacts it.
   const label = () => {
     try {
       go.textContent = `Ask ${modelUrl(address.value).host}`;

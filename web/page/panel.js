@@ -1,4 +1,4 @@
-/** The cache panel: what each turn reused, the prefix tree, memory, the device. Beside the chat, or a sheet on narrow screens. */
+/** The cache panel: reuse per turn, the prefix tree, memory, the device. Next to the chat, or a sheet on narrow screens. */
 import { by, bytes, count, duration, h, keep, plural, rate, recall } from "./dom.js";
 import { tree } from "./tree.js";
 import { WEBGPU_HINT, backendName, explain, sentence } from "./words.js";
@@ -32,7 +32,7 @@ const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...
 /** @param {(string | false)[]} parts */
 const dotted = (...parts) => parts.filter(Boolean).join(" · ");
 
-/** Times of an answer, in words. @param {Meta} meta */
+/** The times of an answer as text. @param {Meta} meta */
 export const speed = ({ ttftMs, tokensPerSecond }) =>
   dotted(typeof ttftMs === "number" && `${duration(ttftMs)} to first token`, typeof tokensPerSecond === "number" && rate(tokensPerSecond));
 
@@ -50,17 +50,17 @@ function turn(meta, i, longest, old) {
 /**
  * @param {object} page
  * @param {() => import("./js/selkie.js").Engine | null} page.engine
- * @param {() => void} page.leave moves the focus on when the sheet closes
+ * @param {() => void} page.leave moves the focus when the sheet closes
  * @param {(text: string) => void} page.announce
  */
 export function cachePanel({ engine, leave, announce }) {
   const panel = by("panel"), strip = by("strip"), toggle = by("toggle-panel"), wide = matchMedia("(min-width: 62rem)");
   const turns = h("div"), picture = h("div"), memory = h("div"), device = h("div");
   by("panel-body").append(turns, picture, memory, device);
-  /** What the tree and the memory were drawn from: drawing them anew would take focus and scroll position away. */
+  /** The data of the drawn tree and memory: without a change they are not redrawn, which would lose focus and scroll position. */
   let drawn = ["", ""], asking = false;
 
-  /** Asks the engine, if the panel can be seen. */
+  /** Asks the engine for its statistics if the panel is visible. */
   async function refresh() {
     const e = engine();
     if (panel.hidden || asking || !e) return;
@@ -125,7 +125,7 @@ export function cachePanel({ engine, leave, announce }) {
   return {
     refresh,
 
-    /** A sheet covers the chat: away with it when an answer begins. */
+    /** Closes a sheet when an answer begins, because it covers the chat. */
     uncover() {
       if (!wide.matches && !panel.hidden) show(false);
     },

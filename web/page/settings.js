@@ -1,4 +1,4 @@
-/** What the user chose, and the dialog to choose it. */
+/** The user's settings and their dialog. */
 import { by, h, keep, recall } from "./dom.js";
 
 /**
@@ -7,10 +7,10 @@ import { by, h, keep, recall } from "./dom.js";
  * @property {boolean} prefixCache
  * @property {"auto" | "wgpu" | "cpu"} backend
  * @property {"ask" | "drop"} whenFull what happens when a chat outgrows the context: the page asks, or leaves the oldest turns out
- * @property {Record<string, number>} sampling only what differs from the model's own
+ * @property {Record<string, number>} sampling only values that differ from the model's defaults
  */
 
-/** name, label, least, most, step, what it does */
+/** name, label, minimum, maximum, step, hint */
 const NUMBERS = /** @type {const} */ ([
   ["temperature", "Temperature", 0, 5, 0.05, "0 always takes the likeliest token"],
   ["topP", "Top p", 0.001, 1, 0.01, "the likeliest tokens up to this probability"],

@@ -1,4 +1,4 @@
-/** The prefix tree as a small picture: time runs to the right, a branch goes down. */
+/** The prefix tree as a picture: token positions to the right, branches downwards. */
 import { h, plural, svg } from "./dom.js";
 
 /** @typedef {import("./js/selkie.js").TreeNode} TreeNode */
@@ -7,7 +7,7 @@ import { h, plural, svg } from "./dom.js";
 const STEP = 26, ROW = 26, LEFT = 14, TOP = 16;
 
 /**
- * Nodes with their children; runs of plain nodes of a deep tree become one edge with a count.
+ * Links nodes with their children; in a deep tree, a run of nodes without a state becomes one edge with a count.
  * @param {TreeNode[]} nodes parents before children
  */
 function shape(nodes) {

@@ -1,4 +1,4 @@
-/** Sentences for what the engine reports: why reuse ended, what went wrong and what to do about it. */
+/** Sentences for the engine's reports: why reuse ended, what failed, and what to do. */
 import { count } from "./dom.js";
 
 /** Tokens of a page of the prefix tree. */
@@ -19,7 +19,7 @@ export function explain({ promptTokens, matched, reused, reason }) {
   }
 }
 
-/** What to do, where the engine's own sentence does not say it. @type {Record<string, string>} */
+/** What to do, if the engine's message does not say it. @type {Record<string, string>} */
 const ADVICE = {
   too_large: "A smaller model fits; a GPU and the CPU have different limits.",
   device_lost: "That happens when a driver restarts or memory runs short. The chat is still here.",

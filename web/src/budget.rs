@@ -1,4 +1,4 @@
-//! How much memory a page takes where its user does not say.
+//! The default memory budget of a page.
 
 use selkie_core::{
     engine::EngineOptions,
@@ -6,17 +6,18 @@ use selkie_core::{
 };
 
 const MIB: u64 = 1 << 20;
-/// Sequences at a time: a chat, and another that arrives meanwhile.
+/// Default number of concurrent sequences: a chat, and a second request that arrives meanwhile.
 pub const MAX_BATCH: usize = 2;
-/// Longest sequence; published models allow far more than a page has memory for.
+/// Default context in tokens; published models allow far more than a page has memory for.
 pub const MAX_CONTEXT: usize = 8192;
-/// Most bytes for states and pages, whatever the model.
+/// Maximum bytes for states and pages.
 const MOST: u64 = 256 * MIB;
-/// States and pages of a small model may take more than its weights.
+/// Minimum of the budget: states and pages of a small model may need more memory than its weights.
 const LEAST: u64 = 64 * MIB;
 
-/// Bytes for states and pages: half of what the weights take, within 64 and 256 MiB, a 32nd of the machine's memory where
-/// the browser tells it (`memory`, in bytes), and no more than batch and context can use; but one whole sequence has room.
+/// Bytes for states and pages: half the size of the weights, between 64 and 256 MiB, at most a 32nd of the machine's memory if the
+/// browser reports it (`memory`, in bytes), and at most what batch and context can use; but always enough for one whole
+/// sequence.
 pub fn memory(shape: &StateShape, options: &EngineOptions, weights: u64, memory: Option<u64>) -> u64 {
     let limits = Limits { max_batch: options.max_batch, prefix_cache: options.prefix_cache, ..Limits::default() };
     let useful = Split::useful_bytes(shape, &limits, None, None);

@@ -1,4 +1,4 @@
-//! Which backend a page gets.
+//! Chooses the backend of a page.
 
 use selkie_core::Error;
 use selkie_wgpu::{Options, WgpuBackend};
@@ -7,11 +7,11 @@ use wasm_bindgen::prelude::*;
 
 use crate::{error, js};
 
-/// What was asked for.
+/// The requested backend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Wanted {
-    /// WebGPU where the browser has it, else the CPU.
+    /// WebGPU if the browser has it, else the CPU.
     #[default]
     Auto,
     /// WebGPU or an error.
@@ -20,11 +20,11 @@ pub enum Wanted {
     Cpu,
 }
 
-/// What there is.
+/// The opened device.
 pub enum Device {
     /// WebGPU, and the GPU's name.
     Wgpu(WgpuBackend, String),
-    /// The CPU; why not WebGPU, if that was asked for too.
+    /// The CPU, and the reason why it is not WebGPU, if WebGPU was allowed.
     Cpu(Option<String>),
 }
 
@@ -64,7 +64,7 @@ fn gpu() -> Option<Gpu> {
     js::get(&js::get(&js_sys::global(), "navigator")?, "gpu").map(JsCast::unchecked_into)
 }
 
-/// What the browser tells about the adapter: a description, or vendor and architecture.
+/// The adapter's name as far as the browser reports it: a description, or vendor and architecture.
 async fn name(gpu: &Gpu) -> Option<String> {
     let options = js::object(&serde_json::json!({ "powerPreference": "high-performance" }));
     let info = js::get(&gpu.request_adapter(&options).await.ok()?, "info")?;

@@ -1,4 +1,4 @@
-//! The class that JavaScript sees.
+//! The engine as a JavaScript class.
 
 use std::cell::{Cell, RefCell};
 use std::pin::Pin;
@@ -24,7 +24,7 @@ use crate::{
     session::{self, AnySession},
 };
 
-/// Most and first tokens of a step on a GPU, on a software adapter and on the CPU.
+/// Maximum and initial tokens of a step on a GPU, on a software adapter and on the CPU.
 const GPU_STEP: (usize, usize) = (512, 128);
 const SOFTWARE_STEP: (usize, usize) = (64, 16);
 const CPU_STEP: (usize, usize) = (256, 32);
@@ -32,12 +32,12 @@ const CPU_STEP: (usize, usize) = (256, 32);
 /// A loaded model with its states, its prefix tree and its requests.
 #[wasm_bindgen]
 pub struct WasmEngine {
-    /// Not there while a step runs.
+    /// `None` while a step runs.
     session: RefCell<Option<AnySession>>,
     pace: Cell<Pace>,
-    /// When a step landed last.
+    /// When the last step was completed.
     landed: Cell<f64>,
-    /// When the device has run the last step that nothing was read from.
+    /// Resolves when the device has run the last step that had no output to read.
     enqueued: RefCell<Option<Pin<Box<dyn Future<Output = ()>>>>>,
     device: String,
     info: Value,
@@ -58,7 +58,7 @@ impl WasmEngine {
         let progress = |stage: &str, loaded: u64, total: u64| {
             if let Some(f) = &on_progress {
                 let p = json!({ "stage": stage, "loaded": loaded, "total": total });
-                // What a listener throws is its own affair.
+                // Exceptions of the listener are ignored.
                 let _ = f.call1(&JsValue::NULL, &js::object(&p));
             }
         };
@@ -117,15 +117,15 @@ impl WasmEngine {
             let ask = request.ask(&s.files().generation, seed);
             s.submit(ask).map(|id| id.0 as f64)
         })?
-        .map_err(|e| error::of(&e))
+        .map_err(|e| error::from_core(&e))
     }
 
-    /// Runs one step; the updates that it brought, none when there is nothing to do.
+    /// Runs one step and returns its updates; none if there is nothing to do.
     pub async fn step(&self) -> Result<JsValue, JsValue> {
         let mut session = self.session.take().ok_or_else(busy)?;
         let result = self.step_of(&mut session).await;
         self.session.replace(Some(session));
-        result.map(|updates| js::object(&updates.into())).map_err(|e| error::of(&e))
+        result.map(|updates| js::object(&updates.into())).map_err(|e| error::from_core(&e))
     }
 
     /// Ends a request early; its last update comes with the next step.
@@ -139,16 +139,16 @@ impl WasmEngine {
         self.with(|s| s.is_idle()).unwrap_or(false)
     }
 
-    /// Forgets all kept prefixes.
+    /// Empties the prefix cache.
     #[wasm_bindgen(js_name = clearCache)]
     pub fn clear_cache(&self) -> Result<(), JsValue> {
         self.with(AnySession::clear_cache)
     }
 
-    /// Starts or stops keeping and reusing prefixes, while nothing runs.
+    /// Turns the prefix cache on or off. Fails while a request runs.
     #[wasm_bindgen(js_name = setPrefixCache)]
     pub fn set_prefix_cache(&self, on: bool) -> Result<(), JsValue> {
-        self.with(|s| s.set_prefix_cache(on))?.map_err(|e| error::of(&e))
+        self.with(|s| s.set_prefix_cache(on))?.map_err(|e| error::from_core(&e))
     }
 
     /// Counters, pools and the prefix tree.
@@ -169,14 +169,14 @@ impl WasmEngine {
         if updates.is_empty()
             && let Some(queue) = session.queue()
         {
-            // Steps that nothing is read from would pile up in front of the device, and a stop would wait for them all.
+            // Without a wait, steps without output would queue up on the device, and a stop would take effect after all of them.
             let before = self.enqueued.replace(Some(Box::pin(queue.done())));
             if let Some(before) = before {
                 before.await;
             }
         }
         if let Some((tokens, enqueued)) = session.landed() {
-            // It began when it was enqueued, or when the one before had ended.
+            // The step started when it was enqueued, or when the previous one ended.
             let now = js::now();
             pace.took(tokens, now - enqueued.max(self.landed.replace(now)));
             self.pace.set(pace);

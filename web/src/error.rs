@@ -1,4 +1,4 @@
-//! Errors for JavaScript: `Error` objects with a `code` that programs understand and a message that people do.
+//! Errors for JavaScript: `Error` objects with a `code` for programs and a message for people.
 
 use js_sys::{Error as JsError, Reflect};
 use selkie_core::Error;
@@ -7,13 +7,13 @@ use wasm_bindgen::prelude::*;
 /// An `Error` object with a code.
 pub fn error(code: &str, message: &str) -> JsValue {
     let error = JsError::new(message);
-    // A fresh object takes any property.
+    // Setting a property of a new object cannot fail.
     let _ = Reflect::set(&error, &"code".into(), &code.into());
     error.into()
 }
 
-/// A core error as an object; see `web/js/selkie.d.ts` for the codes.
-pub fn of(e: &Error) -> JsValue {
+/// Converts an error of core; `web/js/selkie.d.ts` documents the codes. (`From` is not possible: both types are foreign.)
+pub fn from_core(e: &Error) -> JsValue {
     let (code, message) = parts(e);
     error(code, &message)
 }

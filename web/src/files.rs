@@ -1,4 +1,4 @@
-//! A model's files as JavaScript hands them over: a name, a size and a way to read.
+//! A model's files from JavaScript: objects with a name, a size and a method `read`.
 
 use std::{cell::RefCell, io::ErrorKind, ops::Range};
 
@@ -12,9 +12,9 @@ use wasm_bindgen::prelude::*;
 
 use crate::error::error;
 
-/// Bytes of one call of `read`: small beside the weights, large beside the cost of a call.
+/// Bytes per call of `read`: small compared with the weights, large enough to hide the cost of a call.
 const PIECE: u64 = 4 << 20;
-/// Bytes that may be on their way to the GPU: the browser would keep any amount.
+/// Maximum bytes in flight to the GPU. The browser itself would buffer any amount.
 const IN_FLIGHT: u64 = 16 << 20;
 
 #[wasm_bindgen]
@@ -36,12 +36,12 @@ extern "C" {
 pub struct Files {
     label: String,
     files: Vec<ModelFile>,
-    /// Where the bytes that are read go.
+    /// The queue to which read bytes are uploaded.
     queue: RefCell<Option<Queue>>,
     in_flight: RefCell<u64>,
-    /// What a `read` failed with: the caller gets its own error back.
+    /// The error of a failed `read`, which is returned to the caller unchanged.
     failed: RefCell<Option<JsValue>>,
-    /// A shard that was asked for and is not there.
+    /// A requested shard that is missing.
     missing: RefCell<Option<String>>,
 }
 
@@ -58,12 +58,12 @@ impl Files {
         }
     }
 
-    /// From now on what is read goes to this queue, and reading waits for it.
+    /// Sets the queue to which read bytes are uploaded; reading then waits for it.
     pub fn feed(&self, queue: Queue) {
         self.queue.replace(Some(queue));
     }
 
-    /// An error of core for JavaScript, or rather what caused it.
+    /// Converts an error of core for JavaScript; returns the underlying cause if there is one.
     pub fn error(&self, e: &Error) -> JsValue {
         if let Some(cause) = self.failed.take() {
             return cause;
@@ -73,11 +73,11 @@ impl Files {
                 let why = format!("{name} is missing, although the model's index names it: the download is incomplete");
                 error("missing_file", &why)
             }
-            _ => crate::error::of(e),
+            _ => crate::error::from_core(e),
         }
     }
 
-    /// Checks that the files without which no model is one are there.
+    /// Checks that the required files are present.
     pub fn complete(&self) -> std::result::Result<(), JsValue> {
         let has = |name| self.find(name).is_some();
         let weights = has("model.safetensors") || has("model.safetensors.index.json");

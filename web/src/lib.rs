@@ -1,8 +1,8 @@
 //! The engine in a web page: core and the wgpu or CPU backend behind a JavaScript class.
 //!
-//! The page runs it in a worker. Nothing here knows the page: files come as objects with a `read` method, answers go as
-//! plain objects, and errors as `Error` objects with a `code`. [`budget`] and [`pace`] are what a page needs on top of the
-//! engine: memory that suits a phone, and steps so short that a stop takes effect at once.
+//! The page runs it in a worker. Nothing here depends on the page: files are objects with a `read` method, answers are plain
+//! objects, and errors are `Error` objects with a `code`. [`budget`] and [`pace`] add what a page needs: a memory budget that suits a
+//! phone, and steps so short that a stop takes effect at once.
 
 pub mod budget;
 pub mod pace;

@@ -1,4 +1,4 @@
-//! A model before it is loaded: what it is, and whether it fits.
+//! A model before it is loaded: its facts, and whether it fits.
 
 use std::rc::Rc;
 
@@ -22,9 +22,9 @@ use crate::{
 };
 
 const MIB: f64 = 1048576.0;
-/// What a module's memory can hold beside its own needs: of the 4 GiB that 32 bits address.
+/// Memory of a wasm module that is available for a model, of the 4 GiB that 32 bits address.
 const MODULE_BYTES: u64 = 3584 << 20;
-/// Browsers tell no more than this, or some value above.
+/// Browsers report at most about this much memory.
 const MEMORY_TOLD: u64 = 8 << 30;
 
 /// Reads everything but the weights.
@@ -35,7 +35,7 @@ pub async fn open(files: Vec<ModelFile>, label: Option<String>) -> Result<(Rc<Fi
     Ok((files, Rc::new(model)))
 }
 
-/// Why a model cannot run on a device whatever else the device does, with numbers.
+/// Why a model cannot run on a device, with numbers; `None` if it fits.
 pub fn problem(model: &ModelFiles, spec: &models::ModelSpec, caps: &Caps, sizes: &Sizes) -> Option<String> {
     let (weights, states) = (model.checkpoint.bytes(), sizes.split.bytes(&sizes.shape));
     let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / MIB);
@@ -62,7 +62,7 @@ pub fn problem(model: &ModelFiles, spec: &models::ModelSpec, caps: &Caps, sizes:
     pools::check(spec, caps, sizes.split.slots, sizes.split.pages).err().map(|e| e.to_string())
 }
 
-/// What would be tried in vain on a machine with little memory.
+/// Why a model would not load on a machine with little memory.
 fn scarce(weights: u64, sizes: &Sizes) -> Option<String> {
     let needs = weights + sizes.split.bytes(&sizes.shape);
     let has = js::device_memory().filter(|has| *has < MEMORY_TOLD && needs > has / 4 * 3)?;
@@ -73,7 +73,7 @@ fn scarce(weights: u64, sizes: &Sizes) -> Option<String> {
     ))
 }
 
-/// What the model is, and whether it fits; only headers are read.
+/// The facts of a model and whether it fits. Only headers are read.
 #[wasm_bindgen]
 pub async fn inspect(files: Vec<ModelFile>, backend: Option<String>) -> Result<JsValue, JsValue> {
     let wanted: Wanted = match backend {

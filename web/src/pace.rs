@@ -1,12 +1,12 @@
-//! Steps so short that a stop takes effect at once: the tokens of the next step, from how long the last ones took.
+//! Chooses the tokens of the next step from the times of the last ones, so that steps are short and a stop takes effect at once.
 
-/// A step should not take longer, in milliseconds. Two may be under way, one may be twice as slow as the one before, and a
-/// stop has 200 ms.
+/// Target time of a step in milliseconds. Two steps may be in flight, one may be twice as slow as the previous one, and a stop
+/// must take effect within 200 ms.
 const TARGET_MS: f64 = 50.0;
-/// Fewer tokens cost a device almost as much.
+/// Minimum tokens of a step; fewer cost a device almost as much.
 const LEAST: usize = 8;
 
-/// Tokens of a step.
+/// The controller of the step size.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     tokens: usize,
@@ -14,7 +14,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Starts with `first` tokens a step, never to exceed `most`.
+    /// Starts with `first` tokens per step; never exceeds `most`.
     pub fn new(first: usize, most: usize) -> Self {
         Self { tokens: first.min(most), most }
     }
@@ -24,13 +24,13 @@ impl Pace {
         self.tokens
     }
 
-    /// A step of `tokens` tokens took `ms`. Small steps say nothing about large ones.
+    /// Records that a step of `tokens` tokens took `ms`. Small steps are ignored, because they do not predict large ones.
     pub fn took(&mut self, tokens: usize, ms: f64) {
         if tokens < LEAST.min(self.tokens) {
             return;
         }
         let fits = (TARGET_MS / ms.max(0.01) * tokens as f64) as usize;
-        // Multiples of the grid waste nothing; growth is careful, since a first step may be slower than the next.
+        // Multiples of the grid waste no padding. Growth is slow, because a first step may be slower than the next.
         let fits = if fits >= 64 { fits / 64 * 64 } else { fits / LEAST * LEAST };
         self.tokens = fits.clamp(LEAST, (2 * self.tokens).max(64)).min(self.most);
     }

@@ -1,4 +1,4 @@
-//! What the engine tells, as plain objects; `web/js/selkie.d.ts` describes them.
+//! The engine's reports as plain objects; `web/js/selkie.d.ts` documents them.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::session::AnySession;
 
-/// Nodes of the tree that are shown: more than a person looks at.
+/// Maximum nodes of the tree in a report.
 const MOST_NODES: usize = 200;
 
 /// Facts fixed at load.
@@ -73,7 +73,8 @@ pub fn stats(session: &AnySession, device: &str) -> Value {
     })
 }
 
-/// The nodes used last with all above them, parents first. A model without recurrent layers (no `slots`) goes on from any.
+/// The most recently used nodes with all their ancestors, parents first. Without recurrent layers (no `slots`) a prompt can
+/// continue from any node.
 fn tree(tree: &Tree, slots: bool) -> Vec<Value> {
     let mut all: Vec<(NodeId, u64)> =
         tree.iter().filter(|(_, n)| n.parent != NONE).map(|(id, n)| (id, n.last_use())).collect();
@@ -106,7 +107,7 @@ fn tree(tree: &Tree, slots: bool) -> Vec<Value> {
     shown.iter().map(node).collect()
 }
 
-/// News of a step.
+/// An update of a step.
 pub fn update(update: Update) -> Value {
     match update {
         Update::Text { id, text } => json!({ "type": "text", "id": id.0, "text": text }),

@@ -1,4 +1,4 @@
-//! Options and requests as JavaScript gives them.
+//! Options and requests from JavaScript.
 
 use selkie_core::{
     chat::Message,
@@ -45,7 +45,7 @@ struct Turn {
 }
 
 impl Request {
-    /// The request with the model's own sampling values where it names none. `seed` is for those who name none either.
+    /// The request with the model's defaults for missing sampling values, and `seed` if it has none.
     pub fn ask(self, generation: &GenerationConfig, seed: u64) -> Ask {
         let overrides = Overrides {
             temperature: self.temperature,

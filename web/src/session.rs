@@ -11,7 +11,7 @@ use selkie_core::{
 };
 use selkie_wgpu::{Queue, WgpuBackend};
 
-/// A loaded model. One boxed value either way: it is moved out while a step runs.
+/// A loaded model. Boxed, because it is moved out while a step runs.
 pub enum AnySession {
     /// On a GPU.
     Wgpu(Box<Session<WgpuBackend>>),
@@ -19,7 +19,7 @@ pub enum AnySession {
     Cpu(Box<Session<CpuBackend>>),
 }
 
-/// The same expression on either session.
+/// Evaluates an expression on either session.
 macro_rules! on {
     ($any:expr, $s:ident => $e:expr) => {
         match $any {
@@ -58,7 +58,7 @@ impl AnySession {
         on!(self, s => s.engine_mut().set_step_tokens(tokens));
     }
 
-    /// Tokens of the step that the last call of `step` landed, and when it was enqueued.
+    /// Tokens of the step that the last call of `step` completed, and when it was enqueued.
     pub fn landed(&self) -> Option<(usize, f64)> {
         on!(self, s => s.engine().landed())
     }
@@ -101,7 +101,7 @@ impl AnySession {
     }
 }
 
-/// Options whose memory suits the model and the machine, where nobody said otherwise.
+/// The options, with a memory budget that suits model and machine unless one was given.
 pub fn options(
     spec: &ModelSpec,
     caps: &Caps,
