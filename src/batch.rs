@@ -29,13 +29,13 @@ mod answers;
 mod journal;
 mod request;
 
-/// Requests that are encoded and queued beyond those that run, as a multiple of them.
+/// Requests that are encoded and queued in advance, as a multiple of those that run.
 const QUEUED_BATCHES: usize = 4;
 
-/// Longest input that is read, in bytes.
+/// Maximum size of the input, in bytes.
 const MAX_INPUT_BYTES: u64 = 1 << 32;
 
-/// Lines that are no request or could not be answered, and are told at once.
+/// Maximum number of failed lines that are reported one by one.
 const SHOWN_FAILURES: usize = 3;
 
 /// Answers all requests of the input.
@@ -56,7 +56,7 @@ pub fn run(args: &BatchArgs) -> Outcome {
     backend::run(&args.model.backend, Batch { args, files: &files, lines, interrupt, answers, answered, stats })
 }
 
-/// Refuses outputs that would land on the input or on one another.
+/// Refuses outputs that would overwrite the input or each other.
 fn check_places(args: &BatchArgs) -> Outcome {
     let partial = output_file::resolve(&args.output).ok().map(|target| journal::partial(&target));
     let output = Some(args.output.as_path()).filter(|path| *path != Path::new("-"));
@@ -128,7 +128,7 @@ struct Run<'a, B: Backend> {
     session: Session<B>,
     args: &'a BatchArgs,
     answers: Answers,
-    /// Place among the requests, line and id of what is queued or running.
+    /// For each queued or running request: its index, line and id.
     running: HashMap<SeqId, (usize, Line<'a>, Option<Box<RawValue>>)>,
     totals: Totals,
     started: Instant,
@@ -165,7 +165,7 @@ impl<'a, B: Backend> Run<'a, B> {
         }
     }
 
-    /// Submits a line, or answers it at once if it is no possible request.
+    /// Submits a line, or answers it with an error at once if it is not a valid request.
     fn start(&mut self, place: usize, line: Line<'a>) -> Outcome {
         let (id, ask) = line.ask(place, self.session.files());
         match ask.and_then(|ask| self.session.submit(ask).map_err(|e| e.to_string())) {
@@ -196,7 +196,7 @@ impl<'a, B: Backend> Run<'a, B> {
         Ok(())
     }
 
-    /// Tells of the failed lines that were not told of.
+    /// Reports how many more lines failed than were reported one by one.
     fn tell_failures(&self) {
         let more = self.totals.failed.saturating_sub(SHOWN_FAILURES);
         if more > 0 {
@@ -208,7 +208,7 @@ impl<'a, B: Backend> Run<'a, B> {
         }
     }
 
-    /// Ends a run that failed or was stopped; the reason, and what there is of the output.
+    /// Ends a run that failed or was stopped: returns the reason and the state of the output.
     fn stop(self, why: Failure) -> Failure {
         self.bar.finish_and_clear();
         self.tell_failures();
@@ -239,7 +239,7 @@ impl<'a, B: Backend> Run<'a, B> {
             caps.device,
         ));
         self.answers.finish()?;
-        // Behind the answers, which do not depend on it.
+        // After the answers, which do not depend on it.
         if let Some(mut file) = stats {
             file.write_all(format!("{counters:#}\n").as_bytes()).map_err(|e| file.error(e))?;
             file.commit()?;

@@ -38,13 +38,13 @@ mod prefix;
 mod speed;
 mod traffic;
 
-/// Longest config.json that is read, in bytes.
+/// Maximum size of config.json, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Seed of random weights and prompts: every run measures the same.
 const SEED: u64 = 1;
 
-/// Refuses a run of more tokens, all prompts and answers together, than can be waited for; `options` are those that make it that long.
+/// Refuses a run with too many tokens in all prompts and answers; `options` names the options that determine their number.
 fn check_tokens(tokens: usize, options: &str) -> Outcome {
     if tokens > MAX_TOKENS {
         let why = format!("{options} make {tokens} tokens together, more than the {MAX_TOKENS} of a run; ask for less");

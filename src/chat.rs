@@ -1,4 +1,4 @@
-//! `selkie chat`: several turns with one model; each goes on from the state of the turns before.
+//! `selkie chat`: several turns with one model. Each turn continues from the state of the previous ones.
 
 use std::{
     io::{self, BufRead, IsTerminal},
@@ -74,7 +74,7 @@ impl Job for Chat<'_> {
             match talk.turn(&line) {
                 Ok(true) => {}
                 Ok(false) => break,
-                // A person can go on after, say, a message that was too long; a script should not.
+                // A person can continue after, for example, a message that is too long; a script should not.
                 Err(failure @ (Failure::Engine(_) | Failure::Other(_))) if input.is_interactive() => {
                     terminal::error(failure.message().unwrap_or_default());
                 }
@@ -232,7 +232,7 @@ fn plain_line(from: impl BufRead) -> io::Result<Option<String>> {
     Ok(Some(text.strip_suffix('\r').unwrap_or(text).to_owned()))
 }
 
-/// The history is a convenience: that it cannot be kept stops nobody.
+/// The history is a convenience, so errors are ignored.
 fn remember(editor: &mut DefaultEditor, history: Option<&std::path::Path>, line: &str) {
     if line.trim().is_empty() || !editor.add_history_entry(line).unwrap_or(false) {
         return;
@@ -246,7 +246,7 @@ fn remember(editor: &mut DefaultEditor, history: Option<&std::path::Path>, line:
 
 /// `selkie/history` in the user's directory for program state, which is made if need be.
 fn history_file() -> Option<PathBuf> {
-    // A relative path is to be ignored, says the specification of these variables.
+    // The specification of these variables says that relative paths must be ignored.
     let var = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = if cfg!(windows) {
         var("LOCALAPPDATA")?

@@ -1,4 +1,4 @@
-//! Why the program ends early, and with which exit code.
+//! The reasons for which the program ends early, with their exit codes.
 
 use std::io;
 
@@ -11,7 +11,7 @@ pub enum Failure {
     Engine(Error),
     /// Another failed operation: exit code 1.
     Other(String),
-    /// The command line cannot be meant like that: exit code 2.
+    /// The command line is invalid: exit code 2.
     Usage(String),
     /// A signal asked the program to stop.
     Stopped {
@@ -20,9 +20,9 @@ pub enum Failure {
         /// What to tell.
         why: String,
     },
-    /// Everything was said already, but not all went well: exit code 1.
+    /// The failure was already reported: exit code 1.
     Reported,
-    /// Nobody reads our output any more: not an error, and nothing is said.
+    /// The reader of standard output is gone: not an error, no message.
     OutputClosed,
 }
 
@@ -78,7 +78,7 @@ pub fn json_error(e: &serde_json::Error) -> String {
     format!("{found}, expected {name}{place}")
 }
 
-/// What to do about errors that do not say it themselves, in terms of this program's options.
+/// The remedy for errors whose message has none, in terms of this program's options.
 fn advice(e: &Error) -> Option<&'static str> {
     match e {
         Error::OutOfMemory { .. } => Some(

@@ -43,7 +43,7 @@ fn stdin() -> Outcome<String> {
     let text = String::from_utf8(bytes).map_err(|e| {
         Failure::Other(format!("standard input: not UTF-8 from byte {} on", e.utf8_error().valid_up_to()))
     })?;
-    // The line feed that `echo` adds is not part of what was asked.
+    // The line feed that `echo` adds is not part of the prompt.
     Ok(text.strip_suffix('\n').map(|t| t.strip_suffix('\r').unwrap_or(t)).unwrap_or(&text).to_owned())
 }
 
@@ -59,7 +59,7 @@ fn prompt(args: &GenerateArgs, files: &ModelFiles, text: String) -> Outcome<Prom
     Ok(Prompt::Messages(system.chain([Message::new("user", text)]).collect()))
 }
 
-/// A request with the command line's sampling over the model's own, its prompt still to be filled in.
+/// A request without a prompt, with the command line's sampling values over the model's defaults.
 pub fn ask(args: &SamplingArgs, files: &ModelFiles) -> Outcome<Ask> {
     let overrides = args.overrides();
     let sampling = overrides.over(files.generation.sampling(random_seed()));
@@ -71,7 +71,7 @@ pub fn ask(args: &SamplingArgs, files: &ModelFiles) -> Outcome<Ask> {
     Ok(Ask { sampling, max_tokens: args.max_tokens, stop, ..Ask::default() })
 }
 
-/// A number that nobody can foretell, for those who gave no seed.
+/// A random seed, used if the user gave none.
 fn random_seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::time::SystemTime::now())
@@ -112,8 +112,8 @@ impl Job for Generate<'_> {
     }
 }
 
-/// Runs the session until request `id` has ended. `show` receives its text as it comes; once `stop` is set, the request is
-/// cancelled.
+/// Runs the session until request `id` has ended. `show` receives its text as it is generated. If `stop` is set, the request
+/// is cancelled.
 pub fn answer<B: Backend>(
     session: &mut Session<B>,
     id: SeqId,
@@ -143,7 +143,7 @@ fn ended(mut completion: Completion) -> Outcome<Completion> {
     }
 }
 
-/// The finished request as programs read it; `batch` writes the same fields.
+/// The finished request as JSON; `batch` writes the same fields.
 pub fn completion_json<B: Backend>(done: &Completion, session: &Session<B>) -> Value {
     let caps = session.engine().caps();
     let mut value = completion_fields(done);

@@ -1,4 +1,4 @@
-//! Text files that are read as a whole.
+//! Reads whole text files.
 
 use std::{
     fs::{self, File},
@@ -16,7 +16,7 @@ use crate::{
 /// A UTF-8 byte order mark, which some editors put before a text.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Most bytes that are taken of what does not tell its size: a pipe, a device, standard input.
+/// Maximum bytes read from inputs of unknown size: a pipe, a device, standard input.
 const MAX_STREAM_BYTES: u64 = 1 << 30;
 
 /// All bytes of a text without its byte order mark; `-` is standard input. A pipe is waited for.

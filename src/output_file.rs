@@ -12,15 +12,15 @@ use selkie_core::Error;
 
 /// Most symbolic links that are followed from one name to a file.
 const MOST_LINKS: usize = 40;
-/// How often a temporary file is made anew if others make and remove it at the same time.
+/// How often creating a temporary file is retried if other processes create and remove it at the same time.
 const TRIES: usize = 8;
 
-/// A file under a temporary name beside its target, which takes the target's name in [`OutputFile::commit`]. If that is
-/// never called, nothing is left behind.
+/// A file with a temporary name in the target's folder. [`OutputFile::commit`] renames it to the target; without that call it
+/// is removed.
 ///
-/// A symbolic link is followed, and the mode of a file that is there already is kept. A target that is there and is no
-/// regular file (a pipe, `/dev/null`) is written directly. The temporary file is locked while it is written, so that what
-/// a killed run has left is told from what another process is writing.
+/// Symbolic links are followed, and the mode of an existing file is kept. A target that exists and is not a regular file (a
+/// pipe, `/dev/null`) is written directly. The temporary file is locked while it is written, which distinguishes the leftover
+/// of a killed run from a file that another process is writing.
 pub struct OutputFile {
     target: PathBuf,
     temporary: Option<PathBuf>,
@@ -143,7 +143,7 @@ fn create_new(path: &Path, mode: Option<Permissions>) -> io::Result<File> {
     #[cfg(unix)]
     if let Some(mode) = &mode {
         use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-        // From the start, so that nobody opens a private file before its mode is set.
+        // Set when the file is created, so that a private file is never readable for others.
         options.mode(mode.mode() & 0o777);
     }
     let file = options.open(path)?;
@@ -195,7 +195,7 @@ impl Write for OutputFile {
 impl Drop for OutputFile {
     fn drop(&mut self) {
         if let Some(temporary) = self.temporary.take() {
-            // While the lock is held: behind it, the name may be another process's.
+            // Removed while the lock is held: afterwards the name may belong to another process.
             let _ = fs::remove_file(temporary);
         }
     }

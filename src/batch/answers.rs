@@ -1,4 +1,4 @@
-//! Where answers go: to a file that is complete or waits for `--resume`, or down a stream.
+//! The output of answers: a file that is complete or can be resumed with `--resume`, or a stream.
 
 use std::{collections::BTreeMap, io::Write};
 
@@ -13,7 +13,7 @@ use crate::{
 /// The answers of a run.
 pub struct Answers {
     sink: Sink,
-    /// In the order of the requests, not in that of completion.
+    /// Whether answers are in the order of the requests instead of the order of completion.
     ordered: bool,
     of: usize,
 }
@@ -38,10 +38,10 @@ enum To {
 }
 
 impl Answers {
-    /// The place that the arguments name, with what is to be kept of an earlier run.
+    /// Opens the output that the arguments name, with the answers of an earlier run if it is resumed.
     ///
     /// # Errors
-    /// If it cannot be written, or read where an earlier run is to be resumed.
+    /// If it cannot be written or, to resume an earlier run, cannot be read.
     pub fn open(args: &BatchArgs, lines: &[Line]) -> Outcome<Self> {
         let stream = |to| Sink::Stream(Stream { to, ready: BTreeMap::new(), next: 0, written: 0 });
         let stdout = args.output.as_os_str() == "-";
@@ -104,7 +104,7 @@ impl Answers {
         }
     }
 
-    /// Ends a run that has not: which answers there are, and where.
+    /// Ends a run that has not answered everything: says how many answers there are, and where.
     pub fn stop(self) -> String {
         let of = self.of;
         match self.sink {

@@ -1,8 +1,8 @@
-//! Answers of a run on disk, from the first one on.
+//! The answers of a run on disk.
 //!
-//! They are appended to `.OUT.partial`, each at once, in the order in which they are complete. When the last one is there
-//! the file takes the name `OUT`, in the order of the requests if that is asked for. Whatever ends the run before leaves
-//! `.OUT.partial`, from which `--resume` goes on. `OUT` itself is replaced by a complete file only.
+//! Each answer is appended to `.OUT.partial` as soon as it is complete. After the last one the file is renamed to `OUT`, in the
+//! order of the requests unless another order was requested. If the run ends early, `.OUT.partial` remains and `--resume`
+//! continues from it. `OUT` itself is only ever replaced by a complete file.
 
 use std::{
     collections::HashMap,
@@ -31,7 +31,7 @@ pub struct Journal {
     end: u64,
 }
 
-/// Where an answer is.
+/// The position of an answer in the file.
 #[derive(Clone, Copy)]
 struct Place {
     request: usize,
@@ -50,7 +50,7 @@ impl Journal {
     /// A run without answers.
     ///
     /// # Errors
-    /// If an earlier run has left some, or the file cannot be written.
+    /// If there are answers of an unfinished earlier run, or the file cannot be written.
     pub fn start(target: &Path) -> Outcome<Self> {
         let (target, partial) = places(target)?;
         let left = match File::open(&partial).map(BufReader::new) {
@@ -102,7 +102,7 @@ impl Journal {
             mode => mode,
         };
         let mut out = OutputFile::beside(partial.clone(), mode).map_err(|e| match e {
-            // The name that the user gave: what is wrong is wrong with its folder.
+            // The error names the user's file, because the cause is its folder.
             Error::Io { source, .. } => Error::io(&target, source),
             e => e,
         })?;
@@ -121,7 +121,7 @@ impl Journal {
         self.answers.len()
     }
 
-    /// What holds them.
+    /// The file that holds them.
     pub fn path(&self) -> &Path {
         &self.partial
     }
@@ -190,7 +190,7 @@ fn places(target: &Path) -> Outcome<(PathBuf, PathBuf)> {
     Ok((target, partial))
 }
 
-/// Copies answers one behind the other; where they are then.
+/// Copies answers one after another; returns their new positions.
 fn copy(from: &mut File, answers: &[Place], to: &mut OutputFile) -> io::Result<Vec<Place>> {
     let (mut copied, mut end) = (Vec::with_capacity(answers.len()), 0);
     from.rewind()?;
@@ -237,7 +237,7 @@ fn keep(file: &File, lines: &[Line]) -> io::Result<(Vec<Place>, usize)> {
     Ok((kept, foreign))
 }
 
-/// By what the request of an answer is found: its id if no other request has the same, else the number and the text of its line.
+/// The key that matches an answer with its request: the id if it is unique, else the number and the text of the line.
 struct Requests {
     by_id: HashMap<String, Option<usize>>,
     by_line: HashMap<(usize, String), usize>,

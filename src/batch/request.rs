@@ -26,12 +26,12 @@ impl<'a> Line<'a> {
         lines.map(|(i, line)| Self { number: i + 1, text: line.trim_ascii() }).filter(|l| !l.text.is_empty()).collect()
     }
 
-    /// What tells one text of a line from another, in an answer's field `line_hash`.
+    /// A hash of the line's text, for an answer's field `line_hash`.
     pub fn hash(&self) -> String {
         format!("{:016x}", selkie_core::fnv::hash(selkie_core::fnv::START, self.text))
     }
 
-    /// The line's id, as it is written there, and what it asks for; `place` is the seed of a request that names none.
+    /// The line's id as written, and its request; `place` is the seed if the request has none.
     pub fn ask(&self, place: usize, files: &ModelFiles) -> (Option<Box<RawValue>>, Result<Ask, String>) {
         match serde_json::from_slice::<Request>(self.text) {
             Ok(mut request) => (request.id.take(), request.ask(files, place as u64)),
@@ -39,7 +39,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// The id of a line that may be no request.
+    /// The id of a line that may not be a valid request.
     pub fn id(&self) -> Option<Box<RawValue>> {
         serde_json::from_slice::<OnlyId>(self.text).unwrap_or_default().id
     }
@@ -56,7 +56,7 @@ impl<'a> Line<'a> {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, expecting = "an object with the fields of a request")]
 struct Request {
-    /// Kept as text: a number must not come back in another spelling.
+    /// Kept as text, so that a number is returned exactly as it was written.
     id: Option<Box<RawValue>>,
     prompt: Option<String>,
     prompt_ids: Option<Vec<u32>>,
@@ -88,14 +88,14 @@ enum Stop {
     Several(Vec<String>),
 }
 
-/// What can be told of a line that is no request.
+/// The readable part of a line that is not a valid request.
 #[derive(Default, Deserialize)]
 struct OnlyId {
     id: Option<Box<RawValue>>,
 }
 
 impl Request {
-    /// The request; `seed` is for those that name none.
+    /// The request; `seed` is used if it has none.
     fn ask(self, files: &ModelFiles, seed: u64) -> Result<Ask, String> {
         let given = [self.prompt.is_some(), self.prompt_ids.is_some(), self.messages.is_some()];
         let prompt = match (self.prompt, self.prompt_ids, self.messages) {
@@ -146,7 +146,7 @@ pub fn answer(id: Option<&RawValue>, rest: Value, line: &Line) -> String {
     serde_json::to_string(&answer).expect("an answer has string keys only")
 }
 
-/// The fields of an answer that is none.
+/// The fields of an answer that is an error.
 pub fn error_fields(why: &str) -> Value {
     json!({
         "text": null,

@@ -1,4 +1,4 @@
-//! As much HTTP/1.1 as serving files takes: one GET or HEAD a connection. `httparse` reads, this module judges.
+//! The part of HTTP/1.1 that serving files needs: one GET or HEAD per connection. `httparse` parses; this module checks.
 
 use std::{net::Ipv6Addr, ops::Range};
 
@@ -43,7 +43,7 @@ impl Request {
         };
         let value =
             |name: &str| values(name).next().and_then(|v| std::str::from_utf8(v).ok()).map(|v| v.trim().to_owned());
-        // A page of another site whose name was made to point here (DNS rebinding) betrays itself by that name.
+        // Refuses other host names, against DNS rebinding: a foreign site whose name was made to point to this machine.
         if values("host").count() != 1 || !value("host").is_some_and(|host| is_own_host(&host, port)) {
             return Err((403, "This server answers to its address and to localhost only."));
         }
