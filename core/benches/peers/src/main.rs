@@ -1,5 +1,5 @@
 //! Matrix products beside the machine's own limits, as ratios of one run:
-//! `cargo bench -p selkie-core --bench matmul`.
+//! `cargo run --release --manifest-path core/benches/peers/Cargo.toml`.
 
 use std::time::Instant;
 
