@@ -1,7 +1,7 @@
-// The ops around a product of one row, for its kernel to compute: by CONSUMERS threads in WARPS warps, which meet in
-// `sync_consumers`.
+// The ops before and after a product of one row, as parts of its kernel: computed by CONSUMERS threads in WARPS warps, which
+// synchronise in `sync_consumers`.
 
-constexpr int NORM_WARPS = THREADS / 32;         // of a group in rms_norm.cu; the warps here stand in for them in turn
+constexpr int NORM_WARPS = THREADS / 32;         // of a group in rms_norm.cu; each warp here does the work of several of them
 constexpr int NORM_UNITS = PROLOGUE == 1 ? K / GROUP * NORM_WARPS : 1;
 constexpr int NORM_TURNS = div_up(NORM_UNITS, WARPS);
 constexpr int NORM_PASSES = div_up(GROUP, VEC * THREADS);
@@ -21,7 +21,7 @@ struct Channel {
         for (int j = 0; j < TAPS - 1; j++)
             window[j] = src == 0 ? 0.f : to_f32(pool[src * pool_stride + (i64)c * (TAPS - 1) + j]);
     }
-    // As conv1d.cu does it.
+    // As in conv1d.cu.
     DEV void put(const u32 *ints, int c, float x, pool_t *pool, i64 pool_stride, conv_t *out) {
         if (!in) return;
         Chunk ch(ints + 3);
@@ -94,7 +94,7 @@ DEV void norm(const bf16 *a, const bf16 *gate, const float *weight, float eps, b
     });
 }
 
-// act(a) or act(a) * b of the only row, by all consumers; with ROW_GATE times sigmoid of the value that stands so far behind a.
+// act(a) or act(a) * b of the only row, by all consumers; with ROW_GATE times sigmoid(a[ROW_GATE]).
 DEV void activation(const bf16 *a, const bf16 *b, bf16 *x) {
     float gate = ROW_GATE ? sigmoid(to_f32(a[ROW_GATE])) : 1.f;
     constexpr int STEP = CONSUMERS * 8, AHEAD = 4;

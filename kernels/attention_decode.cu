@@ -1,8 +1,8 @@
 // Attention of few queries over long contexts, bf16, at memory speed. A block owns one token, one KV head with its whole
-// group of query heads (at most 16), and every SPLITS-th page from the one of its number on. Slices of 16 keys go in turn to
-// its warps, which copy them with cp.async through rings of their own and never wait for each other until the end. Scores
+// group of query heads (at most 16), and the pages whose index is its own modulo SPLITS. Slices of 16 keys are dealt to its warps,
+// which copy them with cp.async through rings of their own and synchronise only at the end. Scores
 // and outputs are computed transposed, keys and dims in the rows of the mma, so that 8 heads fill its columns. The last of
-// the SPLITS blocks that is done merges what all of them left, in the order of their numbers.
+// the SPLITS blocks to finish merges the results of all of them in the order of their numbers.
 // Grid (T, KV heads, SPLITS).
 // HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), WARPS, STAGES; out_t.
 
@@ -22,7 +22,7 @@ DEV u32 piece_at(int row, int piece) {
     if constexpr (SWIZZLED) return swizzle<VECS>(row, piece);
     return row * (PITCH * 2) + piece * 16;
 }
-// From piece 0 or 1 of a row on to the piece 2 i behind it.
+// The address of the piece 2 i after piece 0 or 1 of a row.
 DEV u32 piece_on(u32 at, int i) { return SWIZZLED ? (at ^ (i & 3) << 5) + (i >> 2) * 128 : at + i * 32; }
 
 // 8 x 8 elements transposed; a lane holds two neighbours of a row.

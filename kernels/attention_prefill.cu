@@ -1,5 +1,5 @@
 // Attention of many queries, bf16, tensor cores: a block owns 64 * MT consecutive tokens of one row and one query head and
-// walks the row's pages once, a page ahead in shared memory. Scores and softmax stay in registers.
+// walks the row's pages once; the next page is copied to shared memory meanwhile. Scores and softmax stay in registers.
 // Grid (tiles, H); tiles are counted over the rows in order, the last ones (most keys) start first.
 // HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, WINDOW (0 = none), MT; out is bf16.
 
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         i64 id = table[page];
         const bf16 *k = k_pages + id * k_pages_stride + head, *v = v_pages + id * v_pages_stride + head;
         bf16 *sk = ring + (page - page_from) % 2 * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
-        int keys = final + 1 - page * PAGE;            // those behind must not bring a NaN into the products
+        int keys = final + 1 - page * PAGE;            // later ones must not bring a NaN into the products
 #pragma unroll 4
         for (int i = threadIdx.x; i < PAGE * VECS; i += THREADS) {
             int key = i / VECS, x = i % VECS * 8;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         __syncthreads();
         if (page + 1 < page_to) fetch(page + 1);
         bf16 *sk = ring + (page - page_from) % 2 * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
-        // Pages wholly behind a warp's queries change nothing.
+        // Pages wholly after a warp's queries change nothing.
         if (page * PAGE > q_first + w0 + 16 * MT - 1) continue;
         float s[MT][8][4];
 #pragma unroll

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
         int issued = 0;
         u32 before = 0;
         auto copy = [&](const bf16 *base, i64 stride, const u32 *id, int tile, u32 dst, u32 bar) {
-            int keys = final + 1 - tile * KEYS;        // those behind must not bring a NaN into the products
+            int keys = final + 1 - tile * KEYS;        // later ones must not bring a NaN into the products
 #pragma unroll
             for (int i = 0; i < KEYS / PAGE; i++) {
                 const bf16 *src = base + id[i] * stride + head;
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
         for (int j = 0; j < KEYS / 16; j++) wgmma_registers<HEAD_DIM>(acc, p[j], dv + j * 128);
         wgmma_commit();
     };
-    // Scores to weights, in place, and the factor for what came before.
+    // Scores to weights, in place, and the factor for the sums so far.
     auto softmax = [&](int i) {
         int key0 = (from + i) * KEYS, position = q_first + w0;
         if (key0 + KEYS - 1 > position || (WINDOW && key0 <= position + 15 - WINDOW)) {

@@ -52,8 +52,8 @@ DEV u32 pack_bf16(float lo, float hi) {
 DEV float bf16_lo(u32 x) { return __uint_as_float(x << 16); }
 DEV float bf16_hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
-// Where a kernel leaves its number in host memory when it starts, if `at` is set, so that an error that arrives late can be
-// told whose it is. The call is added to every kernel by the Rust side.
+// If `at` is set, a kernel writes its number there (host memory) when it starts, so that a late error can name its kernel. The Rust
+// side adds the call to every kernel.
 struct Started {
     volatile u32 *at;
     u32 number;
@@ -196,9 +196,9 @@ template <int THREADS> DEV float block_sum(float x, float *part) {
 
 constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
 
-// From compute capability 9.0 on a kernel may start while the one before it runs. Each kernel says that the next one may start
-// too, some before they wait themselves, and waits for all before it ahead of its first read of what kernels write and of its
-// first write; weights and the integers of a step are written by no kernel.
+// Programmatic dependent launch, compute capability 9.0 and later: a kernel may start while the previous one runs. Each kernel
+// triggers the next one, some before their own wait. Each waits for all previous kernels before it first reads anything that a kernel
+// writes and before its first write. Weights and the integers of a step are written by no kernel.
 DEV void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -249,7 +249,7 @@ DEV int long_row(const Step &st, u32 least, int k) {
 }
 
 // Tile `tile` of `size` tokens, counted over the rows in order: its row, the row's first token and tokens, and `tile`
-// counted within the row; false behind the last. Called by whole warps.
+// counted within the row; false after the last. Called by whole warps.
 DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &tokens) {
     int lane = threadIdx.x % 32;
     for (int base = 0, before = 0; base < st.rows; base += 32) {
@@ -278,8 +278,8 @@ DEV bool tile_row(const Step &st, int size, int &tile, int &r, int &first, int &
 constexpr int PADDING_SPAN = 1024;
 constexpr int PADDING_COLS = 1024;
 
-// Zeroes the padding tokens of block `block`, of COLS columns in all, behind the kernels ahead, which may still read there.
-// Called by all threads of a block. Not inlined: its code would lie between the start of a kernel and what most blocks do.
+// Zeroes the padding tokens of block `block`, of COLS columns in all, after the wait: previous kernels may still read
+// there. Called by all threads of a block. Not inlined, so that its code is not between the start of a kernel and its main path.
 template <int THREADS, int COLS, class T> __device__ __noinline__ void zero_padding(Step st, T *out, i64 stride, int block) {
     wait_for_inputs();
     constexpr int TILES = div_up(COLS, PADDING_COLS);
@@ -375,7 +375,7 @@ DEV void cp_async16(u32 dst, const void *src, bool valid = true) {
     int n = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
 }
-// The same for what is read once: it makes room in the L2 again before anything else does.
+// The same with the evict-first policy of the L2, for data that is read once.
 DEV u64 evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -423,12 +423,12 @@ template <bool HINTED> DEV void bulk_load(void *dst, const void *src, u32 bytes,
                  "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
                  : "memory");
 }
-// Orders what this thread wrote to shared memory before bulk copies to it. What kernels ahead wrote to global memory needs
-// none after `wait_for_inputs`.
+// Orders this thread's writes to shared memory before bulk copies to it. Global memory written by previous kernels needs no such
+// fence after `wait_for_inputs`.
 DEV void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
-// Copies `len` rows of PIECES pieces of 16 bytes to a swizzled tile of ROWS in shared memory, and zeros behind them. For `tid`
+// Copies `len` rows of PIECES pieces of 16 bytes to a swizzled tile of ROWS in shared memory, and zeros after them. For `tid`
 // of THREADS threads.
 template <int ROWS, int PIECES, int THREADS>
 DEV void cp_async_tile(u32 dst, const bf16 *src, i64 stride, int len, int tid) {

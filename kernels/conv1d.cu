@@ -1,7 +1,7 @@
 // Depthwise causal convolution. A block owns all tokens of a chunk for a tile of COLS * VEC channels, a thread all tokens of VEC
 // channels: it reads its part of a state before it writes it, so that a slot may be updated in place. Whole groups of LOADS
-// tokens are loaded one group ahead and go without a test for the chunk's end.
-// Grid (the channel tiles of the first chunk, of the next, ..., then blocks for padding): those that run at a time read and
+// tokens are loaded one group early and need no test for the chunk's end.
+// Grid (the channel tiles of the first chunk, of the next, ..., then blocks for padding): blocks that run at the same time read and
 // write whole rows.
 // VEC, CHANNELS, TAPS, COLS, LOADS, PACKED_WEIGHT (its row stride is TAPS + 1), ACT; x_t, pool_t, out_t.
 
@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 
         zero_padding<COLS, CHANNELS>(st, out, out_stride, blockIdx.x - st.chunks * TILES);
         return;
     }
-    // What no kernel writes, before the first value that another load depends on.
+    // Inputs that no kernel writes, before the first value that another load depends on.
     float w[TAPS + 1][VEC];
     if (c < CHANNELS) {
         if constexpr (PACKED_WEIGHT) {

@@ -1,3 +1,3 @@
-// Does nothing: timed alone, it is what a measurement adds to a kernel.
+// Does nothing: its time is the overhead of a measurement.
 
 extern "C" __global__ void ENTRY(PARAMETERS) {}

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     const u32 *first = list, *tiles = list + E + 1, *order = list + 2 * (E + 1);
     u32 tile = blockIdx.y;
     if (tile >= tiles[E]) return;
-    // The last expert whose first tile is not behind this one.
+    // The last expert whose first tile is not after this one.
     int lo = 0, hi = E - 1;
     while (lo < hi) {
         int mid = (lo + hi + 1) / 2;

@@ -1,11 +1,16 @@
-// Products of the experts that few tokens chose, at memory speed, from compute capability 9.0 on. Every warp streams rows of W
-// through a ring of its own, copied in bulk, and multiplies them with x, all of which is in shared memory, as gemv.cu does: 256
-// neighbouring elements are 16 x 16 operands of the tensor cores, and their products lie on the diagonal. The order of a sum
-// depends on K only. A unit is ROWS neighbouring rows of one expert for one (token, choice), and with PARTS = 2 also those N / 2
-// rows behind. Without COMBINE units are dealt to all warps, and with HAS_MID the activation behind is computed too; with COMBINE
-// all choices of a column belong to one block, which adds them up in ascending order.
-// With `inputs_complete`, the ids, and without COMBINE x, were written before the kernel ahead started; they are read at once.
-// Grid (blocks that fit on the device at once).
+// Products of the experts that few tokens chose, at memory speed. Compute capability 9.0 and later.
+//
+// Every warp streams rows of W through a ring of its own and multiplies them with x in shared memory; layout as in gemv.cu. The order of
+// a sum depends on K only. A unit is ROWS neighbouring rows of one expert for one (token, choice); with PARTS = 2 also the rows
+// N / 2 further.
+//
+// Without COMBINE, units are dealt to all warps, and with HAS_MID the kernel also computes the activation of the products. With COMBINE, all
+// choices of a column belong to one block, which adds them in ascending order.
+//
+// `inputs_complete`: the ids (and, without COMBINE, x) were complete before the previous kernel launched, so they are read before
+// the wait.
+//
+// Grid: blocks that fit on the device at once.
 // TOKENS, K, N (rows of W of an expert), TOP, WARPS, STAGES, ROWS, PARTS, COMBINE, ACCUMULATE, HAS_MID, ACT; out_t, mid_t.
 
 constexpr int STEP = 256;
@@ -26,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     bf16 *ring = reinterpret_cast<bf16 *>(shared) + warp * STAGES * STAGE;
     bf16 *resident = reinterpret_cast<bf16 *>(shared) + WARPS * STAGES * STAGE;
     float *sums = reinterpret_cast<float *>(resident + X_ROWS * K);
-    // With COMBINE a block has columns in turn, and its warps their choices; without, whole turns of the grid, and what is left
-    // over spread over the blocks.
+    // With COMBINE a block owns every gridDim-th group of columns and its warps the choices; without, units go in whole turns of the grid
+    // and the remainder is spread over the blocks.
     int block = blockIdx.x, grid = gridDim.x, all = (COMBINE ? TOKENS : PAIRS) * GROUPS;
     int jobs = COMBINE ? (all - block + grid - 1) / grid : 0;
     int turns = all / (grid * WARPS), last = turns * grid * WARPS + warp * grid + block;
@@ -50,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     }
     __syncwarp();
     if (!inputs_complete) wait_for_inputs();
-    // Past the L1, which may hold what was there before. Choices of no expert are units without a copy.
+    // Bypasses the L1, which may hold older values. Choices of no expert are units without a copy.
     u32 mine = lane < PAIRS ? *(volatile const u32 *)(ids + lane / TOP * ids_stride + lane % TOP) : NONE;
     u64 once = evict_first();
     auto copy = [&](int i) {
@@ -104,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             }
     }
     wait_for_inputs();
-    // Not sooner: the kernel behind may take for granted that all before this one is done.
+    // Trigger only after the wait: the next kernel relies on everything before this one being complete.
     let_next_start();
     __syncthreads();
 

@@ -4,9 +4,9 @@
 // Grid: column tiles of the heads of each chunk, or row with MAX_TOKENS, then padding blocks; neighbouring blocks stream
 // neighbouring memory.
 // HEADS, DK, DV, COLS, THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are
-// someone else's); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
+// left to the chunked kernel); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
 
-constexpr int LANES = COLS / 4;               // threads side by side along a row of S
+constexpr int LANES = COLS / 4;               // threads along a row of S
 constexpr int GROUPS = THREADS / LANES;       // rows of S in flight
 constexpr int RPT = div_up(DK, GROUPS);       // rows per thread
 constexpr int TILES = div_up(DV, COLS);
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
     }
     bool mine = true;
     if constexpr (MAX_TOKENS > 0) {
-        // Rows instead of chunks: most of the many chunks are someone else's.
+        // Rows instead of chunks: most chunks belong to the chunked kernel.
         const u32 *row = st.row(unit);
         mine = row[3] != 0 && row[1] <= MAX_TOKENS;
         unit = mine ? row[2] : 0;

@@ -1,9 +1,8 @@
 // Second half of the chunked gated delta rule on tensor cores: a block owns DB columns of the state of one head of one
 // sequence and walks the chunks in order. A warp holds 16 columns of S, transposed, in registers: sums of one product are
-// operands of the next, and columns are independent, so nothing on the way from S to the next S is exchanged between
-// warps. A second warp computes the outputs of the same columns, others copy the coming chunks to shared memory.
-// Per chunk, with what the first half left: R = V - f_k ⊙ (K S); O = f_q ⊙ (Q S) + (M T) R; S = decay S + Wᵀ R.
-// Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to others.
+// operands of the next, and columns are independent, so warps exchange nothing between S and the next S. A second warp computes the outputs of the same columns, others copy the coming chunks to shared memory.
+// Per chunk, with the results of the first half: R = V - f_k ⊙ (K S); O = f_q ⊙ (Q S) + (M T) R; S = decay S + Wᵀ R.
+// Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to gated_delta.cu.
 // HEADS, DK, DV, DB, STAGES, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS; pool_t.
 
 constexpr int PAIRS = DB / 16;
@@ -11,7 +10,7 @@ constexpr int THREADS = 64 * PAIRS;              // that compute; COPY more thre
 constexpr int COPY = 128;
 constexpr int Q = PAGE;
 constexpr int KSTEPS = DK / 16;
-// Bytes of a stage: what the first half left (W, M T, factors); K, Q, V.
+// Bytes of a stage: results of the first half (W, M T, factors); K, Q, V.
 constexpr int AT_M = Q * DK * 2, AT_F = AT_M + Q * Q * 2, UNIT_BYTES = AT_F + 3 * Q * 4;
 constexpr int AT_K = UNIT_BYTES, AT_Q = AT_K + Q * DK * 2, AT_V = AT_Q + Q * DK * 2, STAGE = AT_V + Q * DB * 2;
 constexpr int PAIR_BYTES = (KSTEPS + Q / 16) * 512;        // S and R as operands, for the warp of the outputs

@@ -1,4 +1,4 @@
-// First half of the chunked gated delta rule: what does not depend on the state, for every chunk at once. A block takes one
+// First half of the chunked gated delta rule: the part that does not depend on the state, for all chunks in parallel. A block takes one
 // key head and all value heads that share it.
 // With k, q normalised and c the running sum of the log decays: A[t, s] = β_t (k_t·k_s) exp(c_t - c_s) for s < t,
 // T = (I + A)⁻¹ diag(β), M[t, s] = (q_t·k_s) exp(c_t - c_s) for s <= t. The second half needs W = Tᵀ (f_s ⊙ K) and M T, where
@@ -18,7 +18,7 @@ constexpr int COLS = 32;                         // columns of W that a warp com
 constexpr int UNIT_BYTES = Q * DK * 2 + Q * Q * 2 + 3 * Q * 4;
 static_assert(DK == 4 * COLS, "four warps share the columns of W");
 
-// Rounded to what a product reads of it.
+// Rounded to the bits that a tf32 product reads.
 DEV u32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 DEV void mma_tf32(float *d, const u32 *a, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) ENTRY(PARAMETERS) {
 
 #pragma unroll 1
     for (int h = first; h < end; h++) {
-        // Keeps what does not depend on the head from being computed once and spilled.
+        // Keeps the compiler from hoisting the head-independent part, which would be spilled.
         asm volatile("" : "+r"(lane), "+l"(sk));
         int g = lane / 4, c = lane % 4, block = lane / 8, brow = lane % 8;
         int a_row = brow + block % 2 * 8, a_col = block / 2 * 8;
@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) ENTRY(PARAMETERS) {
             store<4>(tf + t * T_PITCH + s, y);
         }
         __syncthreads();
-        // Results go through this warp's quarter of what held A, so that whole sectors are written.
+        // Results go through this warp's quarter of the memory of A, so that whole sectors are written.
         u32 mine = smem_addr(am) + warp * (Q * COLS * 2);
         {
             // M T for the rows of this warp's M.

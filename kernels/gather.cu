@@ -1,4 +1,4 @@
-// Rows whose logits are wanted. Grid (O, column tiles).
+// Copies the rows whose logits are needed. Grid (O, column tiles).
 // VEC, DIM; x_t, out_t.
 
 extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {

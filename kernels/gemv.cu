@@ -1,27 +1,38 @@
-// Products of one or two rows of x at memory speed, from compute capability 9.0 on. Every warp streams rows of W through a ring
-// of its own, copied in bulk, and starts to before the kernels ahead are done. 256 neighbouring elements of a row are 16 x 16
-// operands for the tensor cores, piece i of 8 elements in row i % 16, and those of x the columns that go with them, so that
-// products of a row of W lie on the diagonal: W and x are read as they lie in memory, and warps meet only with SPLIT, once for 32
-// rows.
-// With PROLOGUE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
-// 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
-// is computed too, again to the same bits. M is 1 there.
-// Grid (at most the blocks that fit on the device at once).
-// K, M, WARPS, STAGES (of a warp's ring), DEPTH (elements of a stage), SPLIT (the warps of a block share its rows, each with a
-// stage of every row), ROWS (of W that a warp multiplies side by side; they divide STAGES, and more than one only if a stage holds
-// all that the warp has of a row), EVICT_FIRST (nothing else keeps W in the L2), ACCUMULATE, HAS_BIAS, PROLOGUE, ACT,
-// HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS (that rms_norm.cu gives a group), GATE,
-// SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT; out_t, pool_t, conv_t.
+// GEMV: products of one or two rows of x, at memory speed. Compute capability 9.0 and later.
+//
+// Every warp streams rows of W through a ring of its own with bulk copies, and starts before the previous kernels are complete.
+//
+// Layout: 256 neighbouring elements of a row are one 16 x 16 operand of the tensor cores, piece i of 8 elements in row i % 16. The
+// elements of x are the matching columns, so the products of a row of W lie on the diagonal. W and x are read in memory order.
+// Warps synchronise only with SPLIT, once per 32 rows.
+//
+// Fusion: PROLOGUE is the op before the product (1 = RMS norm, 2 = activation). Every block computes it for itself, to the same bits as
+// its own kernel, and x is its output. With CONV the kernel also computes the convolution after the product, of CHANNELS columns from
+// CONV_FIRST on, to the same bits. M is 1 with either.
+//
+// Grid: at most the blocks that fit on the device at once.
+// Constants:
+//   K, M            inner dimension, rows of x
+//   WARPS, STAGES   of a block; of a warp's ring
+//   DEPTH           elements of a stage
+//   SPLIT           the warps of a block share its rows; a stage holds the warp's part of a row
+//   ROWS            rows of W that a warp multiplies at a time; divides STAGES; above 1 only if a stage holds a whole row
+//   EVICT_FIRST     W is loaded with the evict-first policy
+//   ACCUMULATE, HAS_COLUMNS, HAS_BIAS   the output's old value, factors and biases of columns
+//   ACT, HAS_SECOND, ROW_GATE           of the prologue: activation; it has a gate or second factor; distance of the row's gate
+//   VEC, GROUP, THREADS, GATE, SHARED_WEIGHT   of a norm, as in rms_norm.cu
+//   CONV_FIRST, CHANNELS, TAPS, CONV_ACT       of a convolution
+// Types: out_t, pool_t, conv_t.
 
 constexpr int STEP = 256;
 constexpr int STEPS = div_up(K, STEP);
-constexpr int SLICES = SPLIT ? 1 : div_up(K, DEPTH); // stages that a warp has of a row
+constexpr int SLICES = SPLIT ? 1 : div_up(K, DEPTH); // stages per row and warp
 constexpr int X_PITCH = STEPS * STEP;
 // Steps that every stage holds.
 constexpr int LEAST = SPLIT ? STEPS / WARPS : STEPS % (DEPTH / STEP) == 0 ? DEPTH / STEP : STEPS % (DEPTH / STEP);
 constexpr bool RAGGED = K % STEP != 0;
 constexpr int SUMS = ROWS == 1 ? 2 : ROWS;
-constexpr bool SPARE = ROWS == 1 && STAGES > 2; // a warp copies on before it multiplies
+constexpr bool SPARE = ROWS == 1 && STAGES > 2; // a warp issues its next copy before it multiplies
 constexpr int CONSUMERS = 32 * WARPS;
 DEV void sync_consumers() { __syncthreads(); }
 
@@ -32,17 +43,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     __shared__ float sums[NORM_UNITS];
     __shared__ float parts[SPLIT ? WARPS : 1][M][32];
     __shared__ __align__(8) u64 full[WARPS][STAGES], x_full;
-    // Told that it is the same in all lanes, the compiler computes what copies take once a warp; with ROWS that costs time.
+    // A warp number known to be uniform lets the compiler compute copy addresses once per warp; with ROWS that costs time.
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if constexpr (SPARE) warp = __shfl_sync(0xffffffffu, warp, 0);
     bf16 *resident = reinterpret_cast<bf16 *>(shared), *ring = resident + M * X_PITCH + warp * STAGES * DEPTH;
-    // Rows of W: whole turns of the grid block by block, what is left over spread over the blocks.
+    // Rows of W: whole turns of the grid block by block; the remainder is spread over the blocks.
     int sets = SPLIT ? 1 : WARPS, set = SPLIT ? 0 : warp;
     int grid = gridDim.x * sets, whole = blockIdx.x * sets + set, left = set * gridDim.x + blockIdx.x;
     int turns = n / grid, last = turns * grid + left;
     int rows = turns + (last < n), total = rows * SLICES;
     auto row_of = [&](int i) { return i < turns ? i * grid + whole : last; };
-    // What a warp has of a row.
+    // The warp's part of a row.
     int begin = SPLIT ? warp * STEPS / WARPS * STEP : 0, end = SPLIT ? min((warp + 1) * STEPS / WARPS * STEP, K) : K;
     u64 once = evict_first();
     auto copy = [&](int j, int row) {
@@ -53,16 +64,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         bulk_load<EVICT_FIRST>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
     };
     if constexpr (RAGGED) {
-        // What stands behind the inner dimension must be finite; x is zero there.
+        // Elements after the inner dimension must be finite; x is zero there.
         for (int i = threadIdx.x; i < (WARPS * STAGES * DEPTH + M * X_PITCH) / 8; i += CONSUMERS)
             reinterpret_cast<uint4 *>(shared)[i] = make_uint4(0, 0, 0, 0);
         bulk_fence();
         __syncthreads();
     }
-    // The weight does not wait for the kernels ahead, but for the part of the warp that asks for x.
+    // Weights do not wait for the previous kernels. Only the lane that requests x does.
     if (lane == 0) {
         if (PROLOGUE == 0 && warp == 0) {
-            // Sooner than most of the weight: nothing is multiplied without it.
+            // Before most of the weights: no product can start without x.
             barrier_init(&x_full, 1);
             barrier_init_done();
             wait_for_inputs();
@@ -72,13 +83,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         for (int j = 0; j < STAGES; j++) {
             barrier_init(full[warp] + j, 1);
             barrier_init_done();
-            // As `row_of`, but no copy waits for a division.
+            // As `row_of`, without a division before the first copy.
             int from = j / SLICES * grid, row = from + (from + grid <= n ? whole : left);
             if (row < n) copy(j, row);
         }
     }
     __syncthreads();
-    // The sums of up to 32 rows wait for each other, each in a lane, which asks ahead for what goes with its row.
+    // The sums of up to 32 rows are collected, one per lane; each lane prefetches the other inputs of its row.
     auto row_at = [&](int i) { return i < rows && (!SPLIT || warp == 0) ? row_of(i) : -1; };
     Channel channel;
     auto fetch_channel = [&](int i) {
@@ -87,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     if (state_unwritten) fetch_channel(lane);
     if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
     wait_for_inputs();
-    // Not sooner: blocks that wait two kernels ahead slow down those that are to run first.
+    // Trigger the next kernel only here: its early blocks would take slots from ours.
     let_next_start();
     if constexpr (PROLOGUE == 2) activation(first, second, resident);
     if constexpr (PROLOGUE != 0) {
@@ -98,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         barrier_wait(&x_full, 0);
     }
     if (!state_unwritten) fetch_channel(lane);
-    // As it is in memory: to convert it here would be to wait for it.
+    // Kept in the memory format: a conversion here would wait for the load.
     out_t before[M];
     float factor = scale, add = 0.f, sum[M];
     auto fetch_row = [&](int i) {
@@ -136,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     };
     fetch_row(lane);
 
-    // Sums of rows, or of every other step of the only row: an mma waits for the one before that it adds to.
+    // Sums of rows, or of even and odd steps of the only row: an mma waits for the previous one with the same sums.
     float acc[SUMS][M][2][4];
     const uint4 *ws = reinterpret_cast<const uint4 *>(ring) + lane, *xs = reinterpret_cast<const uint4 *>(resident) + lane;
     auto step = [&](float (*to)[2][4], uint4 w4, const uint4 *b) {
@@ -147,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
             mma_bf16(to[m][1], a, b[m].y, b[m].w);
         }
     };
-    // Steps of 256 elements of rows in stages from `stage` on, and of x from `at` on. All that is in a stage is asked for at once.
+    // Steps of 256 elements: rows in stages from `stage` on, x from `at` on. All loads of a stage are issued together.
     auto multiply = [&](int stage, int at, int steps) {
         const uint4 *from = ws + stage * (DEPTH / 8), *with = xs + at / 8;
 #pragma unroll
@@ -202,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
 #pragma unroll
             for (int i = 0; i < SUMS * M * 8; i++) acc[i / 8 / M][i / 8 % M][i / 4 % 2][i % 4] = 0.f;
         }
-        // To the stage of before: the one that has come need not be multiplied first. In the end less and less is asked for
-        // ahead, so that what is under way last comes at about the same time everywhere.
+        // Refills the previous stage before the present one is multiplied. Towards the end fewer copies are in flight, so that the
+        // last ones complete at about the same time on all multiprocessors.
         if (SPARE && next < min(j + 1 + min(STAGES - 1, max(1, (total - j) / 3)), total)) {
             if (lane == 0) copy(next, row_of(next / SLICES));
             next++;

@@ -1,7 +1,7 @@
-// out = scale columns x Wᵀ (+ bias) (+ out) for at most 8 rows of x: reads W once, at memory speed. bf16 W and x.
+// Skinny GEMM: out = scale columns x Wᵀ (+ bias) (+ out) for at most 8 rows of x. Reads W once, at memory speed. bf16 W and x.
 // A block takes tiles of 16 rows of W in turn; its warps share the inner dimension in slices of DEPTH and add up in a
 // fixed order, so a result does not depend on the number of rows of x. Each warp copies its slices of W and x through its own
-// cp.async ring, which runs on across tiles: the memory never waits for a sum. W is the A operand of the mma, x the B operand.
+// cp.async ring, which continues across tiles: copies never wait for a sum. W is the A operand of the mma, x the B operand.
 // Grid (blocks that fit on the device at once, at most the tiles).
 // K, M, WARPS, STAGES, DEPTH, X_RESIDENT (x is copied once, not with every slice), ACCUMULATE, HAS_BIAS; out_t.
 
@@ -9,7 +9,7 @@ constexpr int SLICES_ALL = div_up(div_up(K, DEPTH), WARPS);
 constexpr int ROWS = 16;
 constexpr int PITCH = DEPTH + 8;
 constexpr int STAGE = (ROWS + (X_RESIDENT ? 0 : 8)) * PITCH;
-constexpr int FETCHED = ROWS + (X_RESIDENT ? 0 : M);      // rows of a slice; what stands in rows M .. 7 of x reaches no result
+constexpr int FETCHED = ROWS + (X_RESIDENT ? 0 : M);      // rows of a slice; rows M .. 7 of x reach no result
 constexpr int X_PITCH = DEPTH * WARPS * SLICES_ALL + 8;
 constexpr int VECS = DEPTH / 8;
 constexpr int SLICES = SLICES_ALL;               // of a warp, per tile
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
     int tiles = div_up(n, ROWS);
     int mine = blockIdx.x < tiles ? div_up(tiles - (int)blockIdx.x, (int)gridDim.x) : 0;
     int total = mine * SLICES;
-    int f_tile = blockIdx.x, f_slice = 0;         // what is fetched next
+    int f_tile = blockIdx.x, f_slice = 0;         // the next slice to fetch
     u64 once = evict_first();
     // Rows `begin .. end` of a slice: those of W, then those of x.
     auto copy = [&](int stage, int k0, int n0, int begin, int end) {
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
         copy(stage, (f_slice * WARPS + warp) * DEPTH, f_tile * ROWS, 0, FETCHED);
         advance();
     };
-    // The weight does not wait for the kernels before.
+    // Weights do not wait for the previous kernels.
     let_next_start();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {

@@ -1,14 +1,18 @@
-// As matmul_few.cu, from compute capability 9.0 on: a warp of its own copies slices of 16 rows of W in bulk into one ring,
-// which runs on across tiles and starts before the kernels ahead are done; WARPS others share the inner dimension of every
-// slice and add up in a fixed order, so a result does not depend on the number of rows of x that this kernel gets.
-// With PROLOGUE the op ahead is computed too, by every block for itself and to the same bits as its own kernel does: 1 = RMS norm,
-// 2 = activation; then x is what that op writes. With CONV the convolution of CHANNELS columns from CONV_FIRST on, behind it,
-// is computed too, again to the same bits. M is 1 there.
-// Grid (blocks that fit on the device at once, at most the tiles).
-// K, M, WARPS, STAGES, DEPTH (of a slice, a warp), X_RESIDENT (x is copied once, not with every slice), EVICT_FIRST (nothing else
-// keeps W in the L2), ACCUMULATE, HAS_BIAS, PROLOGUE, ACT, HAS_SECOND (a gate or a second factor), and of a norm VEC, GROUP, THREADS
-// (that rms_norm.cu gives a group), GATE, SHARED_WEIGHT; CONV, and of a convolution CONV_FIRST, CHANNELS, TAPS, CONV_ACT;
-// out_t, pool_t, conv_t.
+// Skinny GEMM with bulk copies: up to 8 rows of x, compute capability 9.0 and later; the sums are those of matmul_few.cu.
+//
+// One warp copies slices of 16 rows of W into one ring, which continues across tiles, and starts before the previous kernels are
+// complete. WARPS other warps share the inner dimension of every slice. Their sums are added in a fixed order, so a result does not
+// depend on the number of rows of x.
+//
+// Fusion: PROLOGUE and CONV as in gemv.cu, with M = 1.
+//
+// Grid: blocks that fit on the device at once, at most the tiles.
+// Constants:
+//   K, M, WARPS, STAGES
+//   DEPTH           elements of a slice per warp
+//   X_RESIDENT      x is copied once, not with every slice
+//   all others      as in gemv.cu
+// Types: out_t, pool_t, conv_t.
 
 constexpr int ROWS = 16;
 constexpr int SPAN = DEPTH * WARPS;
@@ -41,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
         barrier_init_done();
     }
     if constexpr (RAGGED) {
-        // What stands behind the inner dimension must be finite; x is zero there.
+        // Elements after the inner dimension must be finite; x is zero there.
         for (int i = threadIdx.x; i < (STAGES * STAGE + (X_RESIDENT ? M * X_PITCH : 0)) / 8; i += CONSUMERS + 32)
             reinterpret_cast<uint4 *>(shared)[i] = make_uint4(0, 0, 0, 0);
         bulk_fence();
@@ -63,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
             if (!X_RESIDENT && of_x && lane < M)
                 bulk_load(to + (ROWS + lane) * PITCH, x + lane * x_stride + k0, bytes, full + stage);
         };
-        // The weight does not wait for the kernels ahead.
+        // Weights do not wait for the previous kernels.
         for (int j = 0; j < min(STAGES, total); j++) copy(j, true, false);
         wait_for_inputs();
         if (PROLOGUE != 0) {
@@ -88,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
     if (state_unwritten) fetch_channel(blockIdx.x);
     if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
     wait_for_inputs();
-    // Not sooner: blocks that wait two kernels ahead slow down those that are to run first.
+    // Trigger the next kernel only here: its early blocks would take slots from ours.
     let_next_start();
     if constexpr (PROLOGUE == 2) activation(first, second, resident);
     if constexpr (PROLOGUE != 0) {

@@ -1,12 +1,12 @@
 // Selective scan, token by token, with the state in registers: decode, verification, short rows, and every shape that the
 // chunked kernel does not take. A block owns a tile of (head, p) rows of one sequence and walks its chunks in order.
 // Each thread reads its part of the state before it writes it. Grid: row tiles of each chunk, or row with MAX_TOKENS, then
-// padding blocks; neighbouring blocks stream neighbouring memory. Alone and cold, a step of few sequences waits for memory
-// twice: for the chunk table, and for state and token at once. So what needs no table is asked for beside it, and nothing
-// waits for a load between those of state and token.
+// padding blocks; neighbouring blocks stream neighbouring memory. A step of few sequences waits for memory twice: for the chunk
+// table, then for state and token together. Loads that need no table are issued with it, and nothing between the loads of state
+// and token waits for a load.
 // HEADS, P, N, LANES (that share a row), VEC (neighbouring elements of a lane), RPT (rows per thread), SUB (of them in f32 at a
 // time), THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_GROUP, FIRST_HEAD, PER_CHANNEL, SHARED_BC, SHARED_HEAD (a
-// thread's rows have one group, one head), MAX_TOKENS (longer rows are someone else's); x_t, b_t, c_t, dt_t, pool_t, y_t.
+// thread's rows have one group, one head), MAX_TOKENS (longer rows are left to the chunked kernel); x_t, b_t, c_t, dt_t, pool_t, y_t.
 
 constexpr int ELEMS = N / LANES;
 constexpr int VECS = ELEMS / VEC;
@@ -18,7 +18,7 @@ DEV bool is_row(int row) { return ROWS % TILE == 0 || row < ROWS; }
 // `row`, or the last one.
 DEV int some_row(int row) { return is_row(row) ? row : ROWS - 1; }
 
-// What SUB rows of a thread read of a token, as it is in memory.
+// The inputs that SUB rows of a thread read of a token, in the memory format.
 struct Token {
     static constexpr int GROUPS_OF = SHARED_BC ? 1 : SUB, HEADS_OF = SHARED_HEAD ? 1 : SUB;
     Packed<VEC, b_t> b[GROUPS_OF][VECS];
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
     }
     bool mine = true;
     if constexpr (MAX_TOKENS > 0) {
-        // Rows instead of chunks: most of the many chunks are someone else's.
+        // Rows instead of chunks: most chunks belong to the chunked kernel.
         const u32 *row = st.row(unit);
         mine = row[3] != 0 && row[1] <= MAX_TOKENS;
         unit = mine ? row[2] : 0;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
     if (!state_unwritten || !mine) wait_for_inputs();
     let_next_start();
     if (!mine) return;
-    // What SUB rows from `part` on read of a token.
+    // The inputs that SUB rows from `part` on read of a token.
     auto fetch = [&](Token &token, i64 t, int part) {
 #pragma unroll
         for (int r = 0; r < SUB; r++) {
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
                     }
                     yv[r] = sum;
                 }
-                // Ahead of the sums: the state is most of what is written.
+                // Before the sums: most of the bytes written are state.
                 if (i + 1 == (int)ch.len && ch.dst != 0) {
 #pragma unroll
                     for (int r = 0; r < SUB; r++) {

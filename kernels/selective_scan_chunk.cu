@@ -1,9 +1,9 @@
 // Selective scan of long rows in the chunked (dual) form on tensor cores, bf16 in, f32 state. A block owns PB columns of
-// one head of one sequence and walks its chunks in order, so nothing but x, B, C, dt and y moves through device memory, and
-// the state of every chunk end is at hand for a capture. Each of PB / 16 warps holds 16 rows of the state in registers and
+// one head of one sequence and walks its chunks in order, so only x, B, C, dt and y move through device memory, and
+// the state at every chunk end is available for a capture. Each of PB / 16 warps holds 16 rows of the state in registers and
 // hands it, as operands, to four warps that compute the outputs of 16 tokens each; four more copy the coming chunks.
 // Per chunk: y = exp(a) C Sᵀ + ((C Bᵀ ∘ L) dt + D) x;  S = exp(a_last) S + (w x)ᵀ B, with a the running sum of dt A.
-// Grid (as many rows as can be long, heads * P / PB). Rows of at most MIN_TOKENS tokens are left to others.
+// Grid (as many rows as can be long, heads * P / PB). Rows of at most MIN_TOKENS tokens are left to selective_scan.cu.
 // HEADS, P, N, PB, STAGES, SETS, HEADS_PER_GROUP, FIRST_HEAD, MIN_TOKENS; pool_t.
 
 constexpr int HOLDERS = PB / 16;                 // warps with state

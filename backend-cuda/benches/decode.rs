@@ -1,7 +1,7 @@
-//! Times a decode step of a whole model with random weights, and what each kind of op adds to it.
+//! Times a decode step of a whole model with random weights, and the share of each kind of op.
 //!
 //! `decode CONFIG BATCH CONTEXT..`: a step of BATCH sequences, each at position CONTEXT - 1, for every pair. "without" is the
-//! step with one kind of op left out; the difference is what that kind costs where it stands.
+//! step with one kind of op left out; the difference is the cost of that kind in its place.
 
 use std::collections::{BTreeMap, BTreeSet};
 

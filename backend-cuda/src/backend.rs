@@ -97,7 +97,7 @@ fn describe(index: i32) -> std::result::Result<DeviceInfo, result::DriverError> 
     })
 }
 
-/// An open CUDA device. Fields are dropped in order: what uses the stream before the stream, the context last.
+/// An open CUDA device. Fields are dropped in order: users of the stream before the stream, the context last.
 pub struct Cuda {
     kernels: RefCell<HashMap<Spec, Rc<Kernel>>>,
     pub(crate) blas: Option<Blas>,

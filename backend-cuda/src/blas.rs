@@ -30,7 +30,7 @@ fn device(call: &str, e: result::CublasError) -> Error {
     Error::Device { op: "matmul".into(), why: format!("{call}: {:?}", e.0) }
 }
 
-/// What decides an algorithm. Row counts above 64 share one with the next power of two.
+/// The properties that decide an algorithm. Row counts above 64 share one with the next power of two.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Key {
     mnk: [usize; 3],

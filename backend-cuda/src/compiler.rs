@@ -1,5 +1,5 @@
 //! Images of kernels: from disk or from NVRTC, on threads of their own, so that a step's kernels are compiled concurrently with
-//! each other and with what the device's thread does meanwhile.
+//! each other and with the work of the device's thread.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -29,7 +29,7 @@ pub struct Image {
     pub stored: bool,
 }
 
-/// What the threads have done.
+/// Counters of the threads.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Totals {
     /// Images that NVRTC made.
@@ -42,7 +42,7 @@ pub struct Totals {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What no thread has begun.
+    /// Variants that no thread has begun.
     queue: VecDeque<Spec>,
     /// None until it is made; taken out when it is asked for.
     images: HashMap<Spec, Option<Result<Image>>>,
@@ -71,7 +71,7 @@ impl Shared {
             let started = Instant::now();
             let image = match self.disk.load(&spec) {
                 Some(bytes) => Ok(Image { bytes, stored: true }),
-                // cudarc panics if the library lacks a symbol; whoever waits for the image must learn of it.
+                // cudarc panics if the library lacks a symbol; the waiting thread must receive an error.
                 None => panic::catch_unwind(AssertUnwindSafe(|| self.compile(&spec))).unwrap_or_else(|_| {
                     let log = "the loaded NVRTC lacks a function that is needed".into();
                     Err(Error::Compile { label: spec.to_string(), log })
@@ -161,7 +161,7 @@ impl Compiler {
         self.shared.compile(spec)
     }
 
-    /// What was done since the device was opened.
+    /// Counters since the device was opened.
     pub fn totals(&self) -> Totals {
         self.shared.state().totals
     }

@@ -1,5 +1,5 @@
-//! Names for device errors that arrive late: every kernel leaves its number in a word of host memory when it starts, which
-//! stays readable when the device does not.
+//! Names for device errors that arrive late: every kernel writes its number to a word of host memory when it starts. The word
+//! stays readable after a device fault.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -12,12 +12,12 @@ use crate::{
     spec::{NAMES_FAULTS, Spec},
 };
 
-/// The word and what the numbers in it mean.
+/// The word and the kernels that its numbers stand for.
 pub struct Faults {
     word: Pinned,
     /// Op and variant of kernel number `i + 1`; 0 stands for none.
     kernels: RefCell<Vec<(&'static str, String)>>,
-    /// Kernels leave their numbers.
+    /// Kernels write their numbers.
     on: bool,
     stream: Rc<Stream>,
 }
@@ -31,7 +31,7 @@ impl Faults {
         Ok(Rc::new(Self { word, kernels: RefCell::default(), on: *NAMES_FAULTS, stream: stream.clone() }))
     }
 
-    /// What a kernel's image is told: the `Started` structure of `common.cuh`.
+    /// The `Started` structure of `common.cuh` for a kernel's image.
     pub fn add(&self, op: &'static str, spec: &Spec) -> Result<[u64; 2]> {
         let mut at = 0;
         // SAFETY: mapped when it was allocated; `at` is valid for the call.

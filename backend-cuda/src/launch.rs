@@ -1,4 +1,4 @@
-//! A launch as plain data: what [`crate::plan`] makes of an op and what a stream or a graph takes.
+//! A launch as plain data: [`crate::plan`] makes it from an op, a stream or a graph takes it.
 
 use selkie_core::{
     backend::Handle,

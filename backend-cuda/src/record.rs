@@ -72,10 +72,10 @@ pub struct Rec<'a> {
     sequencer: Sequencer<Buf>,
     /// The step is captured; else ops run as they come.
     capture: bool,
-    /// What was not enqueued yet: everything to capture, else everything from the first kernel on that is not loaded, so that
-    /// all that are missing are compiled concurrently.
+    /// Work that is not enqueued yet: all of a step to capture; of a step that runs, everything from the first kernel on that is not
+    /// loaded. Missing kernels are so compiled concurrently.
     deferred: Steps,
-    /// What `deferred` touches.
+    /// The buffers that `deferred` uses.
     keep: Vec<Buf>,
     /// A kernel of this step was launched.
     after_kernel: bool,
@@ -104,7 +104,7 @@ impl<'a> Rec<'a> {
         }
     }
 
-    /// Enqueues what is left of a step that runs.
+    /// Enqueues the rest of a step that runs.
     pub(crate) fn run(mut self) -> Result<()> {
         self.sequence(None)?;
         if self.deferred.is_empty() {

@@ -12,9 +12,9 @@ use selkie_core::tensor::DType;
 
 use crate::arguments::{self, Arguments, Parameter};
 
-/// What every kernel includes.
+/// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
-/// What some kernels include as well.
+/// Headers that some kernels include.
 const HEADERS: [(&str, &str); 2] =
     [("around.cuh", selkie_kernels::text("around.cuh")), ("wgmma.cuh", selkie_kernels::text("wgmma.cuh"))];
 
@@ -76,8 +76,8 @@ pub enum Waits {
     Late,
 }
 
-/// Whether kernels leave their numbers when they start, see `faults.rs`. Reading where to takes each of them a quarter of a
-/// microsecond, so the call is compiled in only then.
+/// Whether kernels write their numbers to host memory when they start, see `faults.rs`. That costs a quarter of a microsecond per
+/// kernel, so the call is compiled in on request only.
 pub(crate) static NAMES_FAULTS: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("SELKIE_CUDA_NAME_FAULTS").is_some());
 
@@ -148,7 +148,7 @@ impl From<DType> for DTypeName {
     }
 }
 
-/// A variant: what is compiled, cached and launched. Its `Display` names it in errors and in the cache.
+/// A variant of a kernel: the unit of compilation, caching and launching. Its `Display` names it in errors and in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Spec {
     file: File,
@@ -285,9 +285,9 @@ mod tests {
         }
     }
 
-    /// On a device the lack of it shows only where kernels overlap.
+    /// On a device a missing wait shows only where kernels overlap.
     #[test]
-    fn padding_is_zeroed_behind_the_kernels_ahead() {
+    fn padding_is_zeroed_after_the_wait() {
         let body = COMMON.split("zero_padding(").nth(1).and_then(|rest| rest.split_once('{')).expect("a function").1;
         assert!(body.trim_start().starts_with("wait_for_inputs();"));
     }

@@ -1,18 +1,25 @@
 //! Compiles through NVRTC, without a GPU, what the planner returns for the shapes of the supported models: every variant
-//! for sm_90a, the base shapes for the other targets. Prints registers and spills.
+//! for sm_90a, for the other targets those of one shape and every kernel that it does not take. Prints registers and spills;
+//! a spill that is not listed is an error, and so is a kernel that no variant used.
 //!
 //! Ignored, not passed, where NVRTC is missing; `SELKIE_REQUIRE=nvrtc` turns that into a failure.
 
 use std::{
     collections::BTreeSet,
+    ffi::CString,
     sync::{
         Mutex,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
+use cudarc::nvrtc::result;
 use libtest_mimic::{Arguments, Failed, Trial};
-use selkie_cuda::{nvrtc, spec::Spec};
+use selkie_cuda::{
+    arguments::Parameter,
+    nvrtc,
+    spec::{File, Spec},
+};
 
 #[path = "shapes/mod.rs"]
 mod shapes;
@@ -34,6 +41,7 @@ fn main() {
         ("sm_120a", 99, false),
     ];
     let mut trials: Vec<Trial> = targets.map(trial).into();
+    trials.push(Trial::test("parameters have the sizes that the host writes", parameters).with_ignored_flag(ignored));
     trials.push(Trial::test("heads that are no multiple of 4 are refused", || {
         // The row of four heads of 6 is one.
         let taken: Vec<usize> = [4, 6, 12, 30, 60].into_iter().filter(|&hd| shapes::takes_heads_of(hd)).collect();
@@ -42,14 +50,42 @@ fn main() {
     libtest_mimic::run(&args, trials).exit();
 }
 
+/// Kernels that the planner never returns for a target, whatever the shape.
+fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
+    let mut absent = BTreeSet::new();
+    if arch != "sm_90a" {
+        absent.insert(File::AttentionWgmma);
+    }
+    if arch.starts_with("sm_8") {
+        // Bulk copies.
+        absent.extend([File::ExpertStream, File::Gemv, File::MatmulFewBulk]);
+    }
+    if shared < 128 << 10 {
+        // The stages of the chunked recurrences need more shared memory.
+        absent.extend([File::GatedDeltaChunk, File::GatedDeltaPrepare, File::SelectiveScanChunk]);
+    }
+    absent
+}
+
+/// Most bytes that a variant of a kernel spills on any target, in steps of 32.
+const SPILLS: &[(&str, usize)] = &[
+    ("attention_prefill", 64),
+    ("gated_delta", 32),
+    ("gated_delta_prepare", 32),
+    ("matmul_few_bulk", 32),
+    ("sample", 128),
+    ("selective_scan", 32),
+];
+
 fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
     if let Some(why) = nvrtc::missing() {
         return Err(why.into());
     }
     let filter = std::env::var("SELKIE_KERNEL").unwrap_or_default();
-    let specs: BTreeSet<Spec> =
-        shapes::specs(arch, all, shared).into_iter().filter(|s| s.file().stem().contains(&filter)).collect();
-    let specs: Vec<Spec> = specs.into_iter().collect();
+    let specs = shapes::specs(arch, all, shared);
+    let used: BTreeSet<File> = specs.iter().map(Spec::file).collect();
+    let wanted: BTreeSet<File> = &BTreeSet::from_iter(File::ALL.iter().copied()) - &absent(arch, shared);
+    let specs: Vec<Spec> = specs.into_iter().filter(|s| s.file().stem().contains(&filter)).collect();
     let (next, report) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     std::thread::scope(|scope| {
@@ -57,7 +93,7 @@ fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
             scope.spawn(|| {
                 while let Some(spec) = specs.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let line = match nvrtc::compile(spec, arch) {
-                        Ok(image) => Ok((spec.to_string(), resources(&image.log))),
+                        Ok(image) => Ok((spec.to_string(), spec.file(), resources(&image.log))),
                         Err(e) => Err(e.to_string()),
                     };
                     report.lock().expect("no thread panics with the lock").push(line);
@@ -68,12 +104,19 @@ fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
     let mut report = report.into_inner().expect("no thread panicked");
     report.sort();
     let mut failures = Vec::new();
+    if used != wanted {
+        failures.push(format!("variants are of the kernels {used:?}, not of {wanted:?}"));
+    }
     for line in &report {
         match line {
-            Ok((spec, (registers, stack, spills, shared))) => {
+            Ok((spec, file, (registers, stack, spills, shared))) => {
                 println!(
                     "{arch} {registers:>4} registers {stack:>5} B stack {spills:>5} B spilled {shared:>6} B shared  {spec}"
                 );
+                let listed = SPILLS.iter().find(|(stem, _)| *stem == file.stem());
+                if *spills > listed.map_or(0, |(_, bytes)| *bytes) {
+                    failures.push(format!("{spec} spills {spills} bytes on {arch}"));
+                }
             }
             Err(e) => failures.push(e.clone()),
         }
@@ -82,6 +125,49 @@ fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
         failures.push("no kernel was compiled".into());
     }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n").into()) }
+}
+
+/// Compares the parameters of a compiled variant of every kernel with their declaration.
+fn parameters() -> Result<(), Failed> {
+    if let Some(why) = nvrtc::missing() {
+        return Err(why.into());
+    }
+    let specs = shapes::specs("sm_90a", true, 227 << 10);
+    for &file in File::ALL {
+        let spec = specs.iter().find(|s| s.file() == file).ok_or_else(|| format!("no variant of {file:?}"))?;
+        let found = sizes_in(&ptx(spec)?).ok_or_else(|| format!("{spec}: parameters that are not understood"))?;
+        let declared: Vec<usize> = file.parameters().iter().flat_map(Parameter::bytes).copied().collect();
+        if found != declared {
+            return Err(format!("{spec}: parameters of {found:?} bytes, declared are {declared:?}").into());
+        }
+    }
+    Ok(())
+}
+
+fn ptx(spec: &Spec) -> Result<String, Failed> {
+    let text = CString::new(spec.text())?;
+    let program = result::create_program(&text, None).map_err(|e| format!("{e:?}"))?;
+    let options = ["--gpu-architecture=compute_90a", "--std=c++17", "-default-device"].map(String::from);
+    // SAFETY: the program is used only until it is destroyed here.
+    let ptx = unsafe {
+        let made = result::compile_program(program, &options).and_then(|()| result::get_ptx(program));
+        result::destroy_program(program).map_err(|e| format!("{e:?}"))?;
+        made.map_err(|e| format!("{spec}: {e:?}"))?
+    };
+    Ok(ptx.iter().map(|c| *c as u8 as char).collect())
+}
+
+/// Bytes of each parameter of the only entry in a PTX text.
+fn sizes_in(ptx: &str) -> Option<Vec<usize>> {
+    let (_, rest) = ptx.split_once(".entry ")?;
+    let (list, _) = rest.split_once('(')?.1.split_once(')')?;
+    let parameters = list.lines().map(str::trim).filter(|l| l.starts_with(".param"));
+    let size = |line: &str| -> Option<usize> {
+        let array = line.split_once('[').and_then(|(_, n)| n.split_once(']')?.0.parse().ok());
+        let scalar = || line.split_whitespace().nth(1)?.get(2..)?.parse::<usize>().ok().map(|bits| bits / 8);
+        array.or_else(scalar)
+    };
+    parameters.map(size).collect()
 }
 
 /// Registers, bytes of stack, of spill stores, and of shared memory, from the assembler's lines in a log.

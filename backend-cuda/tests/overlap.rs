@@ -1,12 +1,12 @@
-//! Kernels of a recorded step that start while the ones ahead run, in a bucket that is not full: they leave the bits of the ops
-//! one by one.
+//! Kernels of a recorded step that start while their predecessors run, in a bucket that is not full: they write the bits of the
+//! ops run one by one.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure. A device older than compute capability
 //! 9.0 starts no kernel early.
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::{
-    Result,
+    Error, Result,
     backend::{Backend, Ops},
     ops::{Act, Conv1d, GatedDelta, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
     step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode},
@@ -33,11 +33,11 @@ enum Kind {
 
 fn main() {
     let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "cuda"));
-    let ignored = Cuda::open(Options::default()).is_err() && !required;
+    let ignored = matches!(Cuda::open(Options::default()), Err(Error::NoDevice { .. })) && !required;
     let trials = [("conv1d", Kind::Conv), ("selective_scan", Kind::Scan), ("gated_delta", Kind::Delta)];
     let trials = trials.map(|(name, kind)| {
         let run = move || compare(kind).unwrap_or_else(|e| Err(e.to_string().into()));
-        Trial::test(format!("{name} behind two products"), run).with_ignored_flag(ignored)
+        Trial::test(format!("{name} after two products"), run).with_ignored_flag(ignored)
     });
     let mut args = Arguments::from_args();
     args.test_threads.get_or_insert(1);
@@ -137,7 +137,7 @@ impl Device {
     }
 }
 
-/// A long product reads what the stateful op will overwrite, the padding token's row last. The short product behind it lets the
+/// A long product reads what the stateful op will overwrite, the padding token's row last. The short product after it lets the
 /// stateful op start when it starts itself, while the long one still reads.
 fn compare(kind: Kind) -> Result<std::result::Result<(), Failed>> {
     let d = Device(Cuda::open(Options::default())?);

@@ -1,11 +1,11 @@
-//! A norm or an activation, the product behind it and a convolution behind that leave the same bits as one kernel and as two
-//! or three; so do experts and the activation behind them, and alone the same as together with other tokens.
+//! A norm or an activation, the product after it and a convolution after that write the same bits as one kernel and as two or
+//! three. So do experts and the activation after them, and one token alone as together with others.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::{
-    Result,
+    Error, Result,
     backend::{Backend, Handle, Ops},
     ops::{Act, Activation, Conv1d, ExpertMatmul, ExpertRange, Gate, Matmul, Op, RmsNorm, RowBlock, Weight},
     step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode},
@@ -15,7 +15,7 @@ use selkie_cuda::{Buf, Cuda, Options};
 
 fn main() {
     let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "cuda"));
-    let ignored = Cuda::open(Options::default()).is_err() && !required;
+    let ignored = matches!(Cuda::open(Options::default()), Err(Error::NoDevice { .. })) && !required;
     let trials = [
         ("norm, 768", Lead::Norm { groups: 1, gate: None }, 768, 3384),
         ("norm, 4096", Lead::Norm { groups: 1, gate: None }, 4096, 18560),

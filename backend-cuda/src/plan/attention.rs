@@ -38,7 +38,7 @@ struct Decode {
     splits: usize,
 }
 
-/// Most warps of a decode block: what a multiprocessor runs at once.
+/// Most warps of a decode block: as many as a multiprocessor runs at once.
 const MOST_WARPS: usize = 8;
 
 impl Decode {

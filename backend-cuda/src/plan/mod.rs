@@ -48,7 +48,7 @@ pub struct Arena {
     pub tickets: u64,
 }
 
-/// What an op's inputs owe to the ops before it in the same step.
+/// What earlier ops of the same step mean for an op's inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hazards {
     /// No earlier op of the step wrote what this one updates in place, so it may be read before `griddepcontrol.wait`.

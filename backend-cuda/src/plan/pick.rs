@@ -67,7 +67,7 @@ impl<B: Address> Product<'_, B> {
             Kernel::Skinny
         } else if inputs
             && device.blas
-            // The library adds what is there already within its product, so column factors would scale that too.
+            // The library adds the old output within its product, so column factors would scale that too.
             && !(op.columns.is_some() && op.accumulate)
             && address(*out).is_multiple_of(16)
             && (out.row_stride * out.dtype.bytes()).is_multiple_of(16)

@@ -52,7 +52,7 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, hazards: &Hazards) -> Result<Vec
 const PADDING_SPAN: usize = 1024;
 const PADDING_COLS: usize = 1024;
 
-/// Blocks that zero the outputs of padding tokens, behind the blocks of the chunks. A step has a token at least, so the only one
+/// Blocks that zero the outputs of padding tokens, after the blocks of the chunks. A step has a token at least, so the only one
 /// of a bucket is not padding.
 fn padding_blocks(tokens: usize, columns: usize) -> usize {
     if tokens == 1 { 0 } else { tokens.div_ceil(PADDING_SPAN) * columns.div_ceil(PADDING_COLS) }
@@ -115,12 +115,12 @@ struct ChunkedShape {
     shared: usize,
 }
 
-/// Sets of four warps that compute the outputs of chunks in turn; a large state leaves registers for one.
+/// Sets of four warps that take turns to compute the outputs of chunks; a large state leaves registers for one set.
 fn scan_sets(n: usize) -> usize {
     if n <= 128 { 2 } else { 1 }
 }
 
-/// Bytes beside the dynamic shared memory of a chunked kernel: barriers and sums.
+/// Static shared memory of a chunked kernel, in bytes: barriers and sums.
 const CHUNKED_STATIC: usize = 4096;
 
 /// Cut of the chunked scan over P x N states, if it takes this shape; `blocks` of 64 columns would be there.
@@ -271,7 +271,7 @@ fn delta_chunked<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<Chunk
 pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, device: &Device) -> u64 {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let b = &a.step.bucket;
-    // What fits with any number of blocks fits with the fewest, whose columns are half as wide.
+    // A shape that fits with any number of blocks fits with the fewest, whose columns are half as wide.
     let takes = b.tokens > PAGE && delta_inputs(a, device) && delta_block(dk, dv, 0, device).is_some();
     if takes { (b.chunks * heads * DELTA_UNIT) as u64 } else { 0 }
 }

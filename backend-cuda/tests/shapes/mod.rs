@@ -1,5 +1,7 @@
 //! Ops over handles that are only numbers, in the shapes of the supported models.
 
+use std::collections::BTreeSet;
+
 use selkie_core::{
     backend::Handle,
     ops::*,
@@ -137,7 +139,7 @@ const OTHERS: &[Shape] = &[
         vocab: 32_784,
         ..BASE
     },
-    // Falcon-H1-7B; Olmo-Hybrid-7B with a Mamba-1 of Jamba's size beside it; Bamba-9B's attention.
+    // Falcon-H1-7B; Olmo-Hybrid-7B with a Mamba-1 of Jamba's size; Bamba-9B's attention.
     Shape { width: 3072, attention: Some([12, 2, 128]), mamba2: Some([24, 128, 256, 1]), mlp: 12288, ..BASE },
     Shape {
         width: 3840,
@@ -180,12 +182,22 @@ fn device(arch: &str, shared: usize, tuned: bool) -> Device {
 const ARENA: Arena = Arena { scratch: 1 << 60, tickets: 1 << 50 };
 const FREE: Hazards = Hazards { state_unwritten: true, inputs_complete: true };
 
-/// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block; only the
-/// base shape unless `all`.
-pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
+/// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block. Unless `all`,
+/// those of the base shape, and of Qwen3-Next the kernels that the base shape does not take: experts, routing, delta rule.
+pub fn specs(arch: &str, all: bool, shared: usize) -> BTreeSet<Spec> {
     let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
-    let mut found = vec![Spec::new(File::Empty)];
+    let mut found = BTreeSet::from([Spec::new(File::Empty)]);
     found.extend(random);
+    found.extend(specs_of(&BASE, arch, shared));
+    let rest = if all { OTHERS } else { &OTHERS[..1] };
+    for shape in rest {
+        let taken: BTreeSet<File> = found.iter().map(Spec::file).collect();
+        found.extend(specs_of(shape, arch, shared).into_iter().filter(|s| all || !taken.contains(&s.file())));
+    }
+    found
+}
+
+fn specs_of(shape: &Shape, arch: &str, shared: usize) -> Vec<Spec> {
     let buckets = [
         Bucket::holding(1, 1, 1, 1, 64),
         Bucket::holding(4, 4, 4, 4, 16),
@@ -193,25 +205,23 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> Vec<Spec> {
         Bucket::holding(256, 4, 8, 4, 4),
         Bucket::holding(2048, 1, 32, 1, 32),
     ];
-    let shapes: Vec<&Shape> = std::iter::once(&BASE).chain(OTHERS).collect();
-    for shape in if all { &shapes[..] } else { &shapes[..1] } {
-        for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
-            for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
-                let mut maker = Maker::new(act, state, bucket);
-                let device = device(arch, shared, tuned);
-                for op in ops(shape, &mut maker) {
-                    op.check();
-                    let _ = scratch(&op, &device);
-                    for work in plan(&op, &device, &ARENA, &FREE).expect("a shape of a supported model") {
-                        if let Work::Kernel(l) = work {
-                            found.push(l.spec);
-                        }
-                    }
-                }
-                for chain in chains(shape, &mut maker) {
-                    if let Some(Work::Kernel(l)) = fused(&chain, &device, &FREE) {
+    let mut found = Vec::new();
+    for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
+        for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
+            let mut maker = Maker::new(act, state, bucket);
+            let device = device(arch, shared, tuned);
+            for op in ops(shape, &mut maker) {
+                op.check();
+                let _ = scratch(&op, &device);
+                for work in plan(&op, &device, &ARENA, &FREE).expect("a shape of a supported model") {
+                    if let Work::Kernel(l) = work {
                         found.push(l.spec);
                     }
+                }
+            }
+            for chain in chains(shape, &mut maker) {
+                if let Some(Work::Kernel(l)) = fused(&chain, &device, &FREE) {
+                    found.push(l.spec);
                 }
             }
         }
@@ -232,6 +242,9 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         ops.push(matmul(m, t, w, false, false));
         let w = m.weight(dtype, d, s.mlp);
         ops.push(matmul(m, t, w, true, true));
+        // The library's product takes columns and bias only where it does not add to what is there.
+        let w = m.weight(dtype, d, d);
+        ops.push(matmul(m, t, w, false, true));
     }
     let (x, out) = (m.act(&[t, d]), m.act(&[o, d]));
     ops.push(Gather { step: step.clone(), x, out }.into());
@@ -291,7 +304,8 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         ops.push(RmsNorm { x, add: None, weight, gate, out, accumulate: false, eps: 1e-5, groups: g }.into());
     }
     if let Some([c, n]) = s.mamba1 {
-        let (x, b, cc, dt) = (m.act(&[t, c]), m.act(&[t, n]), m.act(&[t, n]), m.act(&[t, c]));
+        let (x, both, dt) = (m.act(&[t, c]), m.act(&[t, 2 * n]), m.act(&[t, c]));
+        let (b, cc) = (both.cols(0, n), both.cols(n, n));
         let (par, pool, y) = (m.f32(&[n + 2, c]), m.state(&[9, c, 1, n]), m.act(&[t, c]));
         ops.push(
             SelectiveScan {
