@@ -1,6 +1,6 @@
 /** The page: the message box, and the connections between the parts. */
 import { conversation } from "./chat.js";
-import { by, bytes, h, keep, recall } from "./dom.js";
+import { by, bytes, h, keep } from "./dom.js";
 import { api, engineLife } from "./engine.js";
 import { chatList } from "./list.js";
 import { DEMO, askAgain, dropped, kept, modelDialog, modelName } from "./model.js";

@@ -6,7 +6,7 @@ const LONGEST = 20_000;
 
 const KEYWORDS = new Set(("abstract and as assert async await break case catch class const constructor continue def default defer del delete do done echo elif else end enum esac except export " +
   "extends extern false fi final finally fn for from func function go goto if impl implements import in instanceof interface is lambda let local loop match mod module move mut namespace new nil " +
-  "none not null nullptr of or override package pass private protected pub public raise ref return select self static struct super switch then this throw throws trait true try type typedef typeof " +
+  "None True False none not null nullptr of or override package pass private protected pub public raise ref return select self static struct super switch then this throw throws trait true try type typedef typeof " +
   "undefined union unless unsafe until use using var virtual void volatile when where while with yield").split(" "));
 /** Words of SQL, whatever their case. */
 const SQL = new Set(("select from where insert into values update set delete create table alter drop join left right inner outer on group by order having limit as and or not null primary key " +
@@ -30,14 +30,13 @@ function highlight(code, language) {
   const triple = /^py/.test(language) ? `"""[\\s\\S]*?(?:"""|$)|'''[\\s\\S]*?(?:'''|$)|` : "";
   const tokens = new RegExp(`(?<comment>${comments(language)})|(?<string>${triple}"(?:\\\\.|[^"\\\\\\n])*"|'(?:\\\\.|[^'\\\\\\n])*'|\`(?:\\\\.|[^\`\\\\])*\`)` +
     "|(?<number>\\b\\d[\\d_]*(?:\\.\\d+)?(?:[eE][+-]?\\d+)?\\w*)|(?<word>[A-Za-z_$][\\w$]*)", "g");
-  const words = language === "sql" ? SQL : KEYWORDS, any = language === "sql";
+  const sql = language === "sql", known = (/** @type {string} */ word) => (sql ? SQL.has(word.toLowerCase()) : KEYWORDS.has(word));
   /** @type {(Node | string)[]} */
   const nodes = [];
   let end = 0;
   for (const m of code.matchAll(tokens)) {
     const g = /** @type {Record<string, string | undefined>} */ (m.groups);
-    const word = g.word !== undefined && (words.has(any ? g.word.toLowerCase() : g.word) || (g.word === "None" || g.word === "True" || g.word === "False"));
-    const kind = g.comment !== undefined ? "comment" : g.string !== undefined ? "string" : g.number !== undefined ? "number" : word ? "keyword" : "";
+    const kind = g.comment !== undefined ? "comment" : g.string !== undefined ? "string" : g.number !== undefined ? "number" : known(g.word ?? "") ? "keyword" : "";
     if (!kind) continue;
     nodes.push(code.slice(end, m.index), h("span", { className: `hl-${kind}` }, m[0]));
     end = m.index + m[0].length;

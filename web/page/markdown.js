@@ -86,7 +86,7 @@ const DIVIDER = /^ {0,3}\|?( *:?-+:? *\|)+( *:?-+:? *)?$/;
  * Splits a text into blocks that are drawn separately: a complete block does not change while the text grows.
  * @param {string} text
  */
-export function blocks(text) {
+function blocks(text) {
   /** @type {string[]} */
   const found = [];
   /** @type {string[]} */

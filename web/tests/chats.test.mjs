@@ -232,6 +232,22 @@ test("a chat that outgrows the context goes on without its oldest turns, and say
   await context.close();
 });
 
+test("by the setting, the oldest turns are left out without asking", async () => {
+  const { context, page } = await open(wide);
+  await page.click("#open-settings");
+  await page.selectOption("#set-full", "drop");
+  await page.fill("#set-maxTokens", "20");
+  await page.keyboard.press("Escape");
+  const long = (times) => `${"Leo took the lantern. Leo went to the garden. ".repeat(times)}What is 17 + 25?`;
+  await say(page, long(300));
+  await say(page, long(460));
+  await page.waitForSelector(".cut");
+  assert.match(await page.locator(".turn.assistant .said").last().innerText(), /Without the oldest 2 messages/);
+  assert.notEqual(await answers(page).nth(1).innerText(), "");
+  assert.equal(await users(page).count(), 2);
+  await context.close();
+});
+
 // A folder in the browser's own storage stands for one that a person picks: a test cannot answer the browser's dialog.
 test("a folder is opened again by its handle, and asked for where there is none", async () => {
   const { context, page } = await open(wide);

@@ -128,7 +128,7 @@ export async function modelHost(rules = {}, dir = DEMO) {
 
 export const demoBytes = (name) => readFileSync(join(DEMO, name));
 
-export const ARTIFACTS = join(ROOT, "web/artifacts");
+const ARTIFACTS = join(ROOT, "web/artifacts");
 mkdirSync(ARTIFACTS, { recursive: true });
 export const picture = (page, name) => page.screenshot({ path: join(ARTIFACTS, `${name}.png`) });
 
@@ -145,7 +145,7 @@ export async function openPage(url, { path = "", wait = true, webgpu = false, ..
   return { context, page, errors, requests };
 }
 
-export const engineState = (page, state) => page.waitForFunction((state) => document.documentElement.dataset.engine === state, state);
+const engineState = (page, state) => page.waitForFunction((state) => document.documentElement.dataset.engine === state, state);
 export const ready = (page) => engineState(page, "ready");
 export const idle = (page) => page.waitForFunction(() => document.documentElement.dataset.answer !== "running");
 export const answers = (page) => page.locator(".turn.assistant .body");

@@ -28,6 +28,7 @@ test("the page loads, answers on WebGPU, and asks nobody else", async (t) => {
   const loaded = Date.now() - began;
   const [entry] = await page.evaluate(() => performance.getEntriesByType("navigation").map((e) => e.toJSON()));
   t.diagnostic(`interactive after ${Math.round(entry.domInteractive)} ms, loaded after ${Math.round(entry.loadEventEnd)} ms`);
+  assert.ok(entry.domInteractive < 1000, `interactive after ${entry.domInteractive} ms`);
   const start = Date.now();
   assert.equal(await say(page, "What is 17 + 25?"), "17 + 25 = 42.");
   t.diagnostic(`model loaded after ${loaded} ms, the browser's start included; answered after ${Date.now() - start} ms: ${await page.innerText(".turn.assistant .facts")}`);
@@ -154,6 +155,8 @@ test("a phone-sized window", async () => {
   const phone = { viewport: { width: 390, height: 780 }, deviceScaleFactor: 2, isMobile: true, hasTouch: true };
   const { context, page } = await open(phone);
   await picture(page, "phone-start");
+  // No frame around what a script would have focused.
+  assert.equal(await page.evaluate(() => document.activeElement.tagName), "BODY");
   assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), 390);
   await page.locator("#chips button").first().tap();
   await answers(page).first().waitFor();
