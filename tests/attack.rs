@@ -4,3 +4,5 @@
 #[path = "attack/batch.rs"]
 mod batch;
 mod binary;
+#[path = "attack/web.rs"]
+mod web;

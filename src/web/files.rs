@@ -1,7 +1,7 @@
 //! From the path of a URL to a file below one folder, and never to one outside.
 
 use std::{
-    fs::{File, Metadata},
+    fs::{self, File, Metadata},
     io,
     path::{Path, PathBuf},
     time::UNIX_EPOCH,
@@ -47,6 +47,8 @@ impl Site {
         if !path.starts_with(&self.root) {
             return None;
         }
+        // Before it is opened: opening a pipe waits for somebody who writes to it.
+        fs::metadata(&path).ok().filter(Metadata::is_file)?;
         let file = File::open(&path).ok()?;
         let meta = file.metadata().ok().filter(Metadata::is_file)?;
         Some(Found { len: meta.len(), etag: etag(&meta), mime: mime(&path), file })
