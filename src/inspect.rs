@@ -2,11 +2,13 @@
 
 use selkie_core::{
     backend::Backend,
+    cpu::CpuBackend,
     engine::{EngineOptions, Sizes},
     model_dir::ModelFiles,
-    models::{self, ModelSpec},
+    models::{self, Limits, ModelSpec},
     state::StateShape,
     step::PAGE,
+    weights::Loader,
 };
 use serde_json::{Value, json};
 
@@ -29,20 +31,35 @@ const LETTERS: [(char, &str); 7] = [
     ('E', "mixture of experts"),
 ];
 
-/// Prints the facts; the weights are not read.
+/// Prints the facts; of the weights, only what is small is read.
 pub fn run(args: &InspectArgs) -> Outcome {
     let files = model::open(&args.model)?;
     let spec = models::spec(&files.config)?;
+    let fault = pollster::block_on(contradiction(&files)).err().map(|e| e.to_string());
     let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
-    let facts = backend::run(&args.model.backend, Inspect { files: &files, spec, options })?;
+    let facts = backend::run(&args.model.backend, Inspect { files: &files, spec, options, fault })?;
     let mut out = Output::new();
     if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
+}
+
+/// Loads the model where the weights lie, which copies no matrix.
+///
+/// # Errors
+/// Why the weights are not those of the configuration.
+async fn contradiction(files: &ModelFiles) -> selkie_core::Result<()> {
+    let architecture = models::read(&files.config)?;
+    let (backend, mut report) = (CpuBackend::new(), |_| {});
+    let mut loader = Loader::new(&backend, &files.checkpoint, &mut report);
+    models::build(&architecture, &mut loader, Limits { max_tokens: 1, max_outputs: 1 }).await?;
+    model::warn_of_ignored(&files.checkpoint);
+    Ok(())
 }
 
 struct Inspect<'a> {
     files: &'a ModelFiles,
     spec: ModelSpec,
     options: EngineOptions,
+    fault: Option<String>,
 }
 
 struct Facts {
@@ -52,6 +69,8 @@ struct Facts {
     sizes: Sizes,
     backend: &'static str,
     device: String,
+    /// Why the model cannot be loaded.
+    fault: Option<String>,
 }
 
 impl Job for Inspect<'_> {
@@ -66,6 +85,7 @@ impl Job for Inspect<'_> {
             backend: caps.backend,
             device: caps.device.clone(),
             spec: self.spec,
+            fault: self.fault,
         })
     }
 }
@@ -108,6 +128,7 @@ impl Facts {
             format!("parameters   {}", thousands(spec.parameters as f64)),
             format!("weights      {}", size(self.weight_bytes)),
         ];
+        lines.extend(self.fault.iter().map(|why| format!("fault        the weights do not fit: {why}")));
         lines.push(match shape.slot_bytes {
             0 => "state slot   none: no recurrent layer".into(),
             bytes => format!("state slot   {} for a sequence of any length", size(bytes)),
@@ -152,6 +173,7 @@ impl Facts {
             "context": shape.context,
             "parameters": spec.parameters,
             "weight_bytes": self.weight_bytes,
+            "fault": self.fault,
             "slot_bytes": shape.slot_bytes,
             "page_bytes": shape.page_bytes,
             "page_tokens": PAGE,

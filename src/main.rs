@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+use tracing_subscriber::fmt::format::debug_fn;
+
 use args::{Cli, Command};
 
 mod args;
@@ -63,8 +65,14 @@ fn log_to_stderr(verbose: u8) {
         _ => "trace",
     };
     let filter = tracing_subscriber::EnvFilter::try_from_env("SELKIE_LOG").unwrap_or_else(|_| level.into());
+    // Names from files are in these lines; what is in them must not move the cursor either.
+    let fields = debug_fn(|out, field, value| match field.name() {
+        "message" => write!(out, "{}", terminal::visible(&format!("{value:?}"))),
+        name => write!(out, " {name}={}", terminal::visible(&format!("{value:?}"))),
+    });
     // If standard error cannot be written, reporting that would fail too, and panic.
     tracing_subscriber::fmt()
+        .fmt_fields(fields)
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(terminal::colours())

@@ -4,5 +4,7 @@
 #[path = "attack/batch.rs"]
 mod batch;
 mod binary;
+#[path = "attack/files.rs"]
+mod files;
 #[path = "attack/web.rs"]
 mod web;

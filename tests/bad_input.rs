@@ -123,7 +123,8 @@ fn lying_header() {
 fn missing_tensor() {
     let dir = copy_of("tests/golden/llama", "missing_tensor");
     edit_header(&dir, |h| {
-        h.as_object_mut().unwrap().remove("model.layers.1.mlp.down_proj.weight");
+        let tensor = h.as_object_mut().unwrap().remove("model.layers.1.mlp.down_proj.weight").unwrap();
+        h["another"] = tensor;
     });
     refused(&logits(&dir, "[1, 2]"), &["model.safetensors", "model.layers.1.mlp.down_proj.weight", "missing"]);
 }

@@ -1,7 +1,8 @@
 //! Weights by name: one safetensors file, a sharded set with its index, or random numbers for a bare configuration.
 //!
-//! A header is checked completely before anything is believed: every tensor lies inside its file, overlaps no other and has
-//! exactly the bytes of its shape. Lengths from a file never decide an allocation before they were compared with its size.
+//! A header is checked completely before anything is believed: no name comes twice, every tensor has exactly the bytes of its
+//! shape, and one begins where the other ends, from the first byte of the data to the last of the file, so that all readers
+//! of a file see the same model and nothing else is in it. Lengths from a file never decide an allocation before they were compared with its size.
 
 use std::{
     cell::RefCell,
@@ -10,7 +11,7 @@ use std::{
     rc::Rc,
 };
 
-use serde_json::Value;
+use serde_json::value::RawValue;
 
 use crate::{
     Error, Result,
@@ -24,6 +25,8 @@ mod random;
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The longest index file that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 100_000_000;
+/// The key of a header that is no tensor.
+const METADATA: &str = "__metadata__";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -340,71 +343,139 @@ async fn read_header(source: &dyn Source, name: &str) -> Result<BTreeMap<String,
 fn parse_header(header: &[u8], size: u64, path: &str, name: &str) -> Result<BTreeMap<String, TensorInfo>> {
     let bad = |why: String| Error::model(path, why);
     let data_start = 8 + header.len() as u64;
-    let header: serde_json::Map<String, Value> =
+    let Entries(entries) =
         serde_json::from_slice(header).map_err(|e| bad(format!("the safetensors header is not valid: {e}")))?;
     let file: Rc<str> = name.into();
     let mut tensors = BTreeMap::new();
-    for (tensor, value) in header {
-        if tensor == "__metadata__" {
+    for (tensor, value) in entries {
+        if tensor == METADATA {
             continue;
         }
-        let info = parse_entry(&value, data_start, &file)
-            .ok_or_else(|| bad(format!("the header's entry for tensor `{tensor}` is not valid")))?;
-        let bytes = info.range.end - info.range.start;
-        if info.range.end > size {
-            let why = format!(
-                "tensor `{tensor}` ends at byte {}, but the file has {size}: it is truncated; download it again",
-                info.range.end
-            );
-            return Err(bad(why));
-        }
-        let elements = info.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
-        let asked = dtype_bits(&info.dtype).map(|bits| elements.and_then(|n| n.checked_mul(bits)));
-        if let Some(asked) = asked
-            && asked != Some(bytes * 8)
-        {
-            let why = format!(
-                "tensor `{tensor}` is {} {:?} but has {bytes} bytes; the header is damaged",
-                info.dtype, info.shape
-            );
-            return Err(bad(why));
-        }
-        tensors.insert(tensor, info);
-    }
-    let mut by_place: Vec<(&String, &TensorInfo)> = tensors.iter().filter(|(_, t)| !t.range.is_empty()).collect();
-    by_place.sort_by_key(|(_, t)| t.range.start);
-    for pair in by_place.windows(2) {
-        let [(a, first), (b, second)] = pair else { unreachable!("windows of two") };
-        if first.range.end > second.range.start {
-            return Err(bad(format!("tensors `{a}` and `{b}` overlap; the header is damaged")));
+        let info = parse_entry(value, data_start, &file)
+            .map_err(|why| bad(format!("the header's entry for tensor `{tensor}` is not valid: {why}")))?;
+        check_bytes(&tensor, &info, size).map_err(bad)?;
+        if tensors.insert(tensor.clone(), info).is_some() {
+            return Err(bad(format!(
+                "the header names tensor `{tensor}` twice; the file is damaged or made to deceive"
+            )));
         }
     }
+    check_places(&tensors, data_start, size).map_err(bad)?;
     Ok(tensors)
 }
 
-/// `{"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}`; `None` if it is anything else.
-fn parse_entry(value: &Value, data_start: u64, file: &Rc<str>) -> Option<TensorInfo> {
-    let dtype = value.get("dtype")?.as_str()?.to_owned();
-    let shape = value.get("shape")?.as_array()?;
-    let shape = shape.iter().map(|d| d.as_u64().and_then(|d| usize::try_from(d).ok())).collect::<Option<Vec<_>>>()?;
-    let [start, end] = value.get("data_offsets")?.as_array()?.as_slice() else { return None };
-    let (start, end) = (data_start.checked_add(start.as_u64()?)?, data_start.checked_add(end.as_u64()?)?);
-    (start <= end).then(|| TensorInfo { dtype, shape, file: file.clone(), range: start..end })
+/// A tensor lies in the file and has the bytes of its shape.
+fn check_bytes(tensor: &str, info: &TensorInfo, size: u64) -> Result<(), String> {
+    let bytes = info.range.end - info.range.start;
+    if info.range.end > size {
+        return Err(format!(
+            "tensor `{tensor}` ends at byte {}, but the file has {size}: it is truncated; download it again",
+            info.range.end
+        ));
+    }
+    let elements = info.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
+    let asked = dtype_bits(&info.dtype).map(|bits| elements.and_then(|n| n.checked_mul(bits)));
+    if asked.is_some_and(|asked| asked != bytes.checked_mul(8)) {
+        let shape = &info.shape;
+        return Err(format!(
+            "tensor `{tensor}` is {} {shape:?} but has {bytes} bytes; the header is damaged",
+            info.dtype
+        ));
+    }
+    Ok(())
+}
+
+/// The tensors cover the data without overlaps, holes and a rest, as the format demands.
+fn check_places(tensors: &BTreeMap<String, TensorInfo>, data_start: u64, size: u64) -> Result<(), String> {
+    let mut by_place: Vec<(&String, &Range<u64>)> = tensors.iter().map(|(name, t)| (name, &t.range)).collect();
+    by_place.sort_by_key(|(_, range)| (range.start, range.end));
+    let mut before: Option<&str> = None;
+    let mut end = data_start;
+    for (name, range) in by_place {
+        if range.start < end {
+            let before = before.unwrap_or_default();
+            return Err(format!("tensors `{before}` and `{name}` overlap; the header is damaged"));
+        }
+        if range.start > end {
+            let hole = range.start - end;
+            return Err(format!(
+                "{hole} bytes before tensor `{name}` belong to no tensor, which the format forbids; save the file again"
+            ));
+        }
+        (before, end) = (Some(name.as_str()), range.end);
+    }
+    if end < size {
+        let rest = size - end;
+        return Err(format!(
+            "{rest} bytes at the end belong to no tensor, which the format forbids; download the file again"
+        ));
+    }
+    Ok(())
+}
+
+/// `{"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}`.
+#[derive(serde::Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+/// An entry of a header; the error says what is wrong with it.
+fn parse_entry(value: &RawValue, data_start: u64, file: &Rc<str>) -> Result<TensorInfo, String> {
+    let Entry { dtype, shape, data_offsets: (start, end) } =
+        serde_json::from_str(value.get()).map_err(|e| e.to_string())?;
+    let range = data_start.checked_add(start).zip(data_start.checked_add(end)).filter(|(start, end)| start <= end);
+    let (start, end) = range.ok_or("its `data_offsets` are no range of bytes")?;
+    Ok(TensorInfo { dtype, shape, file: file.clone(), range: start..end })
+}
+
+/// The entries of a JSON object in their order, of which a map would keep only the last of a name.
+struct Entries<'a>(Vec<(String, &'a RawValue)>);
+
+impl<'a> serde::Deserialize<'a> for Entries<'a> {
+    fn deserialize<D: serde::Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl<'a> serde::de::Visitor<'a> for Visitor {
+            type Value = Entries<'a>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: serde::de::MapAccess<'a>>(self, mut map: A) -> Result<Entries<'a>, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(Entries(entries))
+            }
+        }
+        from.deserialize_map(Visitor)
+    }
 }
 
 /// All tensors of a sharded checkpoint.
 async fn read_shards(source: &dyn Source, index: &[u8]) -> Result<BTreeMap<String, TensorInfo>> {
     let path = source.path(INDEX);
     let bad = |why: String| Error::model(path.clone(), why);
-    let index: Value = serde_json::from_slice(index).map_err(|e| bad(format!("not valid JSON: {e}")))?;
-    let map =
-        index.get("weight_map").and_then(Value::as_object).ok_or_else(|| bad("`weight_map` is missing".into()))?;
-    let mut by_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (tensor, file) in map {
-        let file = file.as_str().ok_or_else(|| bad(format!("the shard of tensor `{tensor}` is not a file name")))?;
-        if !is_plain_file_name(file) {
+    let Entries(index) = serde_json::from_slice(index).map_err(|e| bad(format!("not valid JSON: {e}")))?;
+    let map = index.iter().find(|(key, _)| key == "weight_map").map(|(_, map)| map);
+    let map = map.ok_or_else(|| bad("`weight_map` is missing".into()))?;
+    let Entries(map) = serde_json::from_str(map.get()).map_err(|e| bad(format!("key `weight_map`: {e}")))?;
+    let mut shards: BTreeMap<&str, String> = BTreeMap::new();
+    for (tensor, file) in &map {
+        let file: String = serde_json::from_str(file.get())
+            .map_err(|_| bad(format!("the shard of tensor `{tensor}` is not a file name")))?;
+        if !is_plain_file_name(&file) {
             return Err(bad(format!("the shard of tensor `{tensor}`, {file:?}, is not a plain file name")));
         }
+        if shards.insert(tensor, file).is_some() {
+            return Err(bad(format!("`weight_map` names tensor `{tensor}` twice")));
+        }
+    }
+    let mut by_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (tensor, file) in &shards {
         by_file.entry(file).or_default().push(tensor);
     }
     let mut all = BTreeMap::new();

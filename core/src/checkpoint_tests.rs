@@ -60,7 +60,8 @@ fn the_demo_model_is_read_where_it_lies() {
 
 #[test]
 fn offsets_need_no_alignment_and_sizes_of_one_do_not_count() {
-    let header = r#"{"a":{"dtype":"BF16","shape":[3,1,1],"data_offsets":[1,7]},"__metadata__":{"format":"pt"}}"#;
+    let header = r#"{"a":{"dtype":"BF16","shape":[3,1,1],"data_offsets":[1,7]},"__metadata__":{"format":"pt"},
+        "pad":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
     let checkpoint = open(vec![(SINGLE, file(header, 7))]).unwrap();
     let t = block_on(checkpoint.get("a", &[3, 1])).unwrap();
     assert_eq!((t.shape.as_slice(), &*t.bytes), (&[3, 1][..], &[1, 2, 3, 4, 5, 6][..]));
@@ -124,7 +125,40 @@ fn lying_headers_are_refused_by_name() {
     }
     let overlap =
         r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}}"#;
-    assert!(message(open(vec![(SINGLE, file(overlap, 8))])).contains("`a` and `b` overlap"));
+    assert!(message(open(vec![(SINGLE, file(overlap, 7))])).contains("`a` and `b` overlap"));
+}
+
+/// Another reader could take another of the two, or find in the gaps what this one does not see.
+#[test]
+fn a_file_that_can_be_read_in_two_ways_is_refused() {
+    let entry = |name: &str, start: u64, end: u64| {
+        format!(r#""{name}":{{"dtype":"U8","shape":[{}],"data_offsets":[{start},{end}]}}"#, end - start)
+    };
+    for (entries, data, expected) in [
+        (vec![entry("a", 0, 4), entry("a", 4, 8)], 8, Some("names tensor `a` twice")),
+        (vec![entry("a", 0, 4), entry("a", 0, 4)], 4, Some("names tensor `a` twice")),
+        (vec![entry("a", 1, 4)], 4, Some("1 bytes before tensor `a` belong to no tensor")),
+        (vec![entry("a", 0, 4), entry("b", 6, 8)], 8, Some("2 bytes before tensor `b` belong to no tensor")),
+        (vec![entry("a", 0, 4)], 9, Some("5 bytes at the end belong to no tensor")),
+        (vec![], 3, Some("3 bytes at the end belong to no tensor")),
+        (vec![entry("a", 0, 4), entry("e", 2, 2)], 4, Some("overlap")),
+        (vec![entry("b", 2, 4), entry("e", 2, 2), entry("a", 0, 2), entry("z", 4, 4)], 4, None),
+    ] {
+        let result = open(vec![(SINGLE, file(&format!("{{{}}}", entries.join(",")), data))]);
+        match expected {
+            None => assert_eq!(result.unwrap().names().count(), entries.len()),
+            Some(expected) => {
+                let text = message(result);
+                assert!(text.starts_with("dir/model.safetensors: ") && text.contains(expected), "{text}");
+            }
+        }
+    }
+    let twice = r#"{"a":{"dtype":"U8","dtype":"F32","shape":[4],"data_offsets":[0,4]}}"#;
+    assert!(
+        message(open(vec![(SINGLE, file(twice, 4))])).contains("entry for tensor `a` is not valid: duplicate field")
+    );
+    let index = br#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
+    assert!(message(open(vec![(INDEX, index.to_vec())])).contains("`weight_map` names tensor `a` twice"));
 }
 
 #[test]
@@ -142,7 +176,7 @@ fn shards_are_found_through_the_index() {
         (r#"{"a":7}"#, "not a file name"),
         (r#"{"a":"3.safetensors"}"#, "dir/3.safetensors: no such file"),
         (r#"{"a":"2.safetensors"}"#, "dir/2.safetensors: tensor `a` is missing"),
-        ("3", "`weight_map` is missing"),
+        ("3", "key `weight_map`"),
     ] {
         let text = message(open(shards(map)));
         assert!(text.contains(expected), "{text}");

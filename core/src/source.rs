@@ -117,11 +117,12 @@ pub fn is_plain_file_name(name: &str) -> bool {
 
 fn slice(source: &dyn Source, name: &str, all: &Bytes, range: &Range<u64>) -> Result<Bytes> {
     let part = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
-    part.and_then(|(start, end)| all.get(start..end)).ok_or_else(|| {
-        let why =
-            format!("bytes {}..{} of a file of {} bytes: the file is truncated", range.start, range.end, all.len());
-        Error::model(source.path(name), why)
-    })
+    part.and_then(|(start, end)| all.get(start..end)).ok_or_else(|| truncated(source, name, all.len() as u64, range))
+}
+
+fn truncated(source: &dyn Source, name: &str, len: u64, range: &Range<u64>) -> Error {
+    let why = format!("bytes {}..{} of a file of {len} bytes: the file is truncated", range.start, range.end);
+    Error::model(source.path(name), why)
 }
 
 /// Files compiled into the executable.
@@ -164,15 +165,19 @@ mod dir {
         cell::RefCell,
         collections::HashMap,
         fs::File,
-        io::ErrorKind,
+        io::{ErrorKind, Read, Seek, SeekFrom},
         path::{Path, PathBuf},
     };
 
     use super::*;
 
-    /// A directory. Each file is mapped into memory once, on first use, and every read is a part of that map.
+    /// How the names of weights end.
+    const MAPPED: &str = ".safetensors";
+
+    /// A directory. Each file of weights is mapped into memory once, on first use, and every read is a part of that map; all
+    /// other files are small and are read.
     ///
-    /// The files must not be truncated while the model is in use: the operating system answers a read past the end of a
+    /// Mapped files must not be truncated while the model is in use: the operating system answers a read past the end of a
     /// mapped file with a signal.
     #[derive(Debug)]
     pub struct Dir {
@@ -203,34 +208,58 @@ mod dir {
             &self.path
         }
 
-        /// The map of a file; `None` if there is no such file.
-        fn map(&self, name: &str) -> Result<Option<Bytes>> {
-            if let Some(bytes) = self.maps.borrow().get(name) {
-                return Ok(Some(bytes.clone()));
-            }
+        /// Path and size of a regular file; `None` if there is no such file.
+        fn find(&self, name: &str) -> Result<Option<(PathBuf, u64)>> {
             let path = self.path.join(name);
             if !is_plain_file_name(name) {
                 return Err(Error::model(path.display().to_string(), "not a plain file name"));
             }
-            let io = |e| Error::io(&path, e);
-            let meta = match std::fs::metadata(&path) {
-                Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-                meta => meta.map_err(io)?,
-            };
-            // A pipe or a device has no length and would block; an empty file cannot be mapped on every system.
-            if !meta.is_file() {
-                return Err(io(std::io::Error::other("not a regular file")));
+            match std::fs::metadata(&path) {
+                Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+                Err(e) => Err(Error::io(path, e)),
+                // A pipe or a device has no length and would block.
+                Ok(meta) if !meta.is_file() => Err(Error::io(path, std::io::Error::other("not a regular file"))),
+                Ok(meta) => Ok(Some((path, meta.len()))),
             }
-            let bytes = if meta.len() == 0 {
+        }
+
+        /// All of a file of weights.
+        fn map(&self, name: &str, path: &Path, len: u64) -> Result<Bytes> {
+            if let Some(bytes) = self.maps.borrow().get(name) {
+                return Ok(bytes.clone());
+            }
+            let io = |e| Error::io(path, e);
+            // An empty file cannot be mapped on every system.
+            let bytes = if len == 0 {
                 Bytes::from(Vec::new())
             } else {
-                let file = File::open(&path).map_err(io)?;
+                let file = File::open(path).map_err(io)?;
                 // SAFETY: the map is only read, through `&[u8]`. Another process that writes to the file while it is mapped
                 // would change these bytes under us; like every engine that maps its weights we require that none does.
                 Bytes::new(Arc::new(unsafe { memmap2::Mmap::map(&file) }.map_err(io)?))
             };
             self.maps.borrow_mut().insert(name.to_owned(), bytes.clone());
-            Ok(Some(bytes))
+            Ok(bytes)
+        }
+
+        fn part(&self, name: &str, range: &Range<u64>) -> Result<Bytes> {
+            let missing = || Error::io(self.path.join(name), ErrorKind::NotFound.into());
+            let (path, len) = self.find(name)?.ok_or_else(missing)?;
+            if name.ends_with(MAPPED) {
+                return slice(self, name, &self.map(name, &path, len)?, range);
+            }
+            if range.start > range.end || range.end > len {
+                return Err(truncated(self, name, len, range));
+            }
+            let io = |e| Error::io(&path, e);
+            let mut file = File::open(&path).map_err(io)?;
+            file.seek(SeekFrom::Start(range.start)).map_err(io)?;
+            let mut bytes = Vec::new();
+            let read = file.take(range.end - range.start).read_to_end(&mut bytes).map_err(io)? as u64;
+            match read == range.end - range.start {
+                true => Ok(bytes.into()),
+                false => Err(truncated(self, name, range.start + read, range)),
+            }
         }
     }
 
@@ -240,14 +269,11 @@ mod dir {
         }
 
         fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {
-            Box::pin(std::future::ready(self.map(name).map(|bytes| bytes.map(|b| b.len() as u64))))
+            Box::pin(std::future::ready(self.find(name).map(|found| found.map(|(_, len)| len))))
         }
 
         fn read<'a>(&'a self, name: &'a str, range: Range<u64>) -> LocalFuture<'a, Result<Bytes>> {
-            let all = self
-                .map(name)
-                .and_then(|bytes| bytes.ok_or_else(|| Error::io(self.path.join(name), ErrorKind::NotFound.into())));
-            Box::pin(std::future::ready(all.and_then(|all| slice(self, name, &all, &range))))
+            Box::pin(std::future::ready(self.part(name, &range)))
         }
     }
 }
@@ -269,11 +295,16 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_maps_each_file_once_and_tells_missing_from_unreadable() {
+    fn a_directory_maps_weights_once_and_tells_missing_from_unreadable() {
         let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../models/demo")).unwrap();
+        let weights = "model.safetensors";
+        let a = block_on(dir.read(weights, 0..10)).unwrap();
+        let b = block_on(dir.read(weights, 2..4)).unwrap();
+        assert_eq!(a[2..].as_ptr(), b.as_ptr());
+        // What is small is a copy, which nobody can truncate.
         let a = block_on(dir.read("config.json", 0..10)).unwrap();
         let b = block_on(dir.read("config.json", 2..4)).unwrap();
-        assert_eq!(a[2..].as_ptr(), b.as_ptr());
+        assert!(a[2..4] == *b && a[2..].as_ptr() != b.as_ptr());
         assert_eq!(block_on(dir.size("nothing.json")).unwrap(), None);
         assert!(matches!(block_on(dir.read("nothing.json", 0..1)), Err(Error::Io { .. })));
         // A directory in the place of a file is there, but it is no file.

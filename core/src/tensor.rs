@@ -58,6 +58,8 @@ impl<Buf: Clone> Tensor<Buf> {
         assert!((1..=4).contains(&dims.len()), "a tensor has 1 to 4 dimensions, not {dims:?}");
         let mut d = [1; 4];
         d[..dims.len()].copy_from_slice(dims);
+        let elements = dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
+        assert!(elements.is_some(), "a tensor of {dims:?} has more elements than a size can count");
         let row_stride = dims[1..].iter().product();
         Self { buf, dtype, dims: d, rank: dims.len(), offset: 0, row_stride }
     }
@@ -125,6 +127,9 @@ impl<Buf: Clone> Tensor<Buf> {
         if self.is_empty() {
             return self.byte_offset();
         }
-        (self.offset + (self.rows() - 1) * self.row_stride + self.row_len()) * self.dtype.bytes()
+        // Views are compared with their buffers by this number: it must not wrap.
+        let last_row = (self.rows() - 1).checked_mul(self.row_stride).and_then(|n| n.checked_add(self.offset));
+        let end = last_row.and_then(|n| n.checked_add(self.row_len())?.checked_mul(self.dtype.bytes()));
+        end.expect("the bytes of a view are counted by a usize")
     }
 }

@@ -86,7 +86,8 @@ impl Plan {
         let router = self.experts * self.width;
         let bias = |l: Latent| if l.bias { l.width + self.width } else { 0 };
         let latent = self.latent.map_or(0, |l| 2 * l.width * self.width + bias(l));
-        self.experts as u64 * expert + (router + latent) as u64
+        // The only product of three sizes, each up to 2^24.
+        (self.experts as u64).saturating_mul(expert).saturating_add((router + latent) as u64)
     }
 
     pub(super) fn want(&self, w: &mut Widths) {

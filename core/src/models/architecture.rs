@@ -150,7 +150,7 @@ impl Architecture {
             layer_map: self.layers.iter().flatten().map(|s| s.branches[0].plan.letter()).collect(),
             layers: self.layers.iter().map(state).collect(),
             eos: self.eos.clone(),
-            parameters: matrices + norms + own.map(|b| b.plan.parameters()).sum::<u64>(),
+            parameters: own.map(|b| b.plan.parameters()).fold(matrices + norms, u64::saturating_add),
         }
     }
 }

@@ -64,6 +64,9 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "qwen3_5_moe", read: qwen3_5::read_moe },
 ];
 
+/// Most parameters of a model: far beyond all there are, and within what is counted exactly.
+const MOST_PARAMETERS: u64 = 1 << 50;
+
 /// The architecture that a configuration describes.
 ///
 /// # Errors
@@ -72,7 +75,16 @@ pub fn read(config: &Config) -> Result<Architecture> {
     // The files of the original state-spaces releases have no model_type.
     let model_type = if !config.has("model_type") && config.has("ssm_cfg") { "mamba2" } else { config.model_type()? };
     match FAMILIES.iter().find(|f| f.model_type == model_type) {
-        Some(family) => (family.read)(config),
+        Some(family) => {
+            let architecture = (family.read)(config)?;
+            let parameters = architecture.spec().parameters;
+            if parameters > MOST_PARAMETERS {
+                let why =
+                    "with the layers and experts of this file it makes more than 2^50 parameters; one of them is wrong";
+                return Err(config.bad("hidden_size|d_model", why));
+            }
+            Ok(architecture)
+        }
         None => Err(Error::Unsupported {
             what: format!("{}: model_type {model_type:?}", config.file()),
             why: format!(

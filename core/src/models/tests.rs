@@ -50,6 +50,17 @@ fn parameters_of_the_references_are_counted_exactly() {
 }
 
 #[test]
+fn more_parameters_than_can_be_counted_name_a_key() {
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(root("tests/golden/qwen3_next/config.json")).unwrap()).unwrap();
+    for key in ["num_experts", "moe_intermediate_size"] {
+        config[key] = (1 << 24).into();
+    }
+    let message = parse(&config.to_string()).unwrap_err().to_string();
+    assert!(message.starts_with("config.json: key `hidden_size` or `d_model`: with the layers"), "{message}");
+}
+
+#[test]
 fn published_models_have_their_published_sizes() {
     // Layers by letter, bytes of a slot and of a token's keys and values, parameters in billions.
     for (name, counts, slot, token, billions) in [
