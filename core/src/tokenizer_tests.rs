@@ -158,7 +158,8 @@ fn rules_that_take_memory_out_of_proportion_are_refused() {
 #[test]
 fn what_the_library_panics_on_is_an_error() {
     let strip = json!({"type": "Strip", "content": "z", "start": 0, "stop": 2});
-    let t = changed(json!({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, strip]}})).unwrap();
+    let bytes = parse_object("t", DEMO).unwrap()["decoder"].clone();
+    let t = changed(json!({"decoder": {"type": "Sequence", "decoders": [bytes, strip]}})).unwrap();
     let ids = t.encode("z").unwrap();
     let message = t.decode(&ids).unwrap_err().to_string();
     assert!(message.starts_with("dir/tokenizer.json: the tokenizer fails"), "{message}");

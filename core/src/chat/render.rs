@@ -147,6 +147,8 @@ fn environment(source: &str, now: Arc<AtomicU64>) -> Result<Environment<'static>
     python::correct(&mut env);
     env.set_fuel(Some(FUEL));
     env.add_filter("tojson", to_json);
+    // Not Jinja's, and it prints thousands of characters about the engine itself.
+    env.remove_global("debug");
     env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -160,7 +162,12 @@ fn render(env: &Environment<'_>, job: &Job<'_>) -> Result<Rendered, String> {
         render_one(env, job, job.messages.len(), job.add_generation_prompt).map_err(|e| match e.kind() {
             ErrorKind::OutOfFuel => unusable("it does not come to an end"),
             ErrorKind::WriteFailure => unusable(&format!("it prints more than {MAX_OUTPUT} bytes for these messages")),
-            _ => format!("the chat template refused these messages: {}", describe(&e)),
+            _ => {
+                let why = describe(&e);
+                format!(
+                    "the chat template refused these messages: {why}; change them, or use the prompt as it is (raw)"
+                )
+            }
         })?;
     let all = job.messages.len();
     let mut ends = Vec::new();

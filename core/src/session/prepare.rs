@@ -58,6 +58,7 @@ impl Task {
     }
 
     /// Whether this takes no time.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn is_ready(&self) -> bool {
         self.tokenizer.is_none()
     }
