@@ -25,18 +25,18 @@ fn templates_that_take_memory_stack_or_time() {
     let dir = copy_of("models/demo", "templates");
     let namespace = "{% set ns = namespace(x='a') %}";
     let doubling = "{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}";
-    let nested = "{% set ns.x = [] %}{% for i in range(1000000) %}{% set ns.x = [ns.x] %}{% endfor %}";
+    let nested = "{% set ns.x = [] %}{% for i in range(800) %}{% for j in range(800) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}";
     let upper = "{% set x = 'a' * 20000000 %}{% for i in range(2000) %}{% set y = x|upper %}{% endfor %}hi";
     for (source, expected) in [
-        (format!("{namespace}{doubling}"), "too much memory"),
-        ("{{ 'x\nx'|indent(2000000000) }}".into(), "too much memory"),
-        ("{{ '%0999999999d'|format(1) }}".into(), "too much memory"),
-        (format!("{namespace}{{% set ns.x = ns %}}{{{{ ns|tojson }}}}"), "nested too deeply"),
-        (format!("{namespace}{nested}{{{{ ns.x|tojson }}}}"), "nested too deeply"),
+        (format!("{namespace}{doubling}"), "rendering it takes"),
+        ("{{ 'x\nx'|indent(2000000000) }}".into(), "rendering it takes"),
+        ("{{ '%0999999999d'|format(1) }}".into(), "rendering it takes"),
+        (format!("{namespace}{{% set ns.x = ns %}}{{{{ ns|tojson }}}}"), "rendering it takes"),
+        (format!("{namespace}{nested}{{{{ ns.x|tojson }}}}"), "rendering it takes"),
         (format!("{{{{ 1{} }}}}", "+1".repeat(20_000)), "operators"),
         (format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(20_000)), "elif"),
         ("{{ 1 is divisibleby(0) }}".into(), "the template engine fails on it"),
-        (upper.into(), "more than 5 seconds"),
+        (upper.into(), "rendering it takes more than 5 seconds"),
     ] {
         dir.write("chat_template.jinja", &source);
         let [plain, chat] = plain_and_chat(&dir);
