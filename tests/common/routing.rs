@@ -73,7 +73,7 @@ pub struct Rec<'a, B: Backend> {
 impl<B: Backend> Ops<B::Buf> for Rec<'_, B> {
     fn op(&mut self, op: Op<B::Buf>) -> Result<()> {
         self.ops.op(op.clone())?;
-        // Ops of an open step run as they come, so what follows here happens between this op and the next.
+        // Ops of a step whose kernels are loaded run as they come, so what follows here happens between this op and the next.
         if self.routing.rounding && op.name() != "route" {
             self.routing.round(&op)?;
         }
