@@ -27,6 +27,7 @@ files![
     "gated_delta_prepare.wgsl",
     "gather.wgsl",
     "matmul_coop.wgsl",
+    "matmul_odd.wgsl",
     "matmul_pack.wgsl",
     "matmul_rows.wgsl",
     "matmul_sum.wgsl",

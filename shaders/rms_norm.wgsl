@@ -38,6 +38,13 @@ fn sum_all(thread: u32, part: f32) -> f32 {
 #endif
 }
 
+#if ODD
+// Elements i to i + 3 of a group, 0 past its end.
+fn within(i: u32, v: vec4<f32>) -> vec4<f32> {
+    return select(vec4<f32>(), v, vec4<u32>(i, i + 1u, i + 2u, i + 3u) < vec4<u32>(P.len));
+}
+#endif
+
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) lane: u32) {
@@ -65,11 +72,22 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #if ADD
     if i$i < P.len {
         v$i += P.add_scale * add_v4(t * P.add_row + first + i$i);
+#if ODD
+#for j 4
+        if i$i + $ju < P.len {
+            x_set(t * P.x_row + first + i$i + $ju, v$i[$j]);
+        }
+#end
+#else
         x_set4(t * P.x_row + first + i$i, v$i);
+#endif
     }
 #endif
 #if GATE_BEFORE
     v$i *= activate4(ACT, z$i);
+#endif
+#if ODD
+    v$i = within(i$i, v$i);
 #endif
     sum += dot(v$i, v$i);
 #end
@@ -83,7 +101,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #if ACCUMULATE
         v$i += out_v4(t * P.out_row + first + i$i);
 #endif
+#if ODD
+#for j 4
+        if i$i + $ju < P.len {
+            out_set(t * P.out_row + first + i$i + $ju, v$i[$j]);
+        }
+#end
+#else
         out_set4(t * P.out_row + first + i$i, v$i);
+#endif
     }
 #end
 }

@@ -246,6 +246,12 @@ impl ViewSpec {
             }
             Elem::Bf16 | Elem::F16 => {
                 let unpack = if self.elem == Elem::Bf16 { "bf16x4" } else { "f16x4" };
+                let word =
+                    if binding.wide { format!("b{b}[j >> 3u][(j >> 1u) & 3u]") } else { format!("b{b}[j >> 1u]") };
+                f(format!(
+                    "fn {n}_at(i: u32) -> f32 {{ let j = {at}; \
+                     return {unpack}(vec2<u32>({word}, 0u))[j & 1u]; }}"
+                ));
                 f(format!(
                     "alias {n}_raw = vec4<u32>;\nfn {n}_unpack(w: {n}_raw) -> mat2x4<f32> {{ \
                      return mat2x4<f32>({unpack}(w.xy), {unpack}(w.zw)); }}"

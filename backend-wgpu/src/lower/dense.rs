@@ -39,10 +39,11 @@ pub(super) fn gather<B: Handle>(op: &Gather<B>, facts: &Facts) -> Result<Vec<Ker
 
 pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let len = op.x.row_len() / op.groups;
-    quads("rms_norm", "a group", len)?;
     let before = op.gate.as_ref().is_some_and(|g| g.before);
     let out = if op.accumulate { InPlace } else { Write };
-    let threads = (len / 4).next_power_of_two().clamp(32, 256);
+    // Groups that are not whole quads are read and written element by element.
+    let odd = !len.is_multiple_of(4);
+    let threads = len.div_ceil(4).next_power_of_two().clamp(32, 256);
     let mut b = Builder::new(shader!("rms_norm"))
         .constant("WG", threads)
         .constant("HELD", len.div_ceil(4 * threads))
@@ -52,20 +53,22 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<
         .flag("GATE_BEFORE", before)
         .flag("GATE_AFTER", op.gate.is_some() && !before)
         .flag("ACCUMULATE", op.accumulate)
+        .flag("ODD", odd)
         .constant("ACT", op.gate.as_ref().map_or(0, |g| act(g.act)))
         .param("len", len)
         .param("parts", op.groups)
         .param("shared_weight", usize::from(op.weight.len() == len))
         .float("eps", op.eps)
-        .float("add_scale", op.add.as_ref().map_or(0.0, |(_, scale)| *scale))
-        .vectors("x", if op.add.is_some() { InPlace } else { Read }, &op.x)
-        .vectors("weight", Read, &op.weight)
-        .vectors("out", out, &op.out);
+        .float("add_scale", op.add.as_ref().map_or(0.0, |(_, scale)| *scale));
+    let view = |b: Builder<B>, name, access, t| if odd { b.view(name, access, t) } else { b.vectors(name, access, t) };
+    b = view(b, "x", if op.add.is_some() { InPlace } else { Read }, &op.x);
+    b = view(b, "weight", Read, &op.weight);
+    b = view(b, "out", out, &op.out);
     if let Some((add, _)) = &op.add {
-        b = b.vectors("add", Read, add);
+        b = view(b, "add", Read, add);
     }
     if let Some(gate) = &op.gate {
-        b = b.vectors("z", Read, &gate.z);
+        b = view(b, "z", Read, &gate.z);
     }
     Ok(vec![b.build("rms_norm", op.x.rows() * op.groups, facts.max_binding)])
 }
@@ -111,6 +114,9 @@ pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Ker
 
 fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {
     let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
+    if eights("matmul", block, k).is_err() {
+        return Ok(odd(op, block, facts));
+    }
     if facts.few_barriers {
         return without_barriers(op, block, facts);
     }
@@ -142,6 +148,13 @@ fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid:
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
     let b = op.columns.iter().fold(b, |b, columns| b.view("columns", Read, columns));
     op.bias.iter().fold(b, |b, bias| b.view("bias", Read, bias))
+}
+
+/// What no other shader takes, element by element: see `matmul_odd.wgsl`.
+fn odd<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Kernel<B> {
+    let items = op.x.rows() * block.w.rows();
+    let b = operands(Builder::new(shader!("matmul_odd")), op, block, ("items", items));
+    b.build("matmul", items.div_ceil(64), facts.max_binding)
 }
 
 /// A product of any number of rows with one of two thread layouts, without barriers: see `matmul_rows.wgsl`.

@@ -145,6 +145,14 @@ pub(super) fn cases(to: &mut Table) {
             to.add(&format!("inner dim {k}, {m} rows"), Product { k, m, ..base.clone() });
         }
     }
+    // The rank of the time step of a Mamba-1 of width 80, and others that are not read four at a time.
+    for k in [1, 5, 13, 254] {
+        for m in [1, 17] {
+            let odd = Product { k, m, columns: true, bias: true, accumulate: true, scale: 0.22, ..base.clone() };
+            to.add(&format!("inner dim {k}, {m} rows, f32"), Product { dtype: DType::F32, ..odd.clone() });
+            to.add(&format!("inner dim {k}, {m} rows, bf16"), odd);
+        }
+    }
     for n in [1, 4, 7, 66, 260] {
         for m in [1, 17] {
             to.add(&format!("{n} columns, {m} rows"), Product { n, m, ..base.clone() });
