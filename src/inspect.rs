@@ -5,7 +5,7 @@ use selkie_core::{
     cpu::CpuBackend,
     engine::{EngineOptions, Sizes},
     model_dir::ModelFiles,
-    models::{self, Limits, ModelSpec},
+    models::{self, Limits, ModelSpec, Program},
     state::StateShape,
     step::PAGE,
     weights::Loader,
@@ -34,10 +34,11 @@ const LETTERS: [(char, &str); 7] = [
 /// Prints the facts; of the weights, only what is small is read.
 pub fn run(args: &InspectArgs) -> Outcome {
     let files = model::open(&args.model)?;
-    let spec = models::spec(&files.config)?;
+    let architecture = models::read(&files.config)?;
+    let (spec, program) = (architecture.spec(), architecture.program());
     let fault = pollster::block_on(contradiction(&files)).err().map(|e| e.to_string());
     let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
-    let facts = backend::run(&args.model.backend, Inspect { files: &files, spec, options, fault })?;
+    let facts = backend::run(&args.model.backend, Inspect { files: &files, spec, program, options, fault })?;
     let mut out = Output::new();
     if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
 }
@@ -58,6 +59,7 @@ async fn contradiction(files: &ModelFiles) -> selkie_core::Result<()> {
 struct Inspect<'a> {
     files: &'a ModelFiles,
     spec: ModelSpec,
+    program: Vec<Program>,
     options: EngineOptions,
     fault: Option<String>,
 }
@@ -65,6 +67,7 @@ struct Inspect<'a> {
 struct Facts {
     model: String,
     spec: ModelSpec,
+    program: Vec<Program>,
     weight_bytes: u64,
     sizes: Sizes,
     backend: &'static str,
@@ -86,6 +89,7 @@ impl Job for Inspect<'_> {
             device: caps.device.clone(),
             spec: self.spec,
             fault: self.fault,
+            program: self.program,
         })
     }
 }
@@ -145,6 +149,11 @@ impl Facts {
             thousands(split.slots as f64),
             thousands(split.pages as f64)
         ));
+        for kind in &self.program {
+            lines.extend([String::new(), format!("layers {}", kind.layers)]);
+            let width = kind.steps.iter().map(|(formula, _)| formula.len()).max().unwrap_or(0);
+            lines.extend(kind.steps.iter().map(|(formula, sizes)| format!("  {formula:<width$}   {sizes}")));
+        }
         lines.push(String::new());
         lines.push("tokens of a sequence       its state   fit into the pools".into());
         for tokens in self.lengths() {
@@ -163,11 +172,16 @@ impl Facts {
         let lengths = self.lengths().into_iter().map(|tokens| {
             json!({ "tokens": tokens, "state_bytes": self.sequence_bytes(tokens), "fit": self.sequences(tokens) })
         });
+        let program = self.program.iter().map(|kind| {
+            let steps = kind.steps.iter().map(|(formula, sizes)| json!({ "step": formula, "sizes": sizes }));
+            json!({ "layers": kind.layers, "steps": steps.collect::<Vec<_>>() })
+        });
         json!({
             "model": self.model,
             "family": spec.family,
             "layer_map": spec.layer_map,
             "layers": spec.layers.len(),
+            "program": program.collect::<Vec<_>>(),
             "width": spec.width,
             "vocab": spec.vocab,
             "context": shape.context,

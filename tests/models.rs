@@ -206,8 +206,10 @@ fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance:
 fn bf16_tolerance(dir: &Path) -> Tolerance {
     let (logits, states) = match dir.file_name().and_then(|name| name.to_str()).unwrap_or_default() {
         name if name.starts_with("granite") => (0.05, 0.1),
-        // Single tokens stand out, in the rounded reference as on a device.
-        name if name.starts_with("qwen3_next") => (0.5, 0.5),
+        // Single tokens stand out, in the rounded reference as on a device: the delta rule feeds what was rounded back.
+        name if ["qwen3_next", "qwen3_5", "olmo_hybrid"].iter().any(|f| name.starts_with(f)) => (0.5, 0.5),
+        // Products of three rounded factors around the convolution, norms of rounded time steps.
+        name if ["lfm2", "falcon_mamba", "jamba"].iter().any(|f| name.starts_with(f)) => (0.3, 0.2),
         _ => (0.15, 0.1),
     };
     Tolerance { logits, states }
@@ -336,6 +338,6 @@ fn main() {
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));
-    trials.extend(split("wgpu-split-80k", in_pieces::<80_000>, 40, &["qwen3_next"]));
+    trials.extend(split("wgpu-split-80k", in_pieces::<80_000>, 40, &["qwen3_next", "falcon_h1", "jamba"]));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -6,6 +6,7 @@
 //! is planned before the last one's tokens are known. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::rc::Rc;
 
 use pollster::block_on;
@@ -103,26 +104,28 @@ impl Backend for Behind {
 }
 
 struct TestModel {
-    name: &'static str,
+    name: String,
     architecture: Architecture,
     checkpoint: Checkpoint,
 }
 
 impl TestModel {
-    fn micro(name: &'static str, config: &str) -> Self {
+    fn micro(name: &str, config: &str) -> Self {
         let config = Config::parse("config.json", config.as_bytes()).unwrap();
-        Self { name, architecture: models::read(&config).unwrap(), checkpoint: Checkpoint::random(7) }
+        Self { name: name.into(), architecture: models::read(&config).unwrap(), checkpoint: Checkpoint::random(7) }
     }
 
-    fn golden(name: &'static str) -> Self {
-        let dir = Rc::new(Dir::open(format!("{}/../tests/golden/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap());
-        let config = block_on(read_small(dir.as_ref(), "config.json", 1 << 20)).unwrap().unwrap();
+    /// The model of a reference folder, if its family is supported.
+    fn golden(path: &Path) -> Option<Self> {
+        let dir = Rc::new(Dir::open(path).unwrap());
+        let config = block_on(read_small(dir.as_ref(), "config.json", 1 << 20)).unwrap()?;
         let config = Config::parse("config.json", &config).unwrap();
-        Self {
-            name,
-            architecture: models::read(&config).unwrap(),
+        let family = models::FAMILIES.iter().find(|f| config.model_type().is_ok_and(|t| t == f.model_type))?;
+        Some(Self {
+            name: path.file_name().unwrap().to_string_lossy().into(),
+            architecture: (family.read)(&config).unwrap(),
             checkpoint: block_on(Checkpoint::open(dir)).unwrap(),
-        }
+        })
     }
 
     fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
@@ -342,6 +345,11 @@ fn cache_on_is_cache_off_and_alone_is_batched() {
 
 #[test]
 fn so_it_is_for_real_families() {
-    let names = ["nemotron_h", "nemotron_h_moe", "mamba2", "granitemoehybrid", "qwen3_next", "qwen3"];
-    run(names.map(TestModel::golden).into(), 12);
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let mut folders: Vec<_> = std::fs::read_dir(golden).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.retain(|path| path.is_dir());
+    folders.sort();
+    let models: Vec<_> = folders.iter().filter_map(|path| TestModel::golden(path)).collect();
+    assert!(models.len() >= 22, "{} models", models.len());
+    run(models, 6);
 }

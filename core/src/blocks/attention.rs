@@ -94,6 +94,13 @@ impl Plan {
         self.q_width() * (1 + usize::from(self.gated)) + 2 * self.kv_width()
     }
 
+    pub(super) fn sizes(&self) -> String {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let rope = self.rope.map_or("no positions".into(), |r| format!("{} rotated", r.rotary_dims));
+        let window = self.window.map_or(String::new(), |w| format!(", the last {w} positions"));
+        format!("{heads} heads of {head_dim}, {kv_heads} for keys, {rope}{window}")
+    }
+
     pub(super) fn state(&self) -> LayerState {
         let kv = KvShape { heads: self.heads.kv_heads, key_dim: self.heads.head_dim, value_dim: self.heads.head_dim };
         LayerState { kv: Some(kv), ..LayerState::default() }

@@ -74,6 +74,11 @@ impl Plan {
         self.channels() + self.values() + 2 * self.value_heads
     }
 
+    pub(super) fn sizes(&self) -> String {
+        let Self { key_heads, key_dim, value_heads, value_dim, .. } = self;
+        format!("{key_heads} key heads of {key_dim}, {value_heads} value heads of {value_dim}")
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.channels(), self.kernel - 1]),

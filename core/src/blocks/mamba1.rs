@@ -55,6 +55,10 @@ impl Plan {
         2 * self.state + self.rank
     }
 
+    pub(super) fn sizes(&self) -> String {
+        format!("{} channels, state {}, time steps of rank {}", self.inner, self.state, self.rank)
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.inner, self.kernel - 1]),

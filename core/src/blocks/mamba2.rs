@@ -66,6 +66,11 @@ impl Plan {
         self.inner() + self.channels() + self.heads
     }
 
+    pub(super) fn sizes(&self) -> String {
+        let Self { heads, head_dim, state, groups, .. } = self;
+        format!("{heads} heads of {head_dim}, state {state}, {groups} groups")
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.channels(), self.kernel - 1]),

@@ -65,6 +65,10 @@ impl Plan {
         self.halves() + usize::from(self.row_gate.is_some())
     }
 
+    pub(super) fn sizes(&self) -> String {
+        format!("{} wide", self.inner)
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
     }

@@ -165,7 +165,7 @@ impl<Buf: Handle> Pass<'_, Buf> {
 }
 
 macro_rules! mixers {
-    ($($name:ident $module:ident $letter:literal),* $(,)?) => {
+    ($($name:ident $module:ident $letter:literal $text:literal),* $(,)?) => {
         /// What a mixer is, as data.
         #[derive(Clone, Debug)]
         pub enum Plan {
@@ -188,6 +188,16 @@ macro_rules! mixers {
             /// Its letter in a model's layer map.
             pub fn letter(&self) -> char {
                 match self { $(Self::$name(_) => $letter,)* }
+            }
+
+            /// What it is called in texts.
+            pub fn name(&self) -> &'static str {
+                match self { $(Self::$name(_) => $text,)* }
+            }
+
+            /// Its sizes in words.
+            pub fn sizes(&self) -> String {
+                match self { $(Self::$name(p) => p.sizes(),)* }
             }
 
             /// What it keeps per sequence.
@@ -238,13 +248,13 @@ macro_rules! mixers {
 }
 
 mixers! {
-    Attention attention '*',
-    Mamba2 mamba2 'M',
-    Mamba1 mamba1 'S',
-    GatedDelta gated_delta 'G',
-    ShortConv short_conv 'C',
-    Mlp mlp '-',
-    Moe moe 'E',
+    Attention attention '*' "attention",
+    Mamba2 mamba2 'M' "Mamba-2",
+    Mamba1 mamba1 'S' "Mamba-1",
+    GatedDelta gated_delta 'G' "Gated DeltaNet",
+    ShortConv short_conv 'C' "short convolution",
+    Mlp mlp '-' "MLP",
+    Moe moe 'E' "mixture of experts",
 }
 
 impl<Buf: Handle> Mixer<Buf> {

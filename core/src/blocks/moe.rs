@@ -76,6 +76,10 @@ impl Plan {
         self.inner * (1 + usize::from(self.gated))
     }
 
+    pub(super) fn sizes(&self) -> String {
+        format!("{} of {} experts, {} wide", self.top_k, self.experts, self.inner)
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
     }

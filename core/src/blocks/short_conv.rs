@@ -23,6 +23,10 @@ pub struct Plan {
 }
 
 impl Plan {
+    pub(super) fn sizes(&self) -> String {
+        format!("{} channels, {} taps", self.width, self.kernel)
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState { conv: Some([self.width, self.kernel - 1]), ..LayerState::default() }
     }

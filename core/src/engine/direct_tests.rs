@@ -20,7 +20,18 @@ use crate::{
 
 const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
 /// One of each kind of layer and of each kind of state: with and without attention, with experts, dense.
-const FOLDERS: [&str; 6] = ["nemotron_h", "nemotron_h_moe", "mamba2", "granitemoehybrid", "qwen3_next", "qwen3"];
+const FOLDERS: [&str; 10] = [
+    "nemotron_h",
+    "nemotron_h_moe",
+    "mamba2",
+    "granitemoehybrid",
+    "qwen3_next",
+    "qwen3",
+    "jamba",
+    "lfm2_moe",
+    "falcon_h1",
+    "olmo_hybrid",
+];
 
 fn load<B: Backend>(backend: &B, folder: &str) -> Box<dyn Model<B>> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(folder);

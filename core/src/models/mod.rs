@@ -15,12 +15,14 @@ mod mamba;
 mod mamba2;
 mod nemotron_h;
 mod olmo_hybrid;
+mod program;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
 mod readers;
 
 pub use architecture::{Architecture, Branch, Input, Norm, Output, SubLayer};
+pub use program::Program;
 
 use crate::backend::{Backend, Ops};
 use crate::config::Config;

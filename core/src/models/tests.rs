@@ -40,6 +40,16 @@ fn parameters_of_the_references_are_counted_exactly() {
         "qwen3_next",
         "llama",
         "qwen3",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "jamba",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "olmo_hybrid",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
     ] {
         let spec = spec(&config(&format!("tests/golden/{name}/config.json"))).unwrap();
         let reference = std::fs::read(root(&format!("tests/golden/{name}/reference.json"))).unwrap();
@@ -97,12 +107,24 @@ fn layer_map_names_token_mixers_and_channel_mixers() {
     assert_eq!(map("granitemoehybrid_dense"), "M-*-M-M-");
     assert_eq!(map("qwen3_next"), "GEGEGE*E");
     assert_eq!(map("mamba2"), "MMM");
+    assert_eq!(map("bamba"), "M-M-*-M-");
+    assert_eq!(map("jamba"), "S-SE*-SE");
+    assert_eq!(map("lfm2_moe"), "C-C-*ECE*E");
+    assert_eq!(map("falcon_h1"), "M-M-M-");
+    assert_eq!(map("olmo_hybrid"), "G-G-G-*-");
+    assert_eq!(map("qwen3_5_moe_text"), "GEGEGE*E");
 }
 
 #[test]
 fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
     let nemotron = r#""model_type": "nemotron_h", "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4"#;
     let qwen = r#""model_type": "qwen3_next", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 4, "num_hidden_layers": 4"#;
+    let family = |name: &str, more: &str| {
+        format!(
+            r#"{{"model_type": "{name}", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2,
+            "num_hidden_layers": 4, "mamba_n_heads": 4, {more}, "intermediate_size": 8}}"#
+        )
+    };
     for (text, expected) in [
         (r#"{"model_type": "gpt5"}"#.into(), "the supported types are nemotron_h, mamba2, "),
         (format!("{{{nemotron}}}"), "`hybrid_override_pattern` is missing"),
@@ -133,6 +155,21 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
         (format!(r#"{{{qwen}, "layer_types": ["full_attention"]}}"#), "1 entries for 4 layers"),
         (format!(r#"{{{qwen}, "linear_num_key_heads": 3}}"#), "`linear_num_value_heads`: 32 is not a multiple"),
         (r#"{"ssm_cfg": {"layer": "Mamba1"}, "vocab_size": 8, "d_model": 8}"#.into(), "only Mamba2"),
+        (format!(r#"{{{qwen}, "attn_output_gate": false}}"#), "`attn_output_gate`: false is not supported"),
+        (format!(r#"{{{qwen}, "output_gate_type": "sigmoid"}}"#), "`output_gate_type`: \"sigmoid\""),
+        (family("bamba", r#""attn_layer_indices": [4]"#), "`attn_layer_indices`: layer 4 of 4"),
+        (family("bamba", r#""mamba_d_head": "wide""#), "neither a number nor \"auto\""),
+        (family("jamba", r#""attn_layer_offset": 8"#), "`attn_layer_offset`: 8 is not less than"),
+        (family("jamba", r#""mamba_inner_layernorms": false"#), "`mamba_inner_layernorms`: false"),
+        (family("jamba", r#""sliding_window": 1024"#), "`sliding_window`: 1024 is not supported"),
+        (family("lfm2", r#""conv_dim": 16"#), "`conv_dim`: 16 is not supported, only the width"),
+        (family("lfm2", r#""block_use_swiglu": false"#), "`block_use_swiglu`: false"),
+        (family("lfm2", r#""layer_types": ["conv", "mamba", "conv", "conv"]"#), "Recurrent is no layer of this family"),
+        (family("mamba", r#""expand": 3"#), "8 is not `expand` times the width, 24"),
+        (family("falcon_h1", r#""ssm_multipliers": [1, 2]"#), "`ssm_multipliers`: 2 multipliers; there are 5"),
+        (family("falcon_h1", r#""mamba_d_ssm": 48, "mamba_d_head": 10"#), "are not `mamba_d_ssm`, 48"),
+        (family("olmo_hybrid", r#""linear_num_key_heads": 3"#), "`linear_num_value_heads`: 2 is not a multiple"),
+        (family("qwen3_5_moe_text", r#""hidden_act": "gelu""#), "\"gelu\" is not supported"),
     ] {
         let message = parse(&text).unwrap_err().to_string();
         assert!(message.contains(expected), "{text}: {message}");
@@ -154,6 +191,50 @@ fn what_a_configuration_leaves_out_is_as_its_family_has_it() {
     };
     assert_eq!(attention(qwen), (256, Some(64)));
     assert_eq!(attention(nemotron), (128, None));
+}
+
+#[test]
+fn the_text_part_of_a_composite_model_is_read() {
+    let text = r#"{"model_type": "qwen3_5", "tie_word_embeddings": true, "vision_config": {"depth": 2, "hidden_size": 7},
+        "text_config": {"model_type": "qwen3_5_text", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 4, "intermediate_size": 16,
+        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10], "mrope_interleaved": true}}}"#;
+    let a = parse(text).unwrap();
+    assert_eq!((a.family, a.width, a.tied, a.spec().layer_map.as_str()), ("qwen3_5_text", 8, true, "G-G-G-*-"));
+    assert!(a.prefixes.contains(&"model.language_model."));
+    let unnamed = text.replace(r#""model_type": "qwen3_5_text", "#, "");
+    assert_eq!(parse(&unnamed).unwrap().family, "qwen3_5_text");
+}
+
+#[test]
+fn a_feed_forward_width_may_be_adjusted() {
+    let width = |more: &str| {
+        let text = format!(
+            r#"{{"model_type": "lfm2", "vocab_size": 8, "hidden_size": 2048, "num_attention_heads": 32,
+            "num_hidden_layers": 1, "full_attn_idxs": [0], {more}}}"#
+        );
+        match &parse(&text).unwrap().layers[0][1].branches[0].plan {
+            Plan::Mlp(p) => p.inner,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(width(r#""block_ff_dim": 12288"#), 8192);
+    assert_eq!(width(r#""block_ff_dim": 6656, "intermediate_size": 1"#), 4608);
+    assert_eq!(width(r#""intermediate_size": 10752, "block_auto_adjust_ff_dim": false"#), 10_752);
+    assert_eq!(width(r#""block_ff_dim": 6000, "block_ffn_dim_multiplier": 0.5, "block_multiple_of": 64"#), 2048);
+}
+
+#[test]
+fn layers_that_share_weights_count_them_once() {
+    let a = parse(
+        r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 16}"#,
+    )
+    .unwrap();
+    let mut shared = a.clone();
+    shared.layers[1][1].branches[0].prefix = shared.layers[0][1].branches[0].prefix.clone();
+    assert_eq!(a.spec().parameters - shared.spec().parameters, 3 * 8 * 16);
 }
 
 #[test]
