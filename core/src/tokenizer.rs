@@ -96,7 +96,7 @@ impl Tokenizer {
             .filter(|t| !t.special && named.iter().any(|(_, text)| *text == t.content))
             .map(|t| AddedToken { special: true, ..t })
             .collect();
-        survived(|| Ok(inner.add_special_tokens(unflagged)?)).map_err(|e| bad(&e))?;
+        survived(|| inner.add_special_tokens(unflagged)).map_err(|e| bad(&e))?;
         let added = inner.get_added_tokens_decoder();
         let special: Vec<(u32, AddedToken)> =
             added.into_iter().filter(|(_, t)| t.special && t.content.chars().nth(1).is_some()).collect();

@@ -112,8 +112,11 @@ pub struct Loader<'a, B: Backend> {
     progress: Progress,
     report: &'a mut dyn FnMut(Progress),
     /// Matrices so far by the name of their first part, with their parts, for layers that share them.
-    matrices: HashMap<String, Vec<(Vec<Part>, Weight<B::Buf>)>>,
+    matrices: HashMap<String, Vec<Shared<B::Buf>>>,
 }
+
+/// A loaded matrix and the stored rows that it is made of.
+type Shared<Buf> = (Vec<Part>, Weight<Buf>);
 
 impl<'a, B: Backend> Loader<'a, B> {
     /// A loader that tells `report` after every piece how far it is.

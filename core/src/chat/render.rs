@@ -1,6 +1,6 @@
 //! Rendering: a template, messages, and the text that they make.
 //!
-//! Templates are programs from a file that nobody has read. What bounds them here: their source ([`source`]), their steps, what
+//! Templates are programs from a file that nobody has read. What bounds them here: their source (`source.rs`), their steps, what
 //! they print, how deep a value is printed; a panic of the template engine is an error. What the engine does not let be bounded is
 //! the memory that one value takes (doubling a string forty times takes a hundred steps), the time of one step on such a value and
 //! the stack that comparing or converting deeply nested values takes. A [`Renderer`] in a process of its own bounds those too:

@@ -237,7 +237,7 @@ fn charsmap(value: &Value) -> Result<(), String> {
     let Some(bits) = bits else { return Err("this is not base64".into()) };
     // 36 bits: four bytes and a half.
     let size = ((bits >> 4) as u32).swap_bytes() as usize;
-    if size % 4 != 0 || size > bytes - 4 {
+    if !size.is_multiple_of(4) || size > bytes - 4 {
         return Err(format!("the table is said to have {size} bytes, and {} follow", bytes - 4));
     }
     Ok(())
