@@ -98,6 +98,16 @@ pub fn warn_of_ignored(checkpoint: &Checkpoint) {
         let more = if names.len() > 1 { format!(" and {} more", names.len() - 1) } else { String::new() };
         tracing::warn!("stored but not part of what config.json describes, and ignored: `{first}`{more}");
     }
+    let skipped = checkpoint.skipped();
+    if !skipped.is_empty() {
+        let (tensors, bytes) = skipped.values().fold((0, 0), |(n, size), (m, more)| (n + m, size + more));
+        let modules: Vec<_> = skipped.keys().map(|module| format!("`{module}`")).collect();
+        tracing::warn!(
+            "parts of the checkpoint that selkie does not run are skipped: {} ({tensors} tensors, {})",
+            modules.join(", "),
+            crate::terminal::size(bytes)
+        );
+    }
 }
 
 /// A progress bar that appears only if loading takes long, and is removed on drop.

@@ -196,6 +196,30 @@ impl Checkpoint {
         tensors.keys().map(String::as_str).filter(|name| !asked.contains(*name) && beside(name)).collect()
     }
 
+    /// Modules of which nothing was asked for, by the first one or two parts of their names, with their tensors and bytes:
+    /// vision parts and heads for drafts.
+    pub fn skipped(&self) -> BTreeMap<&str, (usize, u64)> {
+        let Kind::Files { tensors, asked, .. } = &self.kind else { return BTreeMap::new() };
+        let asked = asked.borrow();
+        let read = |module: &str| {
+            asked
+                .range::<str, _>((Bound::Included(module), Bound::Unbounded))
+                .next()
+                .is_some_and(|a| a.starts_with(module))
+        };
+        let mut skipped = BTreeMap::new();
+        for (name, info) in tensors.iter().filter(|(name, _)| !asked.contains(*name)) {
+            // The outermost module that is not read at all.
+            let dots = name.match_indices('.').take(2).map(|(dot, _)| &name[..=dot]);
+            if let Some(module) = dots.into_iter().find(|module| !read(module)) {
+                let (count, bytes) = skipped.entry(module.trim_end_matches('.')).or_insert((0, 0));
+                *count += 1;
+                *bytes += info.range.end - info.range.start;
+            }
+        }
+        skipped
+    }
+
     /// Bytes of all stored tensors.
     pub fn bytes(&self) -> u64 {
         self.names().filter_map(|name| self.info(name)).map(|info| info.range.end - info.range.start).sum()

@@ -81,6 +81,7 @@ fn a_tensor_beside_others_that_were_asked_for_is_noticed() {
     assert_eq!(checkpoint.passed_over(), ["a.bias"]);
     block_on(checkpoint.get("a.bias", &[1])).unwrap();
     assert!(checkpoint.passed_over().is_empty());
+    assert_eq!(checkpoint.skipped().into_iter().collect::<Vec<_>>(), [("a.b", (1, 4)), ("draft", (1, 4))]);
 }
 
 #[test]

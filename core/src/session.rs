@@ -313,7 +313,7 @@ impl<B: Backend> Session<B> {
         };
         let why = match ids.iter().find(|id| **id as usize >= vocab) {
             Some(id) => format!(
-                "it gives token id {id}, and the model has ids 0 to {}; take tokenizer.json and config.json of one model",
+                "it gives token id {id}, and by vocab_size in config.json the model has ids 0 to {}; take tokenizer.json and config.json of one model",
                 vocab - 1
             ),
             None if ids.is_empty() => "it makes no token of this prompt; give other text, or token ids".into(),

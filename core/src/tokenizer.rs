@@ -258,7 +258,7 @@ pub fn check_ids(ids: &[u32], vocab: usize) -> Result<()> {
     match ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab) {
         Some((at, id)) => {
             let why = format!(
-                "token id {id} at place {at} of the prompt is out of range; the model has ids 0 to {}",
+                "token id {id} at place {at} of the prompt is out of range; by vocab_size in config.json the model has ids 0 to {}",
                 vocab - 1
             );
             Err(Error::BadRequest(why))

@@ -250,7 +250,10 @@ fn a_byte_order_mark_is_no_damage() {
 fn ids_are_checked_against_the_model() {
     assert!(check_ids(&[0, 9], 10).is_ok());
     let message = check_ids(&[0, 10], 10).unwrap_err().to_string();
-    assert_eq!(message, "token id 10 at place 1 of the prompt is out of range; the model has ids 0 to 9");
+    assert_eq!(
+        message,
+        "token id 10 at place 1 of the prompt is out of range; by vocab_size in config.json the model has ids 0 to 9"
+    );
     assert!(check_ids(&[], 10).unwrap_err().to_string().contains("empty"));
 }
 

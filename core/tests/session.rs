@@ -330,7 +330,12 @@ fn ids_beyond_the_vocabulary_are_the_tokenizers_fault() {
     let dir = Changed::new("vocabulary", &[("tokenizer.json", &tokenizer.to_string())]);
     let mut s = session(&dir.0);
     let message = s.submit(Ask { prompt: Prompt::Text("Hello7".into()), ..Ask::default() }).unwrap_err().to_string();
-    assert!(message.contains("tokenizer.json: it gives token id 1031, and the model has ids 0 to 1023"), "{message}");
+    assert!(
+        message.contains(
+            "tokenizer.json: it gives token id 1031, and by vocab_size in config.json the model has ids 0 to 1023"
+        ),
+        "{message}"
+    );
 }
 
 /// The CPU, whose reads take some polls; or one that is said to run behind the host's back.

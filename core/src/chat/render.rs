@@ -124,7 +124,7 @@ fn on_own_stack<T: Send>(render: impl FnOnce() -> Result<T, String> + Send) -> R
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("template".into()).stack_size(STACK);
         let thread = thread.spawn_scoped(scope, || crate::survive::survived(render));
-        let thread = thread.map_err(|e| format!("a thread for the chat template could not be started: {e}"))?;
+        let thread = thread.map_err(|e| format!("a thread for the chat template could not be started: {e}; free memory, or use the prompt as it is (raw)"))?;
         thread.join().ok().flatten().unwrap_or_else(|| Err(unusable("the template engine fails on it")))
     })
 }
