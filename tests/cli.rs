@@ -221,6 +221,21 @@ fn batch_passes_over_a_byte_order_mark() {
 }
 
 #[test]
+fn lines_without_a_seed_get_one_each() {
+    let line = json!({"prompt": "Tell me a story", "temperature": 1.5, "max_tokens": 16});
+    let texts = |more: &[&str]| -> Vec<String> {
+        let (answers, _) = batch(&vec![line.clone(); 4], more);
+        answers.iter().map(|a| a["ids"].to_string()).collect()
+    };
+    let together = texts(&[]);
+    for (i, text) in together.iter().enumerate() {
+        assert!(!together[..i].contains(text), "line {i} has the answer of another: {together:?}");
+    }
+    // The place of a line decides, so that a file has the same answers every time.
+    assert_eq!(together, texts(&["--sequential"]));
+}
+
+#[test]
 fn batch_says_in_words_what_a_field_must_be() {
     for (field, value, needle) in [
         ("stop", json!(5), "`stop` must be a string or a list of strings"),

@@ -134,6 +134,43 @@ fn the_smallest_pools_give_the_same_answers() {
     }
 }
 
+/// Three slots: one is written, two keep states. The second text's state is the one used least recently when the third needs
+/// room.
+#[test]
+fn the_counters_of_a_run_are_what_happened() {
+    let requests = [1, 2, 1, 3, 1].map(|i| request(&ids(i, 300), 3));
+    let more = ["--sequential", "--slots", "3", "--kv-pages", "100"];
+    let (answers, mut stats) = batch("nemotron_h", &requests, &more);
+    assert_eq!(reused(&answers), json!([0, 0, 256, 0, 256]));
+    let stats = stats.as_object_mut().unwrap();
+    for measured in ["device", "version", "seconds"] {
+        assert!(stats.remove(measured).is_some(), "{measured}");
+    }
+    let expected = json!({
+        "backend": "cpu",
+        "requests": 5,
+        "failed": 0,
+        "reasons": { "off": 0, "evicted": 0, "policy": 0, "no_state": 0, "full": 2, "first_sight": 3 },
+        // A prompt is one step; the last of three tokens is never computed.
+        "steps": 5 * 3,
+        "tokens_prefilled": 3 * 300 + 2 * 44,
+        "tokens_reused": 2 * 256,
+        "tokens_recomputed": 0,
+        "tokens_generated": 5 * 3,
+        "captures": 3,
+        "captures_skipped": 0,
+        "evictions": { "slots": 1, "nodes": 0 },
+        "preemptions": 0,
+        "states_held": 2,
+        "pages_held": 3 * 4,
+        "slots": 3,
+        "kv_pages": 100,
+        "peak_slots": 3,
+        "peak_pages": 2 * 4 + 5,
+    });
+    assert_eq!(stats, expected.as_object().unwrap());
+}
+
 #[test]
 fn a_new_chat_under_the_same_system_prompt_reuses_it() {
     let system = json!({ "role": "system", "content": "Answer in one short sentence and be kind. ".repeat(20) });
