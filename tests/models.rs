@@ -6,7 +6,10 @@ mod common;
 mod golden;
 #[path = "common/routing.rs"]
 mod routing;
+#[path = "common/sessions.rs"]
+mod sessions;
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -32,18 +35,29 @@ const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
 /// A greedy token must agree where the reference's best logit leads by more than this, in units of the logits.
 const MARGIN: f32 = 1e-3;
 
-/// Largest difference from the reference, in units of 1 + |reference|.
+/// What may lie between a result and its reference.
 #[derive(Clone, Copy)]
 struct Tolerance {
+    /// Largest difference of one logit, in units of 1 + |reference|.
     logits: f32,
+    /// Largest difference of one value of a state, in the same units.
     states: f32,
+    /// RMS difference of all logits of a prompt, or of one state of one layer, over the RMS value of the reference. Zeros have
+    /// 1, whatever the size of the values.
+    rms: f32,
 }
 
-/// f32 everywhere, in another order than the reference.
-const WGPU: Tolerance = Tolerance { logits: 2e-3, states: 2e-3 };
+/// f32 on the CPU, in another order than the reference.
+const CPU: Tolerance = Tolerance { logits: 1e-4, states: 1e-4, rms: 1e-4 };
+
+/// f32 on CUDA.
+const CUDA: Tolerance = Tolerance { logits: 1e-3, states: 1e-3, rms: 1e-2 };
+
+/// f32 on wgpu.
+const WGPU: Tolerance = Tolerance { logits: 2e-3, states: 2e-3, rms: 1e-3 };
 
 /// Factors of products in f16, and prompts long enough for them.
-const COOPERATIVE: Tolerance = Tolerance { logits: 3e-2, states: 3e-2 };
+const COOPERATIVE: Tolerance = Tolerance { logits: 3e-2, states: 3e-2, rms: 0.05 };
 
 /// The reference of one prompt.
 struct Prompt {
@@ -83,17 +97,60 @@ fn references(dir: &Path) -> Vec<Prompt> {
     (0..count).map(prompt).collect()
 }
 
-/// The largest error, in units of 1 + |reference|; NaN counts as infinite.
-fn error(got: &[f32], want: &[f32]) -> Result<f32, Failed> {
-    if got.len() != want.len() {
-        return Err(format!("{} values for {}", got.len(), want.len()).into());
-    }
-    let one = |(g, w): (&f32, &f32)| (g - w).abs() / (1.0 + w.abs());
-    Ok(got.iter().zip(want).map(one).fold(0.0, |a, e| if e.is_nan() { f32::INFINITY } else { f32::max(a, e) }))
+/// How far a result is from its reference.
+#[derive(Clone, Copy, Default)]
+struct Difference {
+    /// Of the worst value, in units of 1 + |reference|.
+    element: f32,
+    /// RMS, over the RMS value of the reference.
+    rms: f32,
 }
 
-fn within(what: &str, error: f32, limit: f32) -> Result<f32, Failed> {
-    if error <= limit { Ok(error) } else { Err(format!("{what}: error {error:.2e} exceeds {limit:.0e}").into()) }
+impl Difference {
+    /// NaN counts as infinite.
+    fn new(got: &[f32], want: &[f32]) -> Result<Self, Failed> {
+        if got.len() != want.len() {
+            return Err(format!("{} values for {}", got.len(), want.len()).into());
+        }
+        let nan_fails = |e: f32| if e.is_nan() { f32::INFINITY } else { e };
+        let one = |(g, w): (&f32, &f32)| nan_fails((g - w).abs() / (1.0 + w.abs()));
+        let element = got.iter().zip(want).map(one).fold(0.0, f32::max);
+        let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+        let apart = squares(&mut got.iter().zip(want).map(|(g, w)| f64::from(*g) - f64::from(*w)));
+        let rms = match apart {
+            0.0 => 0.0,
+            apart => (apart / squares(&mut want.iter().map(|w| f64::from(*w)))).sqrt() as f32,
+        };
+        Ok(Self { element, rms: nan_fails(rms) })
+    }
+
+    fn within(self, what: &str, element: f32, rms: f32) -> Result<Self, Failed> {
+        if self.element <= element && self.rms <= rms {
+            return Ok(self);
+        }
+        Err(format!("{what}: {self}, where {element:.0e} (RMS {rms:.0e}) is allowed").into())
+    }
+
+    /// The larger ones of both.
+    fn max(self, other: Self) -> Self {
+        Self { element: self.element.max(other.element), rms: self.rms.max(other.rms) }
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.1e} (RMS {:.1e})", self.element, self.rms)
+    }
+}
+
+impl Tolerance {
+    fn logits(&self, what: &str, got: &[f32], want: &[f32]) -> Result<Difference, Failed> {
+        Difference::new(got, want)?.within(what, self.logits, self.rms)
+    }
+
+    fn state(&self, what: &str, got: &[f32], want: &[f32]) -> Result<Difference, Failed> {
+        Difference::new(got, want)?.within(what, self.states, self.rms)
+    }
 }
 
 /// Distance of the best logit from the second best.
@@ -111,8 +168,9 @@ fn newest(kept: &[f32], shape: &[usize]) -> Vec<f32> {
     kept.chunks_exact(all).flat_map(|head| &head[all.saturating_sub(n * dim)..]).copied().collect()
 }
 
-fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f32, Failed> {
-    let mut worst = 0f32;
+/// Compares the states of which the prompt has references.
+fn check_states(prompt: &Prompt, layers: &[LayerValues], tolerance: Tolerance) -> Result<Difference, Failed> {
+    let mut worst = Difference::default();
     for (name, shape, want) in &prompt.states {
         let (layer, kind) = name.strip_prefix("layer").and_then(|n| n.split_once('.')).ok_or("a state's name")?;
         let layer: &LayerValues = layers.get(layer.parse::<usize>()?).ok_or("a state of a layer that is not there")?;
@@ -121,14 +179,14 @@ fn check_states(prompt: &Prompt, layers: &[LayerValues], limit: f32) -> Result<f
                 // The reference keeps K columns, the engine the last K - 1.
                 let k = shape[2];
                 let last = want.chunks(k).flat_map(|row| &row[1..]).copied().collect::<Vec<f32>>();
-                error(layer.conv.as_ref().ok_or("no convolution state")?, &last)
+                tolerance.state(name, layer.conv.as_ref().ok_or("no convolution state")?, &last)
             }
-            "recurrent_states.0" => error(layer.recurrent.as_ref().ok_or("no recurrent state")?, want),
-            "keys" => error(&newest(&layer.kv.as_ref().ok_or("no keys")?.0, shape), want),
-            "values" => error(&newest(&layer.kv.as_ref().ok_or("no values")?.1, shape), want),
+            "recurrent_states.0" => tolerance.state(name, layer.recurrent.as_ref().ok_or("no recurrent state")?, want),
+            "keys" => tolerance.state(name, &newest(&layer.kv.as_ref().ok_or("no keys")?.0, shape), want),
+            "values" => tolerance.state(name, &newest(&layer.kv.as_ref().ok_or("no values")?.1, shape), want),
             other => return Err(format!("unknown state {other}").into()),
         }?;
-        worst = worst.max(within(name, found, limit)?);
+        worst = worst.max(found);
     }
     Ok(worst)
 }
@@ -155,15 +213,15 @@ async fn check<B: Backend>(
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let model = load(backend, dir).await?;
     let vocab = model.spec().vocab;
-    let mut worst = [0f32; 3];
+    let mut worst = [Difference::default(); 3];
     for (i, prompt) in references(dir).iter().enumerate() {
         let mut direct = Direct::new(backend, model.as_ref(), LIMITS, slots, 8).map_err(text)?;
         let mut sequence = Sequence::default();
         let logits = direct.prompt(&mut sequence, &prompt.ids, steps).await.map_err(text)?;
-        let found = error(&logits, &prompt.logits)?;
-        worst[0] = worst[0].max(within(&format!("logits of prompt {i}"), found, tolerance.logits)?);
+        let found = tolerance.logits(&format!("logits of prompt {i}"), &logits, &prompt.logits)?;
+        worst[0] = worst[0].max(found);
         let states = direct.states(&sequence).await.map_err(text)?;
-        worst[1] = worst[1].max(check_states(prompt, &states, tolerance.states)?);
+        worst[1] = worst[1].max(check_states(prompt, &states, tolerance)?);
         let last = &logits[logits.len() - vocab..];
         let (ids, logits) = direct.greedy(&mut sequence, last, prompt.greedy_ids.len()).await.map_err(text)?;
         // Row j of the reference follows token j; what chose token j are the logits before it.
@@ -178,10 +236,33 @@ async fn check<B: Backend>(
             return Err(format!("greedy token {j} of prompt {i} is {}, not {}", ids[j], prompt.greedy_ids[j]).into());
         }
         let same = wrong.unwrap_or(ids.len()) * vocab;
-        let found = error(&logits[..same], &prompt.greedy_logits[..same])?;
-        worst[2] = worst[2].max(within(&format!("greedy logits of prompt {i}"), found, tolerance.logits)?);
+        let what = format!("greedy logits of prompt {i}");
+        worst[2] = worst[2].max(tolerance.logits(&what, &logits[..same], &prompt.greedy_logits[..same])?);
     }
-    Ok(format!("logits {:.1e}, states {:.1e}, greedy logits {:.1e}", worst[0], worst[1], worst[2]))
+    Ok(format!("logits {}, states {}, greedy logits {}", worst[0], worst[1], worst[2]))
+}
+
+/// Zeros, and the values of another place, are within no tolerance that a trial uses.
+fn nonsense_is_refused() -> Result<(), Failed> {
+    for dir in folders() {
+        for tolerance in [CPU, CUDA, WGPU, COOPERATIVE, bf16_tolerance(&dir), cooperative_tolerance(&dir)] {
+            let refused = |name: &str, want: &[f32], check: &dyn Fn(&[f32]) -> Result<Difference, Failed>| {
+                let shifted: Vec<f32> = want[1..].iter().chain(&want[..1]).copied().collect();
+                match [vec![0.0; want.len()], shifted].iter().find_map(|nonsense| check(nonsense).ok()) {
+                    Some(found) => Err(Failed::from(format!("{}: {name}: {found} is taken", dir.display()))),
+                    None => Ok(()),
+                }
+            };
+            for p in references(&dir) {
+                refused("logits", &p.logits, &|got| tolerance.logits("", got, &p.logits))?;
+                refused("greedy logits", &p.greedy_logits, &|got| tolerance.logits("", got, &p.greedy_logits))?;
+                for (name, _, want) in &p.states {
+                    refused(name, want, &|got| tolerance.state("", got, want))?;
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: fn(&Path) -> Tolerance) -> Vec<Trial> {
@@ -212,7 +293,7 @@ fn bf16_tolerance(dir: &Path) -> Tolerance {
         name if ["lfm2", "falcon_mamba", "jamba"].iter().any(|f| name.starts_with(f)) => (0.3, 0.2),
         _ => (0.15, 0.1),
     };
-    Tolerance { logits, states }
+    Tolerance { logits, states, rms: 0.1 }
 }
 
 /// What products with f16 factors may differ by: the model whose tokens stand out in bf16 does so here too.
@@ -229,7 +310,7 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
     let tolerance = bf16_tolerance(dir);
     let (exact_model, short_model) = (load(&exact, dir).await?, load(&short, dir).await?);
     let vocab = exact_model.spec().vocab;
-    let (mut worst, mut free, mut flips) = ([0f32; 2], 0f32, 0);
+    let (mut worst, mut free, mut flips) = ([Difference::default(); 2], Difference::default(), 0);
     for (i, prompt) in references(dir).iter().enumerate() {
         let run = async |backend: &Routing<B>, model: &dyn models::Model<Routing<B>>| {
             let mut direct = Direct::new(backend, model, LIMITS, 2, 8).map_err(text)?;
@@ -246,9 +327,9 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
         let (own, _, own_choices) = run(&short, short_model.as_ref()).await?;
         short.give(choices.clone());
         let (logits, states, _) = run(&short, short_model.as_ref()).await?;
-        let found = error(&logits, &prompt.logits)?;
-        worst[0] = worst[0].max(within(&format!("logits of prompt {i}"), found, tolerance.logits)?);
-        worst[1] = worst[1].max(check_states(prompt, &states, tolerance.states)?);
+        let found = tolerance.logits(&format!("logits of prompt {i}"), &logits, &prompt.logits)?;
+        worst[0] = worst[0].max(found);
+        worst[1] = worst[1].max(check_states(prompt, &states, tolerance)?);
         // Tokens before the first that goes to other experts.
         let first = choices.iter().zip(&own_choices).filter_map(|(a, b)| {
             let bytes = a.0.len() / Bucket::holding(prompt.ids.len(), 1, 1, 1, 1).tokens;
@@ -258,15 +339,15 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
         let first = first.min().unwrap_or(prompt.ids.len());
         flips += usize::from(first < prompt.ids.len());
         let before = first * vocab;
-        let found = error(&own[..before], &prompt.logits[..before])?;
-        within(&format!("logits of prompt {i} before token {first}"), found, tolerance.logits)?;
-        free = free.max(error(&own, &prompt.logits)?);
+        let what = format!("logits of prompt {i} before token {first}");
+        tolerance.logits(&what, &own[..before], &prompt.logits[..before])?;
+        free = free.max(Difference::new(&own, &prompt.logits)?);
     }
     let own = match flips {
         0 => String::new(),
-        n => format!("; own experts: logits {free:.1e}, other choices in {n} prompts"),
+        n => format!("; own experts: logits {free}, other choices in {n} prompts"),
     };
-    Ok(format!("logits {:.1e}, states {:.1e}{own}", worst[0], worst[1]))
+    Ok(format!("logits {}, states {}{own}", worst[0], worst[1]))
 }
 
 /// Opens the backend that computes in f32, and the one that keeps results in bf16.
@@ -327,14 +408,16 @@ fn main() {
     // A device is opened once per thread, and the CPU backend has threads of its own.
     args.test_threads.get_or_insert(1);
     let mut trials = golden::trials();
-    trials.extend(models_on("cpu", || Ok(CpuBackend::new()), |_| Tolerance { logits: 1e-4, states: 1e-4 }));
+    trials.push(Trial::test("nonsense is refused", nonsense_is_refused));
+    trials.extend(models_on("cpu", || Ok(CpuBackend::new()), |_| CPU));
     let f32 = || Cuda::open(Options { f32: true, ..Options::default() });
-    trials.extend(models_on("cuda-f32", f32, |_| Tolerance { logits: 1e-3, states: 1e-3 }));
+    trials.extend(models_on("cuda-f32", f32, |_| CUDA));
     let cpu_pair: Pair<CpuBackend> = || Ok((Routing::new(CpuBackend::new()), Routing::rounding(CpuBackend::new())));
     trials.extend(bf16_on("cpu-bf16", || Ok(CpuBackend::new()), cpu_pair));
     trials.extend(bf16_on("cuda-bf16", || Cuda::open(Options::default()), cuda_pair::<false>));
     trials.extend(bf16_on("cuda-bf16-state", || Cuda::open(Options::default()), cuda_pair::<true>));
     trials.extend(models_on("wgpu", common::wgpu, |_| WGPU));
+    trials.extend(sessions::on("wgpu", common::wgpu));
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));

@@ -10,6 +10,8 @@ use selkie_core::models;
 /// Folders there, and those whose family this version knows: fewer means that a test was lost.
 const FOLDERS: usize = 27;
 const RUNNING: usize = 25;
+/// Families that this version does not know and says so. A folder of another unknown family fails.
+const LATER: [&str; 2] = ["kimi_linear", "zamba2"];
 /// Prompts of a reference. The longest one comes with the final states.
 const PROMPTS: usize = 2;
 
@@ -33,9 +35,10 @@ pub fn trials() -> Vec<Trial> {
         trials.push(match unknown_family(&dir) {
             None => Trial::test(format!("golden: extent of {name}"), move || extent(&dir)),
             Some(family) => {
+                let announced = LATER.contains(&family.as_str());
                 let why = format!("no family {family:?}");
                 let title = format!("golden: {name} ({why})");
-                Trial::test(title, move || Err(Failed::from(why))).with_ignored_flag(true)
+                Trial::test(title, move || Err(Failed::from(why))).with_ignored_flag(announced)
             }
         });
     }
