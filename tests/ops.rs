@@ -5,14 +5,19 @@
 
 mod common;
 
+use std::collections::{HashMap, HashSet};
+
 use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_cases::{self as cases, Size};
-use selkie_core::backend::Backend;
+use selkie_core::backend::{Backend, Ops};
 use selkie_core::cpu::CpuBackend;
+use selkie_core::ops::{Act, Activation, Op};
 use selkie_core::tensor::{DType, Tensor};
 use selkie_core::{Error, Result};
 use selkie_cuda::{Cuda, Options};
 use selkie_wgpu::WgpuBackend;
+use selkie_wgpu::kernel::Spec;
+use selkie_wgpu::lower::{Facts, lower};
 
 fn ops_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, largest: Size) -> Vec<Trial> {
     some_ops_on(name, open, largest, |_| true)
@@ -22,7 +27,17 @@ fn some_ops_on<B: Backend>(
     name: &'static str,
     open: fn() -> Result<B>,
     largest: Size,
-    which: fn(&cases::Case) -> bool,
+    which: impl Fn(&cases::Case) -> bool,
+) -> Vec<Trial> {
+    some_trials(name, open, which, |case| case.size <= largest)
+}
+
+/// A trial of each case that `which` takes; those that `runs` does not take are left out unless asked for.
+fn some_trials<B: Backend>(
+    name: &'static str,
+    open: fn() -> Result<B>,
+    which: impl Fn(&cases::Case) -> bool,
+    runs: impl Fn(&cases::Case) -> bool,
 ) -> Vec<Trial> {
     let test = |(i, case): (usize, cases::Case)| {
         let run = move |backend: &B| {
@@ -30,9 +45,30 @@ fn some_ops_on<B: Backend>(
             let report = pollster::block_on(cases::run(backend, case)).map_err(|e| Failed::from(e.to_string()))?;
             if report.ok() { Ok(()) } else { Err(report.to_string().into()) }
         };
-        (case.id(), case.size > largest, run)
+        (case.id(), !runs(&case), run)
     };
     common::on(name, open, cases::all().into_iter().enumerate().filter(|(_, case)| which(case)).map(test))
+}
+
+/// `SELKIE_REQUIRE=wgpu` must not leave `wgpu-plain` out.
+fn requirements() -> Result<(), Failed> {
+    for (list, backend, expected) in [
+        ("nvrtc,wgpu,browser", "wgpu", true),
+        ("nvrtc, wgpu", "wgpu-plain", true),
+        ("wgpu", "wgpu-few-barriers", true),
+        ("wgpu", "wgpu-split-80k", true),
+        ("wgpu", "wgpu-coop", false),
+        ("wgpu-coop", "wgpu-coop", true),
+        ("wgpu-coop", "wgpu", false),
+        ("cuda", "cuda-bf16-state", true),
+        ("wgpu", "cuda", false),
+        ("", "wgpu", false),
+    ] {
+        if common::required(list, backend) != expected {
+            return Err(format!("SELKIE_REQUIRE={list:?} and {backend}: not {expected}").into());
+        }
+    }
+    Ok(())
 }
 
 type Check = fn(&WgpuBackend) -> Result<(), Failed>;
@@ -65,6 +101,27 @@ fn wgpu_failures() -> Vec<(String, bool, Check)> {
         .into()
 }
 
+/// A buffer beyond the limit of a binding is bound in part: the same op on two parts of one length reads each of them.
+fn parts_of_a_buffer(_: &WgpuBackend) -> Result<(), Failed> {
+    let text = |e: Error| Failed::from(e.to_string());
+    let b = common::wgpu_with(selkie_wgpu::Options { force_default_limits: true, ..PLAIN }).map_err(text)?;
+    let far = b.facts().max_binding;
+    let (large, out) = (b.alloc("large", far + 1024).map_err(text)?, b.alloc("out", 256).map_err(text)?);
+    for (at, value) in [(0, 1f32), (far, 2.0)] {
+        b.write(&large, at, &value.to_le_bytes().repeat(64)).map_err(text)?;
+        let mut gate = Tensor::new(large.clone(), DType::F32, &[1, 64]);
+        gate.offset = at as usize / 4;
+        let out = Tensor::new(out.clone(), DType::F32, &[1, 64]);
+        let op = Activation { gate, up: None, row_gate: None, out: out.clone(), act: Act::Identity };
+        b.run(|ops| ops.op(op.into())).map_err(text)?;
+        let got = DType::F32.to_f32(&pollster::block_on(b.read(&out)).map_err(text)?);
+        if got != [value; 64] {
+            return Err(format!("at byte {at}: {got:?}").into());
+        }
+    }
+    Ok(())
+}
+
 /// Several ops that wgpu makes one dispatch of, and the same one by one.
 fn fusions_on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Trial> {
     let case = |chain: cases::Chain| {
@@ -79,39 +136,115 @@ fn fusions_on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Tria
     common::on(name, open, cases::chains().into_iter().map(case))
 }
 
-/// On a software device only correctness counts.
-fn wgpu_sizes() -> Size {
-    if common::wgpu().is_ok_and(|b| b.is_software()) { Size::Small } else { Size::Bench }
+/// The shader variants that a device with these facts has for an op.
+fn variants(op: &Op<cases::Plain>, facts: &Facts) -> Vec<Spec> {
+    // A shape that it takes in no way is found by the case itself.
+    lower(op, facts).unwrap_or_default().into_iter().map(|kernel| kernel.spec).collect()
 }
+
+/// What a software device runs: the small cases and, for each shader variant that none before needs, the next case that does.
+/// A device in hardware runs all up to a size.
+#[derive(Default)]
+struct Coverage {
+    /// Backends on a software device, and ids of the cases that each runs.
+    runs: HashMap<&'static str, HashSet<String>>,
+    /// Variants that no case of these runs, and a case that needs each.
+    missing: Vec<String>,
+}
+
+impl Coverage {
+    fn new() -> Self {
+        let mut facts = Vec::new();
+        for wgpu in &WGPUS {
+            if let Some(b) = common::opened(wgpu.name, wgpu.open).ok().filter(|b| b.is_software()) {
+                facts.push((wgpu, b.facts()));
+            }
+        }
+        if facts.is_empty() {
+            return Self::default();
+        }
+        let mut cases = cases::all();
+        cases.sort_by_key(|case| case.size);
+        let (mut runs, mut seen, mut needed) = (HashMap::<_, HashSet<String>>::new(), HashSet::new(), HashMap::new());
+        for case in cases {
+            let op = case.plain_op();
+            for (wgpu, facts) in &facts {
+                let variants = variants(&op, facts);
+                if (wgpu.which)(&case) {
+                    let new = variants.iter().fold(false, |new, spec| seen.insert(spec.clone()) || new);
+                    if new || case.size == Size::Small {
+                        runs.entry(wgpu.name).or_default().insert(case.id());
+                    }
+                }
+                for spec in variants {
+                    needed.entry(spec).or_insert_with(|| format!("{} {}", wgpu.name, case.id()));
+                }
+            }
+        }
+        let missing = needed.into_iter().filter(|(spec, _)| !seen.contains(spec));
+        Self { runs, missing: missing.map(|(spec, case)| format!("{} of {case}", spec.label())).collect() }
+    }
+
+    /// Whether `wgpu` runs a case unasked.
+    fn runs(&self, wgpu: &Wgpu, case: &cases::Case) -> bool {
+        self.runs.get(wgpu.name).map_or(case.size <= wgpu.largest, |ids| ids.contains(&case.id()))
+    }
+
+    fn check(&self) -> Result<(), Failed> {
+        if self.missing.is_empty() { Ok(()) } else { Err(self.missing.join("\n").into()) }
+    }
+}
+
+/// wgpu with options under which it takes other shaders.
+struct Wgpu {
+    name: &'static str,
+    open: fn() -> Result<WgpuBackend>,
+    /// Most work that a case may be on a device in hardware.
+    largest: Size,
+    which: fn(&cases::Case) -> bool,
+}
+
+const PLAIN: selkie_wgpu::Options = selkie_wgpu::Options {
+    force_default_limits: false,
+    max_piece: None,
+    no_subgroups: true,
+    f32: true,
+    few_barriers: None,
+};
+
+const WGPUS: [Wgpu; 3] = [
+    Wgpu { name: "wgpu", open: common::wgpu, largest: Size::Bench, which: |_| true },
+    Wgpu { name: "wgpu-plain", open: || common::wgpu_with(PLAIN), largest: Size::Small, which: |_| true },
+    Wgpu {
+        name: "wgpu-few-barriers",
+        open: || common::wgpu_with(selkie_wgpu::Options { few_barriers: Some(true), ..PLAIN }),
+        largest: Size::Small,
+        which: |case| ["matmul", "selective_scan", "attention"].contains(&case.op),
+    },
+];
 
 fn main() {
     let mut args = Arguments::from_args();
     // A device is opened once per thread, and the CPU backend has threads of its own.
     args.test_threads.get_or_insert(1);
-    let mut trials = ops_on("cpu", || Ok(CpuBackend::new()), Size::Large);
+    let mut trials = vec![Trial::test("SELKIE_REQUIRE covers variants", requirements)];
+    trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
     trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
     trials.extend(ops_on("cuda-generic", || Cuda::open(Options { generic: true, ..Options::default() }), Size::Large));
     trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
     let bf16_state = || Cuda::open(Options { bf16_state: true, ..Options::default() });
     let recurrent = |case: &cases::Case| ["selective_scan", "gated_delta"].contains(&case.op);
     trials.extend(some_ops_on("cuda-bf16-state", bf16_state, Size::Bench, recurrent));
-    trials.extend(ops_on("wgpu", common::wgpu, wgpu_sizes()));
-    let plain = || common::wgpu_with(selkie_wgpu::Options { no_subgroups: true, f32: true, ..Default::default() });
-    trials.extend(ops_on("wgpu-plain", plain, Size::Small));
-    let few_barriers = || {
-        common::wgpu_with(selkie_wgpu::Options {
-            few_barriers: Some(true),
-            no_subgroups: true,
-            f32: true,
-            ..Default::default()
-        })
-    };
-    trials.extend(some_ops_on("wgpu-few-barriers", few_barriers, Size::Small, |case| {
-        ["matmul", "selective_scan", "attention"].contains(&case.op)
-    }));
+    let coverage = Coverage::new();
+    for wgpu in &WGPUS {
+        trials.extend(some_trials(wgpu.name, wgpu.open, wgpu.which, |case| coverage.runs(wgpu, case)));
+    }
+    trials.push(Trial::test("every shader variant that a software device can run is run", move || coverage.check()));
     trials.extend(ops_on("wgpu-coop", common::wgpu_coop, Size::Bench));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
+    let parts = ("parts of a buffer beyond the limit of a binding".to_owned(), false, parts_of_a_buffer as Check);
+    trials.extend(common::on("wgpu", common::wgpu, [parts]));
     trials.extend(fusions_on("wgpu", common::wgpu));
-    trials.extend(fusions_on("wgpu-plain", plain));
+    trials.extend(fusions_on("wgpu-plain", WGPUS[1].open));
     libtest_mimic::run(&args, trials).exit();
 }

@@ -153,6 +153,11 @@ impl WgpuBackend {
         })
     }
 
+    /// What the choice of shader variants depends on.
+    pub fn facts(&self) -> Facts {
+        self.facts
+    }
+
     /// Whether the device is emulated on the CPU. Such a device is used only on request.
     pub fn is_software(&self) -> bool {
         self.software

@@ -251,8 +251,9 @@ fn compile_one(
     let create = || {
         let source = wgpu::ShaderSource::Wgsl(spec.source().into());
         let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source };
-        // SAFETY: the shaders are part of the binary and index only within the bindings that the op's checked shapes give;
-        // the op tests run every variant with guard words after the outputs. All loops have fixed bounds.
+        // SAFETY: the shaders are part of the binary and index only within the bindings that the op's checked shapes give.
+        // The op tests run every variant that their device can run, with guard words after the outputs; a software device
+        // cannot run those for cooperative matrices and for other subgroup sizes. All loops have fixed bounds.
         let module = unsafe { gpu.device.create_shader_module_trusted(desc, wgpu::ShaderRuntimeChecks::unchecked()) };
         gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: Some(&label),

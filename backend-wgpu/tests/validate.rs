@@ -7,7 +7,6 @@ use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFl
 use naga::{AddressSpace, StorageAccess};
 use selkie_cases as cases;
 use selkie_core::backend::Handle;
-use selkie_core::ops::{Act, Activation, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
 use selkie_core::tensor::{DType, Tensor};
 use selkie_wgpu::kernel::Spec;
 use selkie_wgpu::lower::{Facts, lower, lower_step, read_probe};
@@ -38,13 +37,12 @@ fn variants() -> HashMap<Spec, String> {
             }
         }
     }
-    for facts in &all_facts {
-        for (rows, k, gate, up) in
-            [(1, 4096, false, false), (1, 768, true, false), (2, 64, false, true), (8, 4096, true, true)]
-        {
-            let kernels = lower_step(&fusible(rows, k, gate, up), facts).expect("supported shapes");
-            assert_eq!(kernels.len(), 1, "norm, product and activation become one dispatch");
-            all.extend(kernels.into_iter().map(|k| (k.spec, "fused".into())));
+    for chain in cases::chains() {
+        let ops = chain.plain_ops();
+        for facts in &all_facts {
+            let kernels = lower_step(&ops, facts).expect("supported shapes");
+            assert!(kernels.len() == 1, "{}: {} dispatches, not one", chain.name, kernels.len());
+            all.extend(kernels.into_iter().map(|k| (k.spec, chain.name.clone())));
         }
     }
     let (src, out) = (Tensor::new(Plain(0), DType::U32, &[1 << 18]), Tensor::new(Plain(1), DType::U32, &[1]));
@@ -64,38 +62,6 @@ impl Handle for Plain {
     fn bytes(&self) -> u64 {
         1 << 20
     }
-}
-
-fn fusible(rows: usize, k: usize, gate: bool, up: bool) -> [Op<Plain>; 3] {
-    let tensor = |id: usize, dims: &[usize]| Tensor::new(Plain(id), DType::F32, dims);
-    let (x, u, z) = (tensor(0, &[rows, k]), tensor(1, &[rows, k]), tensor(2, &[rows, k]));
-    let n = if up { 96 } else { 48 };
-    let w = Tensor::new(Plain(3), DType::Bf16, &[n, k]);
-    let out = tensor(4, &[rows, n]);
-    let gate = gate.then_some(Gate { z, act: Act::Silu, before: true });
-    let w = Weight { blocks: vec![RowBlock { w, col: 0 }], n, k };
-    [
-        RmsNorm {
-            x,
-            add: None,
-            weight: tensor(5, &[k]),
-            gate,
-            out: u.clone(),
-            accumulate: false,
-            eps: 1e-5,
-            groups: 1,
-        }
-        .into(),
-        Matmul { x: u, w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
-        Activation {
-            gate: out.cols(0, 48),
-            up: up.then(|| out.cols(48, 48)),
-            row_gate: None,
-            out: tensor(6, &[rows, 48]),
-            act: Act::Silu,
-        }
-        .into(),
-    ]
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! What the tests of several backends share: a missing device is reported as ignored, never as passed.
 //!
-//! `SELKIE_REQUIRE=cuda,wgpu` turns a missing device of these backends into a failure.
+//! `SELKIE_REQUIRE=cuda,wgpu` turns a missing device of these backends into a failure. A name stands for all its variants
+//! (`wgpu` for `wgpu-plain`, `wgpu-split` and so on) but one: `wgpu-coop` needs hardware that a software device is not, and is
+//! required by its own name only.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -12,14 +14,15 @@ use selkie_core::tensor::DType;
 use selkie_core::{Error, Result};
 use selkie_wgpu::{Options, WgpuBackend};
 
-/// Whether `SELKIE_REQUIRE` names this backend.
-fn required(backend: &str) -> bool {
-    std::env::var("SELKIE_REQUIRE").is_ok_and(|list| list.split(',').any(|name| name.trim() == backend))
+/// Whether `list`, the value of `SELKIE_REQUIRE`, names this backend or what it is a variant of.
+pub fn required(list: &str, backend: &str) -> bool {
+    let family = backend.split('-').next().expect("a first part");
+    list.split(',').map(str::trim).any(|name| name == backend || (name == family && backend != "wgpu-coop"))
 }
 
 /// Stands for all tests of a backend that has no device here.
 pub fn absent(backend: &'static str, why: String) -> Trial {
-    let required = required(backend);
+    let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|list| required(&list, backend));
     Trial::test(format!("{backend} ({why})"), move || Err(Failed::from(why))).with_ignored_flag(!required)
 }
 
@@ -29,7 +32,11 @@ thread_local! {
     static OPEN: RefCell<HashMap<&'static str, &'static dyn Any>> = RefCell::default();
 }
 
-fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result<&'static B> {
+/// The backend of this thread called `name`.
+///
+/// # Errors
+/// Those of `open`.
+pub fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result<&'static B> {
     if let Some(b) = OPEN.with_borrow(|all| all.get(name).copied()) {
         return Ok(b.downcast_ref().expect("one type per name"));
     }

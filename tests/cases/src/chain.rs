@@ -1,9 +1,10 @@
 //! Ops that follow each other in a step, where a backend may make one kernel of several: together they leave what they leave
 //! one by one.
 
-use super::host::Rng;
+use super::Plain;
+use super::host::{Rng, put};
 use selkie_core::Result;
-use selkie_core::backend::{Backend, Ops};
+use selkie_core::backend::{Backend, Handle, Ops};
 use selkie_core::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
 use selkie_core::step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode};
 use selkie_core::tensor::{DType, Tensor};
@@ -22,7 +23,7 @@ pub struct Chain {
 #[derive(Clone, Copy, Debug)]
 enum Links {
     /// A norm, after a gate or not, a product and an activation, with a factor or without.
-    Products { rows: usize, k: usize, n: usize, gate: bool, up: bool },
+    Products { rows: usize, k: usize, n: usize, gate: bool, up: bool, weights: DType },
     /// A product and the convolution of some of its columns, from one slot to another.
     Convolution,
 }
@@ -36,17 +37,23 @@ struct Linked<Buf> {
 
 /// All chains.
 pub fn chains() -> Vec<Chain> {
-    let products = |rows: usize, k: usize, n: usize, gate: bool, up: bool| {
+    let of = |rows: usize, k: usize, n: usize, gate: bool, up: bool, weights: DType| {
         let and = |on: bool, what: &'static str| if on { what } else { "" };
-        let name = format!("{rows} x {k} -> {n}{}{}", and(gate, ", gate"), and(up, ", up"));
-        Chain { name, links: Links::Products { rows, k, n, gate, up } }
+        let bf16 = and(weights == DType::Bf16, ", bf16");
+        let name = format!("{rows} x {k} -> {n}{}{}{bf16}", and(gate, ", gate"), and(up, ", up"));
+        Chain { name, links: Links::Products { rows, k, n, gate, up, weights } }
     };
+    let products = |rows, k, n, gate, up| of(rows, k, n, gate, up, DType::F32);
     vec![
         products(1, 256, 48, false, false),
         products(1, 3072, 36, true, true),
         products(3, 72, 40, true, false),
         products(8, 520, 64, false, true),
         products(5, 1544, 64, true, false),
+        of(1, 4096, 48, false, false, DType::Bf16),
+        of(1, 768, 48, true, false, DType::Bf16),
+        of(2, 64, 48, false, true, DType::Bf16),
+        of(8, 4096, 48, true, true, DType::Bf16),
         Chain { name: "a convolution".into(), links: Links::Convolution },
     ]
 }
@@ -57,11 +64,12 @@ impl Chain {
     /// # Errors
     /// Those of the backend.
     pub async fn difference<B: Backend>(&self, backend: &B) -> Result<Option<String>> {
-        let device = Device { backend, rng: Rng::new(&self.name) };
-        let Linked { ops, left } = match self.links {
-            Links::Products { rows, k, n, gate, up } => device.products(rows, k, n, gate, up)?,
-            Links::Convolution => device.convolution()?,
+        let make = &mut |name: &str, bytes: &[u8]| {
+            let buf = backend.alloc(name, bytes.len() as u64)?;
+            backend.write(&buf, 0, bytes)?;
+            Ok(buf)
         };
+        let Linked { ops, left } = self.linked(Maker { make, rng: Rng::new(&self.name) })?;
         backend.run(|rec| ops.iter().try_for_each(|op| rec.op(op.clone())))?;
         let together = numbers(backend, &left).await?;
         for op in ops {
@@ -76,6 +84,25 @@ impl Chain {
     }
 }
 
+impl Chain {
+    /// The ops over handles without bytes behind them: for what depends on shapes only.
+    pub fn plain_ops(&self) -> Vec<Op<Plain>> {
+        let mut id = 0;
+        let make = &mut |_: &str, bytes: &[u8]| {
+            id += 1;
+            Ok(Plain { id, bytes: bytes.len() as u64 })
+        };
+        self.linked(Maker { make, rng: Rng::blank(&self.name) }).expect("buffers that are numbers").ops
+    }
+
+    fn linked<Buf: Handle>(&self, maker: Maker<'_, Buf>) -> Result<Linked<Buf>> {
+        match self.links {
+            Links::Products { rows, k, n, gate, up, weights } => maker.products(rows, k, n, gate, up, weights),
+            Links::Convolution => maker.convolution(),
+        }
+    }
+}
+
 async fn numbers<B: Backend>(backend: &B, left: &[(&str, Tensor<B::Buf>)]) -> Result<Vec<Vec<f32>>> {
     let mut all = Vec::new();
     for (_, t) in left {
@@ -84,38 +111,49 @@ async fn numbers<B: Backend>(backend: &B, left: &[(&str, Tensor<B::Buf>)]) -> Re
     Ok(all)
 }
 
-struct Device<'a, B> {
-    backend: &'a B,
+/// Makes buffers of bytes and fills them with random numbers.
+struct Maker<'a, Buf> {
+    make: &'a mut dyn FnMut(&str, &[u8]) -> Result<Buf>,
     rng: Rng,
 }
 
-impl<B: Backend> Device<'_, B> {
-    /// Numbers between -1 and 1.
-    fn filled(&mut self, name: &str, dims: &[usize]) -> Result<Tensor<B::Buf>> {
+impl<Buf: Handle> Maker<'_, Buf> {
+    /// f32 numbers between -1 and 1.
+    fn filled(&mut self, name: &str, dims: &[usize]) -> Result<Tensor<Buf>> {
+        self.filled_as(name, dims, DType::F32)
+    }
+
+    fn filled_as(&mut self, name: &str, dims: &[usize], dtype: DType) -> Result<Tensor<Buf>> {
         let values = self.rng.ranged(dims.iter().product(), -1.0, 1.0);
-        Ok(Tensor::new(self.written(name, bytemuck::cast_slice(&values))?, DType::F32, dims))
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
+        for (x, to) in values.into_iter().zip(bytes.chunks_exact_mut(dtype.bytes())) {
+            put(dtype, x, to);
+        }
+        Ok(Tensor::new((self.make)(name, &bytes)?, dtype, dims))
     }
 
-    fn written(&self, name: &str, bytes: &[u8]) -> Result<B::Buf> {
-        let buf = self.backend.alloc(name, bytes.len() as u64)?;
-        self.backend.write(&buf, 0, bytes)?;
-        Ok(buf)
-    }
-
-    fn product(&mut self, x: &Tensor<B::Buf>, n: usize) -> Result<Matmul<B::Buf>> {
+    fn product(&mut self, x: &Tensor<Buf>, n: usize, weights: DType) -> Result<Matmul<Buf>> {
         let (rows, k) = (x.rows(), x.row_len());
-        let w = Weight { blocks: vec![RowBlock { w: self.filled("w", &[n, k])?, col: 0 }], n, k };
+        let w = Weight { blocks: vec![RowBlock { w: self.filled_as("w", &[n, k], weights)?, col: 0 }], n, k };
         let out = self.filled("out", &[rows, n])?;
         Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 0.5, accumulate: false })
     }
 
-    fn products(mut self, rows: usize, k: usize, n: usize, gate: bool, up: bool) -> Result<Linked<B::Buf>> {
+    fn products(
+        mut self,
+        rows: usize,
+        k: usize,
+        n: usize,
+        gate: bool,
+        up: bool,
+        weights: DType,
+    ) -> Result<Linked<Buf>> {
         let (x, weight, u) = (self.filled("x", &[rows, k])?, self.filled("norm", &[k])?, self.filled("u", &[rows, k])?);
         let gate = match gate {
             true => Some(Gate { z: self.filled("z", &[rows, k])?, act: Act::Silu, before: true }),
             false => None,
         };
-        let product = self.product(&u, if up { 2 * n } else { n })?;
+        let product = self.product(&u, if up { 2 * n } else { n }, weights)?;
         let (out, mid) = (product.out.clone(), self.filled("mid", &[rows, n])?);
         let act = Activation {
             gate: out.cols(0, n),
@@ -131,16 +169,16 @@ impl<B: Backend> Device<'_, B> {
         })
     }
 
-    fn convolution(mut self) -> Result<Linked<B::Buf>> {
+    fn convolution(mut self) -> Result<Linked<Buf>> {
         let (k, n, channels) = (256, 60, 40);
         let chunks = vec![Chunk { len: 1, src: Src::Slot(2), dst: 1 }];
         let rows =
             [Row { first_position: 5, tokens: vec![TokenRef::Known(1)], chunks, outputs: vec![0], ..Row::default() }];
         let bucket = bucket_of(&rows);
         let words = encode(&rows, bucket);
-        let ints = self.written("ints", bytemuck::cast_slice(&words))?;
+        let ints = (self.make)("ints", bytemuck::cast_slice(&words))?;
         let x = self.filled("x", &[1, k])?;
-        let product = self.product(&x, n)?;
+        let product = self.product(&x, n, DType::F32)?;
         let (pool, conv) = (self.filled("pool", &[3, channels, 3])?, self.filled("conv", &[1, channels])?);
         let next = Conv1d {
             step: Step::new(ints, bucket),

@@ -253,15 +253,21 @@ impl Host {
         self.arrays.iter().any(|a| a.name == name)
     }
 
-    /// Bytes of every buffer before the op, guard included; empty where an array is a view of an earlier buffer.
+    /// Number of bytes of every buffer, guard included; 0 where an array is a view of an earlier buffer.
+    pub fn sizes(&self) -> Vec<usize> {
+        let mut sizes = vec![0; self.arrays.len()];
+        for a in &self.arrays {
+            let end = (a.end() * a.dtype.bytes()).next_multiple_of(16);
+            sizes[a.buf] = sizes[a.buf].max(end + GUARD_BYTES);
+        }
+        sizes
+    }
+
+    /// Bytes of every buffer before the op.
     pub fn images(&self) -> Vec<Vec<u8>> {
-        let mut images: Vec<Vec<u8>> = vec![vec![]; self.arrays.len()];
-        for (i, image) in images.iter_mut().enumerate() {
-            let views = self.arrays.iter().filter(|a| a.buf == i);
-            if let Some(end) = views.clone().map(|a| a.end() * a.dtype.bytes()).max() {
-                *image = POISON.repeat((end.next_multiple_of(16) + GUARD_BYTES) / 4);
-                views.for_each(|a| a.store(image));
-            }
+        let mut images: Vec<Vec<u8>> = self.sizes().into_iter().map(|n| POISON.repeat(n / 4)).collect();
+        for a in &self.arrays {
+            a.store(&mut images[a.buf]);
         }
         images
     }
@@ -294,18 +300,27 @@ impl<Buf: Clone> Bound<'_, Buf> {
 }
 
 /// Random numbers that depend on the case's name only.
-pub(super) struct Rng(u64);
+pub(super) struct Rng {
+    state: u64,
+    blank: bool,
+}
 
 impl Rng {
     pub fn new(name: &str) -> Self {
         // FNV-1a
-        Self(name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)))
+        let state = name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+        Self { state, blank: false }
+    }
+
+    /// Vectors of zeros, which take no time to make: for what depends on shapes only.
+    pub fn blank(name: &str) -> Self {
+        Self { blank: true, ..Self::new(name) }
     }
 
     pub fn bits(&mut self) -> u64 {
         // splitmix64
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.state ^ (self.state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
@@ -320,6 +335,9 @@ impl Rng {
     }
 
     pub fn ranged(&mut self, n: usize, lo: f32, hi: f32) -> Vec<f32> {
+        if self.blank {
+            return vec![0.0; n];
+        }
         (0..n).map(|_| self.range(lo, hi)).collect()
     }
 

@@ -64,9 +64,10 @@ impl Case {
     /// The op over handles without bytes behind them: for what depends on shapes only, on f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
         let d = selkie_core::tensor::DType::F32;
-        let host = self.spec.host(&Dtypes { act: d, products: d, kv: d, conv: d, state: d }, &mut Rng::new(&self.id()));
-        let handle = |(id, image): (usize, Vec<u8>)| Some(Plain { id, bytes: image.len() as u64 });
-        let bufs = host.images().into_iter().enumerate().map(handle).collect();
+        let dtypes = Dtypes { act: d, products: d, kv: d, conv: d, state: d };
+        let host = self.spec.host(&dtypes, &mut Rng::blank(&self.id()));
+        let handle = |(id, bytes): (usize, usize)| Some(Plain { id, bytes: bytes as u64 });
+        let bufs = host.sizes().into_iter().enumerate().map(handle).collect();
         self.spec.op(&Bound { host: &host, bufs })
     }
 }

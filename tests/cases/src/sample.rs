@@ -298,6 +298,15 @@ fn table() -> Vec<(String, Size, Draw)> {
     let narrow = Params { top_k: 20, top_p: 0.9, min_p: 0.02, ..WARM };
     add("damaged logits, all of it", Draw { params: vec![narrow], damage: b"n-m+", ..damaged });
     add("a rule per lane", Draw { params: vec![GREEDY, WARM, top_k, Params { top_p: 0.5, ..WARM }], ..warm.clone() });
+    // More than one id per thread of a workgroup, and more than one workgroup searches alone.
+    for (vocab, rms) in [(1003, 2.0), (9001, 3.0)] {
+        let spec = Draw { vocab, rms, ..warm.clone() };
+        add(&format!("vocabulary of {vocab}, temperature"), spec.clone());
+        for (name, p) in [("top-k", Params { top_k: 50, ..WARM }), ("top-p", Params { top_p: 0.9, ..WARM })] {
+            add(&format!("vocabulary of {vocab}, {name}"), Draw { params: vec![p], ..spec.clone() });
+        }
+    }
+    add("vocabulary of 9001, greedy", Draw { lanes: (0..8).collect(), vocab: 9001, ..base.clone() });
     let large = Draw { vocab: 151_936, rms: 3.0, ..base };
     to.push(("vocabulary of 151936, greedy".into(), Size::Bench, Draw { lanes: vec![0], ..large.clone() }));
     for (name, p) in
