@@ -178,7 +178,8 @@ impl<Buf: Handle> Maker<'_, Buf> {
         let words = encode(&rows, bucket);
         let ints = (self.make)("ints", bytemuck::cast_slice(&words))?;
         let x = self.filled("x", &[1, k])?;
-        let product = self.product(&x, n, DType::F32)?;
+        // A factor would keep the convolution out of the product's dispatch.
+        let product = Matmul { scale: 1.0, ..self.product(&x, n, DType::F32)? };
         let (pool, conv) = (self.filled("pool", &[3, channels, 3])?, self.filled("conv", &[1, channels])?);
         let next = Conv1d {
             step: Step::new(ints, bucket),
