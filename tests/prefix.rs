@@ -149,6 +149,7 @@ fn the_counters_of_a_run_are_what_happened() {
     let expected = json!({
         "backend": "cpu",
         "requests": 5,
+        "answered_before": 0,
         "failed": 0,
         "reasons": { "off": 0, "evicted": 0, "policy": 0, "no_state": 0, "full": 2, "first_sight": 3 },
         // A prompt is one step; the last of three tokens is never computed.

@@ -86,7 +86,9 @@ impl Device {
     /// An op from `x` to `out` and its states.
     fn stateful(&self, kind: Kind, x: &Tensor<Buf>, out: &Tensor<Buf>) -> Result<(Op<Buf>, Tensor<Buf>)> {
         let (step, x, out) = (self.step()?, x.clone(), out.clone());
-        let act = |columns| self.tensor(DType::Bf16, &[x.rows(), columns]);
+        // Side by side in one buffer, as a projection leaves them.
+        let columns = self.tensor(DType::Bf16, &[x.rows(), 2 * STATE + 2 * HEADS])?;
+        let act = |at, width| columns.cols(at, width);
         let of_heads = |rows| self.tensor(DType::F32, &[rows, HEADS]);
         let slots = TOKENS as usize + 1;
         Ok(match kind {
@@ -97,7 +99,7 @@ impl Device {
             }
             Kind::Scan => {
                 let pool = self.tensor(DType::F32, &[slots, HEADS, DIM, STATE])?;
-                let (b, c, dt, par) = (act(STATE)?, act(STATE)?, act(HEADS)?, of_heads(3)?);
+                let (b, c, dt, par) = (act(0, STATE), act(STATE, STATE), act(2 * STATE, HEADS), of_heads(3)?);
                 let op = SelectiveScan {
                     step,
                     x,
@@ -116,7 +118,8 @@ impl Device {
             }
             Kind::Delta => {
                 let pool = self.tensor(DType::F32, &[slots, HEADS, STATE, DIM])?;
-                let (q, k, a, b, par) = (act(STATE)?, act(STATE)?, act(HEADS)?, act(HEADS)?, of_heads(2)?);
+                let (q, k, par) = (act(0, STATE), act(STATE, STATE), of_heads(2)?);
+                let (a, b) = (act(2 * STATE, HEADS), act(2 * STATE + HEADS, HEADS));
                 let op = GatedDelta {
                     step,
                     q,

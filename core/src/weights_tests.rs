@@ -5,7 +5,7 @@ use pollster::block_on;
 use super::*;
 use crate::{cpu::CpuBackend, source::Dir};
 
-/// The biases of the rows of the parts, in the order of their columns and with the factor of the product: of a part of a
+/// The biases of the rows of the parts, in the order of their columns and with the factor of the part: of a part of a
 /// tensor, those of its own rows.
 #[test]
 fn biases_follow_the_rows_of_their_parts_and_the_scale() {
@@ -17,12 +17,13 @@ fn biases_follow_the_rows_of_their_parts_and_the_scale() {
     let mut loader = Loader::new(&backend, &checkpoint, &mut report);
     let stored = block_on(loader.values("model.layers.0.self_attn.q_proj.bias", &shape[..1])).unwrap();
     assert_eq!(stored.len(), 80);
-    let part = |rows: Range<usize>, col| Part::rows(NAME, 80, rows, col);
+    let part = |rows: Range<usize>, col| Part { scale: 0.5, ..Part::rows(NAME, 80, rows, col) };
     let parts = [part(40..50, 0), part(8..11, 10)];
-    let linear = block_on(loader.linear(shape[1], &parts, true, 0.5)).unwrap();
+    let linear = block_on(loader.linear(shape[1], &parts, true, 0.25)).unwrap();
     let bytes = block_on(backend.read(linear.bias.as_ref().unwrap())).unwrap();
     let want: Vec<f32> = stored[40..50].iter().chain(&stored[8..11]).map(|b| 0.5 * b).collect();
     assert!(want.iter().any(|b| *b != 0.0));
     assert_eq!(bytemuck::pod_collect_to_vec::<u8, f32>(&bytes), want);
-    assert_eq!(linear.scale, 0.5);
+    // The factor of the input is none of a bias.
+    assert_eq!(linear.scale, 0.125);
 }

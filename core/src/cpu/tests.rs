@@ -35,6 +35,23 @@ fn upload(b: &CpuBackend, x: &[f32], dims: &[usize]) -> Tensor<Buf> {
     Tensor::new(buf, DType::F32, dims)
 }
 
+/// Inputs of these widths side by side in one buffer, as a projection leaves them.
+fn upload_columns(b: &CpuBackend, inputs: &[Vec<f32>], widths: &[usize], tokens: usize) -> Vec<Tensor<Buf>> {
+    let mut packed = Vec::new();
+    for t in 0..tokens {
+        for (input, width) in inputs.iter().zip(widths) {
+            packed.extend(&input[t * width..(t + 1) * width]);
+        }
+    }
+    let all = upload(b, &packed, &[tokens, widths.iter().sum()]);
+    let mut at = 0;
+    let column = |width: &usize| {
+        at += width;
+        all.cols(at - width, *width)
+    };
+    widths.iter().map(column).collect()
+}
+
 fn download(b: &CpuBackend, t: &Tensor<Buf>) -> Vec<f32> {
     let bytes = pollster::block_on(b.read(t)).unwrap();
     bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect()
@@ -146,9 +163,9 @@ fn run(
                 packed.extend(&data[*s][i][done[*s] * width..(done[*s] + row.tokens.len()) * width]);
             }
             packed.resize(tokens * width, f32::NAN);
-            upload(b, &packed, &[tokens, *width])
+            packed
         });
-        let inputs: Vec<_> = inputs.collect();
+        let inputs = upload_columns(b, &inputs.collect::<Vec<_>>(), case.inputs, tokens);
         let out = upload(b, &vec![f32::NAN; tokens * case.out], &[tokens, case.out]);
         b.run(|r| r.op((case.op)(step_ints, &inputs, pool.clone(), out.clone()))).unwrap();
         let out = download(b, &out);
@@ -256,14 +273,15 @@ proptest! {
                 }).collect();
                 let ints = upload_step(&b, &rows);
                 let tokens = ints.bucket.tokens;
-                let [q, k, v] = [0, 1, 2].map(|i| {
+                let inputs = [0, 1, 2].map(|i| {
                     let mut packed = Vec::new();
                     for (row, (s, _)) in rows.iter().zip(step) {
                         packed.extend(&data[*s][i][done[*s] * widths[i]..(done[*s] + row.tokens.len()) * widths[i]]);
                     }
                     packed.resize(tokens * widths[i], f32::NAN);
-                    upload(&b, &packed, &[tokens, widths[i]])
+                    packed
                 });
+                let [q, k, v] = upload_columns(&b, &inputs, &widths, tokens).try_into().unwrap();
                 let blank = || upload(&b, &vec![f32::NAN; tokens * widths[0]], &[tokens, widths[0]]);
                 let (q_out, out) = (blank(), blank());
                 b.run(|r| {
