@@ -171,7 +171,7 @@ impl Coverage {
             for (wgpu, facts) in &facts {
                 let variants = variants(&op, facts);
                 if (wgpu.which)(&case) {
-                    let new = variants.iter().fold(false, |new, spec| seen.insert(spec.clone()) || new);
+                    let new = variants.iter().filter(|spec| seen.insert((*spec).clone())).count() > 0;
                     if new || case.size == Size::Small {
                         runs.entry(wgpu.name).or_default().insert(case.id());
                     }

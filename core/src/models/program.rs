@@ -10,13 +10,16 @@ pub struct Program {
     /// Their numbers, e.g. `0-8, 10`.
     pub layers: String,
     /// A line per residual step, e.g. `x += attention(norm(x))`, and the sizes of its mixers.
-    pub steps: Vec<(String, String)>,
+    pub steps: Vec<Line>,
 }
+
+/// A residual step as a formula, and the sizes of its mixers.
+pub type Line = (String, String);
 
 impl Architecture {
     /// The layers in order of their first, equal ones together.
     pub fn program(&self) -> Vec<Program> {
-        let mut kinds: Vec<(Vec<(String, String)>, Vec<usize>)> = Vec::new();
+        let mut kinds: Vec<(Vec<Line>, Vec<usize>)> = Vec::new();
         for (i, layer) in self.layers.iter().enumerate() {
             let steps: Vec<_> = layer.iter().map(step).collect();
             match kinds.iter_mut().find(|(known, _)| *known == steps) {
@@ -28,7 +31,7 @@ impl Architecture {
     }
 }
 
-fn step(step: &SubLayer) -> (String, String) {
+fn step(step: &SubLayer) -> Line {
     let input = match step.input {
         Input::Normed(_) => "norm(x)",
         Input::Stream => "x",
