@@ -35,7 +35,7 @@ pub(super) fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
     Ok(String::from_utf8(out).expect("JSON is UTF-8"))
 }
 
-/// JSON on one line with these texts between items and behind keys.
+/// JSON on one line with these texts between items and after keys.
 struct Separated {
     item: String,
     key: String,

@@ -42,7 +42,7 @@ pub enum FinishReason {
     Length,
     /// The caller cancelled it.
     Cancelled,
-    /// It could not go on; the error beside it says why. Other requests are not affected.
+    /// It could not go on; its error says why. Other requests are not affected.
     Failed,
 }
 

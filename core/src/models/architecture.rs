@@ -56,12 +56,12 @@ impl Branch {
     }
 }
 
-/// One residual step of a layer: `x += Σ scale * mixer(norm(x))`, or with the norm behind the mixers.
+/// One residual step of a layer: `x += Σ scale * mixer(norm(x))`, or with the norm after the mixers.
 #[derive(Clone, Debug)]
 pub struct SubLayer {
     /// What all branches read.
     pub input: Input,
-    /// Mixers beside one another; the first gives the layer its letter. A mixture of experts comes first, and at most one: routing
+    /// Parallel mixers; the first gives the layer its letter. A mixture of experts comes first, and at most one: routing
     /// begins in the order given, the outputs are added in the reverse.
     pub branches: Vec<Branch>,
     /// Where their sum goes.
