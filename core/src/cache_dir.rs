@@ -73,7 +73,7 @@ pub fn hash(parts: &[&[u8]]) -> u128 {
 /// Writes a file at once: readers see the old bytes or the new ones.
 ///
 /// # Errors
-/// Those of the file system; a partly made directory is removed.
+/// Those of the file system; the partly written file is removed.
 pub fn replace(file: &Path, parts: &[&[u8]]) -> io::Result<()> {
     let aside = file.with_extension(format!("{}.new", std::process::id()));
     let written = fs::write(&aside, parts.concat()).and_then(|()| fs::rename(&aside, file));
