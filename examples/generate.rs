@@ -1,15 +1,15 @@
-//! Answers one question and prints the text as it is generated.
+//! Answers one question with the engine polled on this thread, without the library's front door (`ask.rs` has that).
 //!
 //! `cargo run --release --example generate [MODEL_DIR [QUESTION]]`; without arguments the demo model adds two numbers.
 
 use std::io::{Write, stdout};
-use std::rc::Rc;
+use std::sync::Arc;
 
 use selkie_core::chat::Message;
 use selkie_core::cpu::CpuBackend;
 use selkie_core::engine::EngineOptions;
 use selkie_core::model_dir::ModelFiles;
-use selkie_core::session::{Ask, Prompt, Session, Update};
+use selkie_core::session::{Ask, Local, Prompt, Update};
 use selkie_core::source::Dir;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo");
@@ -23,19 +23,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 async fn answer(model: &str, question: &str) -> selkie_core::Result<()> {
     // The second argument is the clock for chat templates that print the date; here it stands still.
-    let files = Rc::new(ModelFiles::open(Rc::new(Dir::open(model)?), || 0).await?);
-    let mut session = Session::load(CpuBackend::new(), files, &EngineOptions::default(), &mut |_| {}).await?;
+    let files = ModelFiles::open(Arc::new(Dir::open(model)?), || 0).await?;
+    let mut session = Local::load(CpuBackend::new(), &files, &EngineOptions::default(), &mut |_| {}).await?;
     let messages = vec![Message::new("user", question)];
     session.submit(Ask { prompt: Prompt::Messages(messages), ..Ask::default() })?;
     while !session.is_idle() {
-        for update in session.step().await? {
+        for (_, update) in session.step().await? {
             match update {
                 Update::Text { text, .. } => {
                     print!("{text}");
                     // A closed pipe is no reason to stop.
                     stdout().flush().ok();
                 }
-                Update::Done { completion, .. } => println!("\n({} tokens)", completion.ids.len()),
+                Update::Done(completion) => println!("\n({} tokens)", completion.ids.len()),
             }
         }
     }

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     };
     auto counts = [&](int key) { return (u32)(key - begin) <= (u32)(position - begin); };
     u32 ring = smem_addr(shared) + warp * STAGES * 2 * SLICE, to = piece_at(lane / VECS, lane % VECS);
-    u64 once = evict_first();
+    u64 policy = evict_first();
     bool waited = false;
     auto fetch = [&](int i, int stage) {
         int key0 = first_key(i), page = (warp + i * WARPS) / SLICES;
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
             u32 where = SWIZZLED && 32 % VECS == 0 ? (to ^ (j * ROWS & 7) << 4) + j * 512 : piece_at(key, at % VECS);
             // Measured: with one long row the hint saves 4 us of 44, with 64 rows it costs 12 of 252.
             if constexpr (SPLITS > 1) {
-                cp_async16(to_k + where, k + j * 256, in, once);
-                cp_async16(to_v + where, v + j * 256, in, once);
+                cp_async16(to_k + where, k + j * 256, in, policy);
+                cp_async16(to_v + where, v + j * 256, in, policy);
             } else {
                 cp_async16(to_k + where, k + j * 256, in);
                 cp_async16(to_v + where, v + j * 256, in);

@@ -1,17 +1,18 @@
 // Attention of many queries, bf16, compute capability 9.0: a block owns 128 consecutive tokens of one row and one query
-// head. One warpgroup copies tiles of 128 keys and values; two warpgroups of 64 tokens each compute the softmax of one tile
+// head. One warpgroup copies tiles of KEYS keys and values; two warpgroups of 64 tokens each compute the softmax of one tile
 // while the product with the values of the tile before still runs.
 // Grid (H, tiles); tiles are counted over the rows in order, the last ones (most keys) start first.
-// HEAD_DIM (64 or 128), HEADS, KV_HEADS, WINDOW (0 = none); out is bf16.
+// HEAD_DIM (64, 128 or 256), HEADS, KV_HEADS, WINDOW (0 = none); out is bf16.
 
 #include "wgmma.cuh"
 
 constexpr int TILE = 128;
-constexpr int KEYS = 128;
+constexpr int KEYS = HEAD_DIM == 256 ? 64 : 128; // what fits into shared memory and registers
 constexpr int STAGES = 2;
 constexpr int GROUP = 128;                       // threads of a warpgroup
 constexpr int VECS = HEAD_DIM / 8;
 constexpr u32 Q_BYTES = TILE * HEAD_DIM * 2, KV_BYTES = KEYS * HEAD_DIM * 2;
+constexpr int N = HEAD_DIM < 128 ? HEAD_DIM : 128; // columns of a product with the values
 constexpr u32 ALL = 0xffffffffu;
 
 extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
@@ -42,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
         const u32 *table = st.page_row(r);
         int row = tid / VECS, piece = tid % VECS;      // of the first of this thread's pieces
         constexpr int STEP = GROUP / VECS;             // rows between them
+        static_assert(STEP % 4 == 0, "rows are at most one bit of the swizzle apart");
         u32 at = piece / 8 * (KEYS * 128) + swizzle<8>(row, piece % 8);
         i64 head = (i64)kv * PAGE * HEAD_DIM + row * HEAD_DIM + piece * 8;
         auto pages = [&](int tile, u32 *id) {
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
                 const bf16 *src = base + id[i] * stride + head;
 #pragma unroll
                 for (int j = 0; j < PAGE / STEP; j++)
-                    cp_async16(dst + at + (i * PAGE + j * STEP) * 128, src + j * STEP * HEAD_DIM,
+                    cp_async16(dst + (at ^ j * STEP % 8 * 16) + (i * PAGE + j * STEP) * 128, src + j * STEP * HEAD_DIM,
                                row + i * PAGE + j * STEP < keys);
             }
             cp_async_commit();
@@ -119,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 16; j++)
-            wgmma_n128(s, dq + (j / 4 * TILE * 8 + j % 4 * 2), dk + (j / 4 * KEYS * 8 + j % 4 * 2), j > 0);
+            wgmma<KEYS>(s, dq + (j / 4 * TILE * 8 + j % 4 * 2), dk + (j / 4 * KEYS * 8 + j % 4 * 2), j > 0);
         wgmma_commit();
     };
     auto weigh = [&](int i) {
@@ -127,7 +129,10 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
         mbar_wait(full + 8 * (STAGES + i % STAGES), i / STAGES & 1);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < KEYS / 16; j++) wgmma_registers<HEAD_DIM>(acc, p[j], dv + j * 128);
+        for (int j = 0; j < KEYS / 16; j++)
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM; n += N)
+                wgmma_registers<N>(acc + n / 2, p[j], dv + j * 128 + n / 64 * KEYS * 8);
         wgmma_commit();
     };
     // Scores to weights, in place, and the factor for the sums so far.

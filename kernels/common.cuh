@@ -195,6 +195,8 @@ template <int THREADS> DEV float block_sum(float x, float *part) {
 }
 
 constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
+// The largest power of two up to n.
+constexpr int power_of_two(int n) { return n < 2 ? n : 2 * power_of_two(n / 2); }
 
 // Programmatic dependent launch, compute capability 9.0 and later: a kernel may start while the previous one runs. Each kernel
 // triggers the next one, some before their own wait. Each waits for all previous kernels before it first reads anything that a kernel
@@ -344,11 +346,12 @@ DEV float2 load_shared_f32x2(u32 addr) {
     return v;
 }
 
-// Byte of 16-byte piece `piece` of row `row` in a tile of PIECES (4, or a multiple of 8) a row: the same piece of 8 rows in a
-// row, and all pieces of a row, lie in different banks.
+// Byte of 16-byte piece `piece` of row `row` in a tile of PIECES (an even number) a row: the same piece of 8 rows in a row lies in
+// different banks, and so do all pieces of a row of 4 or 8.
 template <int PIECES> DEV u32 swizzle(int row, int piece) {
-    if constexpr (PIECES == 4) return row * 64 + ((piece ^ (row / 2 & 3)) << 4);
-    return row * (PIECES * 16) + (piece & ~7) * 16 + (((piece ^ row) & 7) << 4);
+    static_assert(PIECES % 2 == 0, "rows of whole operands");
+    constexpr int GROUP = PIECES % 8 == 0 ? 8 : PIECES % 4 == 0 ? 4 : 2;
+    return row * (PIECES * 16) + (piece & -GROUP) * 16 + (((piece ^ row / (8 / GROUP)) & (GROUP - 1)) << 4);
 }
 
 // Barriers in shared memory: a phase ends after `count` arrivals; `parity` is that of the phase waited for.
@@ -429,12 +432,13 @@ DEV void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memor
 #endif
 
 // Copies `len` rows of PIECES pieces of 16 bytes to a swizzled tile of ROWS in shared memory, and zeros after them. For `tid`
-// of THREADS threads.
+// of THREADS threads, of which the last have nothing to do where PIECES is no power of two.
 template <int ROWS, int PIECES, int THREADS>
 DEV void cp_async_tile(u32 dst, const bf16 *src, i64 stride, int len, int tid) {
-    constexpr int STEP = THREADS / PIECES;
-    static_assert(THREADS % PIECES == 0 && ROWS % STEP == 0, "every thread copies the same piece of some rows");
+    constexpr int STEP = power_of_two(THREADS / PIECES);
+    static_assert(ROWS % STEP == 0, "every thread copies the same piece of some rows");
     int row = tid / PIECES, piece = tid % PIECES;
+    if (STEP * PIECES < THREADS && row >= STEP) return;
     const bf16 *from = src + row * stride + piece * 8;
 #pragma unroll
     for (int i = 0; i < ROWS / STEP; i++, from += STEP * stride) {

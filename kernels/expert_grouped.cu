@@ -1,6 +1,6 @@
 // Products of experts with the pairs that chose them, bf16 on tensor cores: a block owns BM pairs of one expert (gathered
-// through the list of expert_sort) and 128 columns. Grid (column tiles, tiles of pairs).
-// K, N, E, BM, STAGES, TOP, X_PER_PAIR (x has a row per choice); out_t.
+// through the tables of expert_sort) and 128 columns. Grid (column tiles, tiles of pairs).
+// K, N, BM, STAGES, TOP, X_PER_PAIR (x has a row per choice); out_t.
 
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
@@ -18,17 +18,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 pairs[BM];
     bf16 *stages = reinterpret_cast<bf16 *>(shared);
-    const u32 *first = list, *tiles = list + E + 1, *order = list + 2 * (E + 1);
-    u32 tile = blockIdx.y;
-    if (tile >= tiles[E]) return;
-    // The last expert whose first tile is not after this one.
-    int lo = 0, hi = E - 1;
-    while (lo < hi) {
-        int mid = (lo + hi + 1) / 2;
-        if (tiles[mid] <= tile) lo = mid;
-        else hi = mid - 1;
-    }
-    int e = lo, begin = first[e] + (tile - tiles[e]) * BM, rows = min(BM, (int)first[e + 1] - begin);
+    if (blockIdx.y >= tiles[0]) return;
+    const u32 *tile = tiles + 4 * (1 + blockIdx.y);
+    int e = tile[0], begin = tile[1], rows = tile[2];
     int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, c = lane % 4, n0 = blockIdx.x * BN;
     for (int i = tid; i < BM; i += THREADS) pairs[i] = order[begin + min(i, rows - 1)];
     __syncthreads();

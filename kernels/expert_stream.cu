@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     if (!inputs_complete) wait_for_inputs();
     // Bypasses the L1, which may hold older values. Choices of no expert are units without a copy.
     u32 mine = lane < PAIRS ? *(volatile const u32 *)(ids + lane / TOP * ids_stride + lane % TOP) : NONE;
-    u64 once = evict_first();
+    u64 policy = evict_first();
     auto copy = [&](int i) {
         int pair, group;
         unit(i, pair, group);
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         bulk_expect(bar, 2 * STAGE);
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
-            bulk_load<true>(to + p * ROWS * K, from + (i64)p * (N / PARTS) * K, 2 * ROWS * K, bar, once);
+            bulk_load<true>(to + p * ROWS * K, from + (i64)p * (N / PARTS) * K, 2 * ROWS * K, bar, policy);
     };
     for (int i = 0; i < min(STAGES, total); i++) copy(i);
     if (COMBINE) wait_for_inputs();

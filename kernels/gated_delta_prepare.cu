@@ -14,9 +14,9 @@ constexpr int PITCH = DK + 8;
 constexpr int A_PITCH = Q + 4;
 constexpr int T_PITCH = Q + 8;
 constexpr int KSTEPS = DK / 16;
-constexpr int COLS = 32;                         // columns of W that a warp computes
+constexpr int COLS = 32;                         // most columns of W that a warp computes, 16 at a time
 constexpr int UNIT_BYTES = Q * DK * 2 + Q * Q * 2 + 3 * Q * 4;
-static_assert(DK == 4 * COLS, "four warps share the columns of W");
+static_assert(DK % 16 == 0 && DK >= 64 && DK <= 4 * COLS, "four warps share the columns of W");
 
 // Rounded to the bits that a tf32 product reads.
 DEV u32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
@@ -329,14 +329,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) ENTRY(PARAMETERS) {
                     load_shared16(mine + swizzle<8>(v / 8, v % 8));
             __syncwarp();
         }
-        // 16 columns at a time, for want of registers.
+        // 16 columns at a time, for want of registers; where they are few, two turns for the warps with the fewest blocks of M T.
+        int turns = KSTEPS == 8 ? 2 : 1 + (warp >= 8 - KSTEPS), unit0 = KSTEPS == 8 ? 2 * warp : warp + max(warp - 8 + KSTEPS, 0);
 #pragma unroll 1
-        for (int half = 0; half < COLS / 16; half++) {
+        for (int half = 0; half < turns; half++) {
             float w[4][2][4] = {};
 #pragma unroll
             for (int t = 0; t < 4; t++) {
                 u32 kb[4];
-                ldmatrix_x4_trans(kb, smem_addr(sk + (t * 16 + a_row) * PITCH + warp * COLS + half * 16 + a_col));
+                ldmatrix_x4_trans(kb, smem_addr(sk + (t * 16 + a_row) * PITCH + (unit0 + half) * 16 + a_col));
 #pragma unroll
                 for (int s = 0; s <= t; s++) {
                     u32 x[4];
@@ -355,10 +356,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) ENTRY(PARAMETERS) {
                                      pack_bf16(w[s][n][2 * e], w[s][n][2 * e + 1]));
         }
         __syncwarp();
-#pragma unroll
-        for (int v = lane; v < Q * COLS / 8; v += 32)
-            *reinterpret_cast<uint4 *>(unit + swizzle<DK / 8>(v / 4, warp * 4 + v % 4)) =
-                load_shared16(mine + swizzle<4>(v / 4, v % 4));
+#pragma unroll 8
+        for (int v = lane; v < Q * 2 * turns; v += 32) {
+            int t = v >> turns, piece = v & 2 * turns - 1;
+            *reinterpret_cast<uint4 *>(unit + swizzle<DK / 8>(t, unit0 * 2 + piece)) = load_shared16(mine + swizzle<4>(t, piece));
+        }
         __syncthreads();
     }
 }

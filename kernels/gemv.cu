@@ -36,7 +36,7 @@ constexpr bool SPARE = ROWS == 1 && STAGES > 2; // a warp issues its next copy b
 constexpr int CONSUMERS = 32 * WARPS;
 DEV void sync_consumers() { __syncthreads(); }
 
-#include "around.cuh"
+#include "prologue_epilogue.cuh"
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
@@ -55,13 +55,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     auto row_of = [&](int i) { return i < turns ? i * grid + whole : last; };
     // The warp's part of a row.
     int begin = SPLIT ? warp * STEPS / WARPS * STEP : 0, end = SPLIT ? min((warp + 1) * STEPS / WARPS * STEP, K) : K;
-    u64 once = evict_first();
+    u64 policy = evict_first();
     auto copy = [&](int j, int row) {
         u64 *bar = full[warp] + j % STAGES;
         int k0 = begin + j % SLICES * DEPTH;
         u32 bytes = 2 * min(DEPTH, end - k0);
         bulk_expect(bar, bytes);
-        bulk_load<EVICT_FIRST>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, once);
+        bulk_load<EVICT_FIRST>(ring + j % STAGES * DEPTH, w + row * w_stride + k0, bytes, bar, policy);
     };
     if constexpr (RAGGED) {
         // Elements after the inner dimension must be finite; x is zero there.

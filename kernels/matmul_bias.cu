@@ -1,14 +1,31 @@
-// out = columns out (+ bias), after a library product. Grid (M, column tiles).
-// N, HAS_COLUMNS, HAS_BIAS; out_t.
+// out = columns out (+ bias), after a library product. A thread takes VEC columns of ROWS rows. Grid (row tiles, column tiles).
+// N, VEC, THREADS, ROWS, HAS_COLUMNS, HAS_BIAS; out_t.
 
-extern "C" __global__ void __launch_bounds__(256) ENTRY(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
+    int c = (blockIdx.y * THREADS + threadIdx.x) * VEC, first = blockIdx.x * ROWS;
+    float by[VEC], plus[VEC];
+    if (c < N) {
+        if constexpr (HAS_COLUMNS) load<VEC>(columns + c, by);
+        if constexpr (HAS_BIAS) load<VEC>(bias + c, plus);
+    }
     wait_for_inputs();
-    int c = blockIdx.y * 256 + threadIdx.x;
     if (c >= N) return;
-    out_t *o = out + blockIdx.x * out_stride + c;
-    float v = to_f32(*o);
-    if constexpr (HAS_COLUMNS) v *= columns[c];
-    if constexpr (HAS_BIAS) v += bias[c];
-    *o = from_f32<out_t>(v);
+    out_t *o = out + first * out_stride + c;
+    Packed<VEC, out_t> raw[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (first + i < m) raw[i] = load_raw<VEC>(o + i * out_stride);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        if (first + i >= m) break;
+        float v[VEC];
+        unpack<VEC>(raw[i], v);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) {
+            if constexpr (HAS_COLUMNS) v[e] *= by[e];
+            if constexpr (HAS_BIAS) v[e] += plus[e];
+        }
+        store<VEC>(o + i * out_stride, v);
+    }
 }

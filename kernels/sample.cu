@@ -1,11 +1,10 @@
 // One token per output row by the rule of core/src/sample.rs. Weights are 40-bit fixed point, so that sums do not depend on
 // the order in which threads add. A block per output.
-// V, SEEN_WORDS.
+// MOST_TILES: at least vocab / TILE. The vocabulary is an argument, so that one image serves most models.
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int TILE = THREADS * 4;
-constexpr int TILES = div_up(V, TILE);
 constexpr u32 ALL = 0xffffffffu;
 
 DEV u32 mix(u32 h) {
@@ -31,6 +30,7 @@ DEV u32 key_of(float x) {
 struct Row {
     const float *logits;
     const u32 *seen;
+    int vocab;
     float penalty, max, inverse_temperature;
 
     // The penalised logit.
@@ -49,7 +49,7 @@ template <bool WEIGHTED> DEV u32 select(const Row &row, u32 least, u64 target, u
     for (int shift = 24; shift >= 0; shift -= 8) {
         for (int i = threadIdx.x; i < 256; i += THREADS) bins[i] = 0;
         __syncthreads();
-        for (int id = threadIdx.x; id < V; id += THREADS) {
+        for (int id = threadIdx.x; id < row.vocab; id += THREADS) {
             float x = row.score(id);
             u32 key = key_of(x);
             if (key < least || (shift < 24 && (key ^ prefix) >> (shift + 8))) continue;
@@ -75,7 +75,7 @@ template <bool WEIGHTED> DEV u32 select(const Row &row, u32 least, u64 target, u
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
-    __shared__ u64 bins[256], found[2], tiles[TILES + 1], warps[WARPS];
+    __shared__ u64 bins[256], found[2], tiles[MOST_TILES], warps[WARPS];
     __shared__ float best_value[WARPS];
     __shared__ int best_id[WARPS];
     int o = blockIdx.x;
@@ -85,13 +85,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     const u32 *params = lanes + lane * lanes_stride;
     float temperature = __uint_as_float(params[0]), top_p = __uint_as_float(params[1]),
           min_p = __uint_as_float(params[2]);
-    Row row = {logits + o * logits_stride, seen + lane * seen_stride, __uint_as_float(params[3]), 0.f,
+    const int V = vocab, TILES = div_up(V, TILE);
+    Row row = {logits + o * logits_stride, seen + lane * seen_stride, V, __uint_as_float(params[3]), 0.f,
                1.f / temperature};
     u32 top_k = params[4];
     float max = -INF;
     int best = 0x7fffffff;
     if (row.penalty == 1.f && V % 4 == 0 && (u64)row.logits % 16 == 0) {
-        // First the largest of many at once (NaN never is), then which of them it was.
+        // First the largest of many together (NaN is never the largest), then its id.
         constexpr int AHEAD = 8;
         int from = V;
         float x[AHEAD][4];
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
             least = ::max(least, key_of(floor));
         }
         // Weight of every tile, then the tile that the random number falls into, then the id in it.
-        for (int i = threadIdx.x; i <= TILES; i += THREADS) tiles[i] = 0;
+        for (int i = threadIdx.x; i < TILES; i += THREADS) tiles[i] = 0;
         __syncthreads();
         for (int t = 0; t < TILES; t++) {
             u64 sum = 0;

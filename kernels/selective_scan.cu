@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
     fetch(token, begin.start, 0);
     // The compiler would rather ask where the token is used.
     asm volatile("" ::: "memory");
-    // Read before it is needed: whether the row goes on.
+    // Read before it is needed: whether the row has another chunk.
     Chunk after(st.chunk(min(unit + 1, st.chunks - 1)));
 #pragma unroll
     for (int part = 0; part < RPT; part += SUB) {

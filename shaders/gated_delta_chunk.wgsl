@@ -1,5 +1,6 @@
-// Gated delta rule for long rows in the chunked form, key dim 128. A workgroup handles one row of the batch and 32 columns
-// of one head's state, of which a thread holds 4 rows of a quad, and walks the row's chunks. gated_delta_prepare.wgsl
+// Gated delta rule for long rows in the chunked form, keys of 64, 96 or 128. A workgroup handles one row of the batch and 32
+// columns of one head's state, of which a thread holds 4 rows of a quad (with keys below 128, the last threads hold none), and
+// walks the row's chunks. gated_delta_prepare.wgsl
 // computed A, M and the inverses of the diagonal blocks of 16 of each chunk. With S the state before the chunk, per token t:
 //     R_t = b_t (v_t - exp(c_t) k_t S),    D_t = R_t - sum over s < t of A_ts D_s,
 //     out_t = exp(c_t) q_t S + sum over s <= t of M_ts D_s,    S = exp(c_end) S + sum over s of exp(c_end - c_s) k_s' D_s
@@ -7,7 +8,6 @@
 // K, Q and S pass through workgroup memory in slices of 16 key elements, A, M, D and K in slices of 16 tokens; the next
 // slice is fetched while one is used.
 
-const KEY: u32 = 128u;
 const WORDS: u32 = 152u;
 
 // K and Q, or A and M: 128 rows of 4 quads; K: 16 tokens of 32 quads.
@@ -48,6 +48,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let sr = thread / 64u * 8u + (((thread >> 1u) & 1u) | ((thread >> 3u) & 6u));
     let tm = ((thread >> 1u) & 1u) | ((thread >> 3u) & 14u);
     let side = thread / 128u;
+    let held = 4u * sr < KEY;
+    // The quad of a key that the thread fetches where 32 threads fetch one token.
+    let quad = 4u * min(thread % 32u, KEY / 4u - 1u);
     let column = (h * BLOCKS + index % BLOCKS) * 32u + 4u * sub;
     let place = (h * KEY + 4u * sr) * VALUE + index % BLOCKS * 32u + 4u * sub;
 #for p 4
@@ -72,7 +75,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         if src != CARRY {
 #for p 4
             state$p = vec4<f32>();
-            if src != 0u {
+            if src != 0u && held {
                 state$p = pool_v4(src * P.pool_row + place + $pu * VALUE);
             }
 #end
@@ -133,8 +136,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 more = prep_of(min(start + quarter, last), h, s0 + 80u + word);
                 next_inverse = prep_of(min(start + s0 + 16u + quarter, last), h, 128u + word);
             } else {
-                next = k_v4(min(start + thread / 32u, last) * P.k_row + key + 4u * (thread % 32u));
-                more = k_v4(min(start + thread / 32u + 8u, last) * P.k_row + key + 4u * (thread % 32u));
+                next = k_v4(min(start + thread / 32u, last) * P.k_row + key + quad);
+                more = k_v4(min(start + thread / 32u + 8u, last) * P.k_row + key + quad);
             }
             if side == 0u {
                 var d = vec4<f32>();
@@ -199,8 +202,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             workgroupBarrier();
             if s0 + 16u < len {
                 let ahead = start + s0 + 16u + thread / 32u;
-                next = k_v4(min(ahead, last) * P.k_row + key + 4u * (thread % 32u));
-                more = k_v4(min(ahead + 8u, last) * P.k_row + key + 4u * (thread % 32u));
+                next = k_v4(min(ahead, last) * P.k_row + key + quad);
+                more = k_v4(min(ahead + 8u, last) * P.k_row + key + quad);
             } else {
                 let ahead = start + len;
                 next = k_v4(min(ahead + quarter, last) * P.k_row + key + word);
@@ -218,7 +221,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
             }
         }
-        if dst != 0u {
+        if dst != 0u && held {
 #for p 4
             pool_set4(dst * P.pool_row + place + $pu * VALUE, state$p);
 #end

@@ -9,6 +9,7 @@ macro_rules! files {
 
 files![
     "activation.wgsl",
+    "adjust.wgsl",
     "attention.wgsl",
     "attention_merge.wgsl",
     "attention_rows.wgsl",
@@ -26,6 +27,7 @@ files![
     "gated_delta_chunk.wgsl",
     "gated_delta_prepare.wgsl",
     "gather.wgsl",
+    "logprobs.wgsl",
     "matmul_coop.wgsl",
     "matmul_odd.wgsl",
     "matmul_pack.wgsl",

@@ -1,4 +1,4 @@
-// out[m, n] = P.scale * Σ x[m, k] w[n, k] where no shader reads four elements at a time: inner dimensions that are no multiple of 4,
+// out[m, n] = P.scale * Σ x[m, k] w[n, k] where no shader reads four elements at a time: inner dimensions that are not a multiple of 4,
 // rows of 16-bit weights that start inside a word. A thread computes one element, product by product.
 
 @compute @workgroup_size(64)

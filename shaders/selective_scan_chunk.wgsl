@@ -4,14 +4,15 @@
 //     S   = exp(a_end) S + sum over s of x_s' (B_s exp(a_end - a_s) dt_s)
 // where a is the running sum of dt A, so no exponent is positive. chunk_pairs.wgsl computed C B'. C and S pass through
 // workgroup memory in slices of 32 of N, B and M in slices of 16 tokens; C, B, x and C B' of the next slice are fetched
-// while one is used. A thread computes 8 x 4 outputs over one of PARTS parts of N; the parts are added up at the end.
+// while one is used. With N of 256, B comes in halves of 8 tokens: 16 would take all of the workgroup memory that WebGPU
+// promises. A thread computes 8 x 4 outputs over one of PARTS parts of N; the parts are added up at the end.
 
 const WG: u32 = STATE;
 const QUADS: u32 = STATE / 4u;
 const LOG2E: f32 = 1.44269504;
 
-// C: 64 tokens of 8 quads, swizzled so that adjacent rows lie in different banks; B: 16 tokens of QUADS; outputs of the
-// other part.
+// C: 64 tokens of 8 quads, swizzled so that adjacent rows lie in different banks; B: 16 or 8 tokens of QUADS; outputs of
+// other parts.
 var<workgroup> wide: array<vec4<f32>, 512>;
 // S: 32 rows of 8 quads; M: 64 tokens of 4 quads.
 var<workgroup> narrow: array<vec4<f32>, 256>;
@@ -126,7 +127,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 next$j = c_v4(min(start + c_token + $ju * (WG / 8u), last) * P.c_row + c_at + 32u * (n + 1u));
 #end
             } else {
-#for j 4
+#for j B_FETCHES
                 next$j = b_v4(min(start + b_token + $ju * 4u, last) * P.b_row + b_at);
 #end
 #for j PAIR_FETCHES
@@ -185,7 +186,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
         for (var s0 = 0u; s0 < len; s0 += 16u) {
             workgroupBarrier();
-#for j 4
+#for j B_FETCHES
             {
                 let step = steps[s0 + b_token + $ju * 4u];
                 wide[thread + $ju * WG] = next$j * (step.x * exp2(all - step.y));
@@ -206,12 +207,39 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
 #end
 #for j X_FETCHES
-            xs[thread + $ju * WG] = x$j;
+            if thread + $ju * WG < 128u {
+                xs[thread + $ju * WG] = x$j;
+            }
 #end
             workgroupBarrier();
+#if FOUR_PARTS
+            // The second half of B follows the first.
+#for j B_FETCHES
+            next$j = b_v4(min(start + s0 + 8u + b_token + $ju * 4u, last) * P.b_row + b_at);
+#end
+#for t B_TOKENS
+            {
+                let b = wide[$tu * QUADS + sq];
+                let x_lo = xs[8u * $tu + 2u * sp];
+                let x_hi = xs[8u * $tu + 2u * sp + 1u];
+#for p 4
+                lo$p += x_lo[$p] * b;
+                hi$p += x_hi[$p] * b;
+#end
+            }
+#end
+            workgroupBarrier();
+#for j B_FETCHES
+            {
+                let step = steps[s0 + 8u + b_token + $ju * 4u];
+                wide[thread + $ju * WG] = next$j * (step.x * exp2(all - step.y));
+            }
+#end
+            workgroupBarrier();
+#endif
             if s0 + 16u < len {
                 let ahead = start + s0 + 16u;
-#for j 4
+#for j B_FETCHES
                 next$j = b_v4(min(ahead + b_token + $ju * 4u, last) * P.b_row + b_at);
 #end
 #for j PAIR_FETCHES
@@ -248,10 +276,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 #end
             }
-#for t 16
+#for t B_TOKENS
             {
-                let t = $tu;
-                let b = wide[t * QUADS + sq];
+                let t = 16u - B_TOKENS + $tu;
+                let b = wide[$tu * QUADS + sq];
                 let x_lo = xs[8u * t + 2u * sp];
                 let x_hi = xs[8u * t + 2u * sp + 1u];
 #for p 4
@@ -282,6 +310,48 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
 #end
 #else
+#if FOUR_PARTS
+        // Of the parts 0 and 1, and of 2 and 3, one adds up the first half of the tokens and the other the second. Then each of
+        // these sums is split between the two parts that have it.
+        let even = (part & 1u) == 0u;
+        let upper = part / 2u;
+        let lane = 64u * upper + (thread & 63u);
+        workgroupBarrier();
+        if !even {
+#for i 4
+            wide[lane + 128u * $iu] = ya$i;
+#end
+        }
+        workgroupBarrier();
+        if even {
+#for i 4
+            ya$i += wide[lane + 128u * $iu];
+#end
+        }
+        workgroupBarrier();
+        if even {
+#for i 4
+            wide[lane + 128u * $iu] = yb$i;
+#end
+        }
+        workgroupBarrier();
+        if !even {
+#for i 4
+            ya$i = yb$i + wide[lane + 128u * $iu];
+#end
+        }
+        workgroupBarrier();
+        wide[thread ^ 128u] = select(ya2, ya0, upper == 1u);
+        wide[(thread ^ 128u) + 256u] = select(ya3, ya1, upper == 1u);
+        workgroupBarrier();
+        let t0 = tm + 16u * upper + select(32u, 0u, even);
+        if t0 < len {
+            y_set4(y_first + t0 * P.y_row, select(ya0, ya2, upper == 1u) + wide[thread]);
+        }
+        if t0 + 8u < len {
+            y_set4(y_first + (t0 + 8u) * P.y_row, select(ya1, ya3, upper == 1u) + wide[thread + 256u]);
+        }
+#else
 #for i 4
         if tm + 8u * $iu < len {
             y_set4(y_first + (tm + 8u * $iu) * P.y_row, ya$i);
@@ -290,6 +360,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             y_set4(y_first + (tm + 8u * $iu + 32u) * P.y_row, yb$i);
         }
 #end
+#endif
 #endif
         start += len;
     }

@@ -1,67 +1,170 @@
-//! Chooses the backend that runs a job. The engine is generic over backends, so a job is a value with a generic method; a
-//! closure cannot be generic.
+//! Chooses the backend. Engines are compiled for each of them here and nowhere else; the rest of the program has them as
+//! [`Loaded`].
 
 use selkie_core::{
-    backend::{Backend, DeviceInfo},
+    Error, Result,
+    backend::{Backend, Caps, DeviceInfo},
     cpu::CpuBackend,
+    engine::{AnyEngine, Engine, EngineOptions},
+    format::{Format, Products},
+    model_dir::ModelFiles,
+    models, session,
+    step::Bucket,
     timer::Timer,
+    weights::Progress,
 };
-
 use selkie_cuda::Cuda;
 use selkie_wgpu::WgpuBackend;
 
-use crate::{
-    args::{BackendArgs, BackendName, StateType},
-    failure::{Failure, Outcome},
-};
+use crate::{bench::Work, open::Device};
 
-/// A job for the chosen backend.
-pub trait Job {
-    /// The job's result.
-    type Out;
-    /// Runs the job.
-    fn run<B: Timer>(self, backend: B) -> Outcome<Self::Out>;
+/// Where a model is to run.
+#[derive(Clone, Debug, Default)]
+pub struct Place {
+    pub device: Device,
+    /// An adapter of wgpu: its number in the list of devices, or a part of its name.
+    pub adapter: Option<String>,
+    /// Recurrent states are stored in bf16 (CUDA).
+    pub bf16_state: bool,
+    /// With coded weights, on the CPU.
+    pub products: Products,
 }
 
-/// Runs `job` on the backend that `args` name. Only `auto` tries another one if a backend has no usable device.
-pub fn run<J: Job>(args: &BackendArgs, job: J) -> Outcome<J::Out> {
-    let adapter = args.adapter.as_deref();
-    let bf16_state = args.state_dtype == StateType::Bf16;
-    match (args.name, adapter) {
-        (BackendName::Cuda | BackendName::Cpu, Some(_)) => {
-            Err(Failure::Usage("--adapter chooses a device of the wgpu backend: add --backend wgpu".into()))
+/// An opened backend.
+pub enum Opened {
+    Cuda(Cuda),
+    Wgpu(WgpuBackend),
+    Cpu(CpuBackend),
+}
+
+/// Evaluates an expression with the backend, whichever it is.
+macro_rules! on {
+    ($opened:expr, $backend:ident => $e:expr) => {
+        match $opened {
+            $crate::backend::Opened::Cuda($backend) => $e,
+            $crate::backend::Opened::Wgpu($backend) => $e,
+            $crate::backend::Opened::Cpu($backend) => $e,
         }
-        (BackendName::Wgpu | BackendName::Cpu, _) | (_, Some(_)) if bf16_state => {
-            Err(Failure::Usage("--state-dtype bf16 is for the CUDA backend: the others keep states in f32".into()))
-        }
-        (BackendName::Wgpu, _) | (BackendName::Auto, Some(_)) => job.run(wgpu(adapter)?),
-        // Only CUDA devices store such states, so `auto` has no choice.
-        (BackendName::Auto, None) if !bf16_state => auto(job),
-        (BackendName::Cuda | BackendName::Auto, None) => {
-            job.run(Cuda::open(selkie_cuda::Options { bf16_state, ..Default::default() })?)
-        }
-        (BackendName::Cpu, None) => job.run(CpuBackend::new()),
+    };
+}
+pub(crate) use on;
+
+impl Opened {
+    /// See [`Backend::caps`].
+    pub fn caps(&self) -> &Caps {
+        on!(self, b => b.caps())
+    }
+
+    /// See [`Backend::free_memory`].
+    pub fn free_memory(&self) -> Option<u64> {
+        on!(self, b => b.free_memory())
+    }
+
+    /// See [`Backend::multiplies`].
+    pub fn multiplies(&self, format: Format) -> bool {
+        on!(self, b => b.multiplies(format))
     }
 }
 
-fn wgpu(adapter: Option<&str>) -> Outcome<WgpuBackend> {
-    Ok(pollster::block_on(WgpuBackend::open(adapter, Default::default()))?)
+/// An engine with what measurements need.
+pub trait Loaded: AnyEngine {
+    /// See [`Timer::facts`].
+    ///
+    /// # Errors
+    /// Those of that method.
+    fn notes(&self) -> Result<Vec<String>>;
+    /// The work of a step of this shape.
+    ///
+    /// # Errors
+    /// Those of an allocation.
+    fn work(&self, bucket: Bucket) -> Result<Work>;
 }
 
-/// The first backend with a usable device: CUDA, a GPU through wgpu, the CPU.
-fn auto<J: Job>(job: J) -> Outcome<J::Out> {
+impl<B: Timer> Loaded for Engine<B> {
+    fn notes(&self) -> Result<Vec<String>> {
+        pollster::block_on(self.runner().backend().facts())
+    }
+
+    fn work(&self, bucket: Bucket) -> Result<Work> {
+        Work::of_step(self.runner(), bucket)
+    }
+}
+
+/// Loads a model.
+///
+/// # Errors
+/// Those of [`session::load`].
+pub fn load(
+    backend: Opened,
+    files: &ModelFiles,
+    options: &EngineOptions,
+    report: &mut dyn FnMut(Progress),
+) -> Result<Box<dyn Loaded>> {
+    // Says whose memory it is that there is too little of.
+    let named = |e| match e {
+        Error::OutOfMemory { what, asked, free } => {
+            Error::OutOfMemory { what: format!("{what} of {}", files.label()), asked, free }
+        }
+        e => e,
+    };
+    if files.checkpoint.is_random() && backend.caps().backend == "cpu" {
+        // Weights of a file are mapped. Random weights take memory, about two bytes each, and of 4 bits at least a half.
+        let parameters = models::read(&files.config)?.spec().parameters;
+        let asked = if files.checkpoint.is_coded() { parameters / 2 } else { parameters.saturating_mul(2) };
+        if let Some(free) = backend.free_memory().filter(|free| asked > *free) {
+            return Err(named(Error::OutOfMemory { what: "random weights".into(), asked, free }));
+        }
+    }
+    on!(backend, b => Ok(Box::new(pollster::block_on(session::load(b, files, options, report)).map_err(named)?)))
+}
+
+/// Opens the backend of `place`. Only [`Device::Auto`] tries another one if a backend has no usable device; `coded`: it has to
+/// multiply coded weights.
+///
+/// # Errors
+/// [`Error::NoDevice`] with the reason; [`Error::BadRequest`] if the parts of `place` contradict each other.
+pub fn open(place: &Place, coded: bool) -> Result<Opened> {
+    let adapter = place.adapter.as_deref();
+    match (place.device, adapter) {
+        (Device::Cuda | Device::Cpu, Some(_)) => {
+            Err(Error::BadRequest("an adapter is a device of the wgpu backend: ask for that one".into()))
+        }
+        (Device::Wgpu | Device::Cpu, _) | (_, Some(_)) if place.bf16_state => {
+            Err(Error::BadRequest("states in bf16 are for the CUDA backend: the others keep them in f32".into()))
+        }
+        (Device::Wgpu, _) | (Device::Auto, Some(_)) => wgpu(adapter).map(Opened::Wgpu),
+        // Only CUDA devices store such states, so there is no choice.
+        (Device::Auto, None) if !place.bf16_state => auto(place, coded),
+        (Device::Cuda | Device::Auto, None) => {
+            let options = selkie_cuda::Options { bf16_state: place.bf16_state, ..Default::default() };
+            Cuda::open(options).map(Opened::Cuda)
+        }
+        (Device::Cpu, None) => Ok(cpu(place)),
+    }
+}
+
+fn wgpu(adapter: Option<&str>) -> Result<WgpuBackend> {
+    pollster::block_on(WgpuBackend::open(adapter, Default::default()))
+}
+
+/// The first backend with a usable device that takes the weights: CUDA, a GPU through wgpu, the CPU.
+fn auto(place: &Place, coded: bool) -> Result<Opened> {
     for d in selkie_cuda::devices() {
         match d.usable {
+            Ok(()) if coded => {
+                tracing::info!("backend auto: not cuda: it does not multiply quantised weights")
+            }
             Ok(()) => {
-                tracing::info!("backend auto: cuda ({})", d.name);
-                return job.run(Cuda::open(selkie_cuda::Options { device: d.index, ..Default::default() })?);
+                tracing::info!("backend auto: cuda ({})", d.name.unwrap_or_default());
+                let device = d.index.unwrap_or_default();
+                return Cuda::open(selkie_cuda::Options { device, ..Default::default() }).map(Opened::Cuda);
             }
             Err(why) => tracing::info!("backend auto: not cuda: {why}"),
         }
     }
     if !selkie_wgpu::may_have_hardware() {
         tracing::info!("backend auto: not wgpu: this machine has no GPU");
-        return job.run(CpuBackend::new());
+        return Ok(cpu(place));
     }
     match wgpu(None) {
         // The CPU backend is faster than a GPU that is emulated on the CPU.
@@ -70,11 +173,15 @@ fn auto<J: Job>(job: J) -> Outcome<J::Out> {
         }
         Ok(backend) => {
             tracing::info!("backend auto: wgpu ({})", backend.caps().device);
-            return job.run(backend);
+            return Ok(Opened::Wgpu(backend));
         }
-        Err(why) => tracing::info!("backend auto: not wgpu: {}", why.message().unwrap_or_default()),
+        Err(why) => tracing::info!("backend auto: not wgpu: {why}"),
     }
-    job.run(CpuBackend::new())
+    Ok(cpu(place))
+}
+
+fn cpu(place: &Place) -> Opened {
+    Opened::Cpu(CpuBackend::with(place.products))
 }
 
 /// The devices of all backends, in the order in which `--backend auto` tries them.
@@ -85,8 +192,8 @@ pub fn devices() -> Vec<DeviceInfo> {
     let caps = cpu.caps();
     all.push(DeviceInfo {
         backend: caps.backend,
-        index: 0,
-        name: caps.device.clone(),
+        index: Some(0),
+        name: Some(caps.device.clone()),
         memory: caps.memory,
         usable: Ok(()),
     });

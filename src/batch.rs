@@ -1,32 +1,36 @@
 //! `selkie batch`: a file of requests in, a file of answers out.
 
-use std::{collections::HashMap, io::Write, path::Path, rc::Rc, time::Instant};
+use std::{
+    collections::HashMap,
+    io::{self, IsTerminal, Write},
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
-    backend::Backend,
-    engine::SeqId,
-    model_dir::ModelFiles,
-    session::{Session, Update},
+    session::{Answers as Readers, Completion, Model, Token, Update, WhenFull},
     state::Reason,
+    units,
 };
-use serde_json::{Value, json, value::RawValue};
+use serde_json::{Value, json};
 
 use crate::{
     args::BatchArgs,
-    backend::{self, Job},
+    bundle,
     failure::{Failure, Outcome},
-    generate, input_file,
-    interrupt::Interrupt,
+    input_file,
+    interrupt::{ATTENTION, Interrupt},
     model,
     output_file::{self, OutputFile},
     terminal,
 };
 use answers::Answers;
-use request::Line;
+use request::{Line, Reply};
 
 mod answers;
 mod journal;
+mod openai;
 mod request;
 
 /// Requests that are encoded and queued in advance, as a multiple of those that run.
@@ -40,31 +44,65 @@ const SHOWN_FAILURES: usize = 3;
 
 /// Answers all requests of the input.
 pub fn run(args: &BatchArgs) -> Outcome {
-    check_places(args)?;
+    let output = match &args.output {
+        Some(path) => path.clone(),
+        None if !io::stdout().is_terminal() => "-".into(),
+        None => {
+            return Err(Failure::Usage("name a file for the answers: -o OUT.jsonl, or -o - for the terminal".into()));
+        }
+    };
+    check_places(args, &output)?;
     let input = input_file::load(&args.input, MAX_INPUT_BYTES)?;
     let lines = Line::all(&input);
     let files = model::open(&args.model)?;
     let interrupt = Interrupt::listen()?;
-    let answers = Answers::open(args, &lines)?;
+    let answers = Answers::open(args, &output, &lines)?;
     let answered = answers.answered();
     if args.resume && answered.iter().all(|done| *done) {
         answers.finish()?;
-        terminal::dim_note(format_args!("all {} requests are answered in {}", lines.len(), args.output.display()));
+        let requests = units::thousands(lines.len());
+        terminal::dim_note(format_args!("all {requests} requests are answered in {}", output.display()));
         return Ok(());
     }
     let stats = args.stats.as_deref().map(OutputFile::create).transpose()?;
-    backend::run(&args.model.backend, Batch { args, files: &files, lines, interrupt, answers, answered, stats })
+    let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
+    let window = if args.sequential { 1 } else { QUEUED_BATCHES * options.max_batch };
+    let resumed = answered.iter().filter(|done| **done).count();
+    let warm = args.warm.as_deref().map(bundle::open).transpose()?;
+    let model = model::load(&args.model.backend, &files, &options)?;
+    let origin = match warm {
+        Some(bundle) => bundle::insert(&model, &files, bundle, args.exact_only)?.origin,
+        None => String::new(),
+    };
+    let mut run = Run {
+        running: Readers::new(&model),
+        model,
+        origin,
+        when_full: args.when_full.into(),
+        output,
+        answers,
+        replies: HashMap::new(),
+        totals: Totals { resumed, ..Totals::default() },
+        started: Instant::now(),
+        bar: progress_bar(lines.len(), resumed),
+    };
+    let todo: Vec<(usize, Line)> = lines.iter().copied().enumerate().filter(|(place, _)| !answered[*place]).collect();
+    match run.all(&todo, window, &interrupt) {
+        Ok(()) => run.end(lines.len(), stats),
+        Err(why) => Err(run.stop(why)),
+    }
 }
 
 /// Refuses outputs that would overwrite the input or each other.
-fn check_places(args: &BatchArgs) -> Outcome {
-    let partial = output_file::resolve(&args.output).ok().map(|target| journal::partial(&target));
-    let output = Some(args.output.as_path()).filter(|path| *path != Path::new("-"));
+fn check_places(args: &BatchArgs, output: &Path) -> Outcome {
+    let partial = output_file::resolve(output).ok().map(|target| journal::partial(&target));
+    let output = Some(output).filter(|path| *path != Path::new("-"));
     let places = [
         ("the input", Some(args.input.as_path())),
         ("--output", output),
         ("kept for --resume", output.and(partial.as_deref())),
         ("--stats", args.stats.as_deref()),
+        ("--warm", args.warm.as_deref()),
     ];
     for (i, (a, first)) in places.iter().enumerate() {
         for (b, second) in &places[i + 1..] {
@@ -79,41 +117,8 @@ fn check_places(args: &BatchArgs) -> Outcome {
     Ok(())
 }
 
-struct Batch<'a> {
-    args: &'a BatchArgs,
-    files: &'a Rc<ModelFiles>,
-    lines: Vec<Line<'a>>,
-    interrupt: Interrupt,
-    answers: Answers,
-    /// For each line, whether an earlier run has answered it.
-    answered: Vec<bool>,
-    stats: Option<OutputFile>,
-}
-
-impl Job for Batch<'_> {
-    type Out = ();
-
-    fn run<B: Backend>(self, backend: B) -> Outcome {
-        let options = model::engine_options(&self.args.pool, model::DEFAULT_MAX_BATCH);
-        let window = if self.args.sequential { 1 } else { QUEUED_BATCHES * options.max_batch };
-        let resumed = self.answered.iter().filter(|done| **done).count();
-        let mut run = Run {
-            session: model::load(backend, self.files, &options)?,
-            args: self.args,
-            answers: self.answers,
-            running: HashMap::new(),
-            totals: Totals { resumed, ..Totals::default() },
-            started: Instant::now(),
-            bar: progress_bar(self.lines.len(), resumed),
-        };
-        let todo: Vec<(usize, Line)> =
-            self.lines.iter().copied().enumerate().filter(|(place, _)| !self.answered[*place]).collect();
-        match run.all(&todo, window, &self.interrupt) {
-            Ok(()) => run.end(self.lines.len(), self.stats),
-            Err(why) => Err(run.stop(why)),
-        }
-    }
-}
+/// A finished request, and its tokens if they have log probabilities.
+type Answered<'a> = (&'a Completion, &'a [Token]);
 
 #[derive(Default)]
 struct Totals {
@@ -124,75 +129,103 @@ struct Totals {
     completion_tokens: usize,
 }
 
-struct Run<'a, B: Backend> {
-    session: Session<B>,
-    args: &'a BatchArgs,
+struct Run<'a> {
+    model: Model,
+    /// Of the values that `--warm` has converted; empty without any.
+    origin: String,
+    when_full: WhenFull,
+    output: PathBuf,
     answers: Answers,
-    /// For each queued or running request: its index, line and id.
-    running: HashMap<SeqId, (usize, Line<'a>, Option<Box<RawValue>>)>,
+    /// Queued and running requests, by the index of their lines.
+    running: Readers<usize>,
+    /// For each of them its line, how it is answered, and its tokens if it reports log probabilities.
+    replies: HashMap<usize, (Line<'a>, Reply, Vec<Token>)>,
     totals: Totals,
     started: Instant,
     bar: ProgressBar,
 }
 
-impl<'a, B: Backend> Run<'a, B> {
+impl<'a> Run<'a> {
     fn all(&mut self, todo: &[(usize, Line<'a>)], window: usize, interrupt: &Interrupt) -> Outcome {
         let mut todo = todo.iter();
         loop {
-            while self.running.len() < window
-                && let Some((place, line)) = todo.next()
-            {
-                interrupt.check()?;
-                self.start(*place, *line)?;
-            }
-            if self.running.is_empty() {
+            interrupt.check()?;
+            let room = window - self.running.len();
+            let next: Vec<_> = todo.by_ref().take(room).copied().collect();
+            self.start(&next, interrupt)?;
+            if self.running.is_empty() && todo.len() == 0 {
                 return Ok(());
             }
-            interrupt.check()?;
-            for update in pollster::block_on(self.session.step())? {
-                let Update::Done { id, completion } = update else { continue };
-                let Some((place, line, id)) = self.running.remove(&id) else { continue };
-                if let Some(e) = completion.error() {
-                    let why = e.to_string();
-                    self.fail(place, &line, id.as_deref(), &why)?;
+            let (place, completion) = match self.running.wait(ATTENTION) {
+                Some((place, Update::Done(completion))) => (place, completion),
+                Some((place, Update::Text { tokens, .. })) => {
+                    if let Some((.., all)) = self.replies.get_mut(&place) {
+                        all.extend(tokens.into_iter().filter(|token| token.logprob.is_some()));
+                    }
                     continue;
                 }
-                self.totals.prompt_tokens += completion.end.prompt_tokens;
-                self.totals.reused_tokens += completion.reused();
-                self.totals.completion_tokens += completion.ids.len();
-                self.answer(place, &line, id.as_deref(), generate::completion_fields(&completion))?;
+                None => continue,
+            };
+            let Some((line, reply, tokens)) = self.replies.remove(&place) else { continue };
+            if let Some(e) = completion.error() {
+                // Not the request's own fault.
+                self.model.health()?;
+                let why = e.to_string();
+                self.fail(place, &line, &reply, &why)?;
+                continue;
             }
+            self.totals.prompt_tokens += completion.end.prompt_tokens;
+            self.totals.reused_tokens += completion.reused();
+            self.totals.completion_tokens += completion.ids.len();
+            self.answer(place, &line, &reply, Ok((&completion, &tokens)))?;
         }
     }
 
-    /// Submits a line, or answers it with an error at once if it is not a valid request.
-    fn start(&mut self, place: usize, line: Line<'a>) -> Outcome {
-        let (id, ask) = line.ask(place, self.session.files());
-        match ask.and_then(|ask| self.session.submit(ask).map_err(|e| e.to_string())) {
-            Ok(request) => {
-                self.running.insert(request, (place, line, id));
-                Ok(())
+    /// Submits lines together. Those that are no valid requests are answered immediately with an error.
+    fn start(&mut self, lines: &[(usize, Line<'a>)], interrupt: &Interrupt) -> Outcome {
+        let mut encoded = Vec::new();
+        for (place, line) in lines {
+            interrupt.check()?;
+            let (reply, ask) = line.ask(*place, self.when_full);
+            let ask = ask.and_then(|mut ask| {
+                if ask.namespace.is_empty() {
+                    ask.origin.clone_from(&self.origin);
+                }
+                self.model.prepare(ask).map_err(|e| e.to_string())
+            });
+            match ask {
+                Ok(ask) => {
+                    self.replies.insert(*place, (*line, reply, Vec::new()));
+                    encoded.push((*place, ask));
+                }
+                Err(why) => {
+                    self.model.health()?;
+                    self.fail(*place, line, &reply, &why)?;
+                }
             }
-            Err(why) => self.fail(place, &line, id.as_deref(), &why),
         }
+        self.running.send(encoded);
+        Ok(())
     }
 
-    fn fail(&mut self, place: usize, line: &Line, id: Option<&RawValue>, why: &str) -> Outcome {
+    fn fail(&mut self, place: usize, line: &Line, reply: &Reply, why: &str) -> Outcome {
         let why = format!("line {}: {why}", line.number);
         self.totals.failed += 1;
         if self.totals.failed <= SHOWN_FAILURES {
             self.bar.suspend(|| terminal::note(&why));
         }
-        self.answer(place, line, id, request::error_fields(&why))
+        self.answer(place, line, reply, Err(&why))
     }
 
-    fn answer(&mut self, place: usize, line: &Line, id: Option<&RawValue>, rest: Value) -> Outcome {
-        self.answers.add(place, request::answer(id, rest, line))?;
+    fn answer(&mut self, place: usize, line: &Line, reply: &Reply, result: Result<Answered, &str>) -> Outcome {
+        let text = reply.line(result, line, &self.model);
+        self.answers.add(place, text)?;
         self.bar.inc(1);
         let seconds = self.started.elapsed().as_secs_f64();
         let t = &self.totals;
         let rate = terminal::thousands(t.completion_tokens as f64 / seconds.max(1e-9));
-        self.bar.set_message(format!("{rate} tokens/s, {} of {} tokens reused", t.reused_tokens, t.prompt_tokens));
+        let [reused, of] = [t.reused_tokens, t.prompt_tokens].map(units::thousands);
+        self.bar.set_message(format!("{rate} tokens/s, {reused} of {of} tokens reused"));
         Ok(())
     }
 
@@ -200,10 +233,11 @@ impl<'a, B: Backend> Run<'a, B> {
     fn tell_failures(&self) {
         let more = self.totals.failed.saturating_sub(SHOWN_FAILURES);
         if more > 0 {
-            let place = match self.args.output.to_str() {
+            let place = match self.output.to_str() {
                 Some("-") => "their answers".into(),
-                _ => self.args.output.display().to_string(),
+                _ => self.output.display().to_string(),
             };
+            let more = units::thousands(more);
             terminal::note(format_args!("and {more} more, see {place}"));
         }
     }
@@ -225,18 +259,20 @@ impl<'a, B: Backend> Run<'a, B> {
         self.tell_failures();
         let seconds = self.started.elapsed().as_secs_f64();
         let counters = self.stats(requests, seconds);
-        let caps = self.session.engine().caps();
+        let facts = self.model.facts();
         let t = self.totals;
-        let before = if t.resumed > 0 { format!("{} answered before · ", t.resumed) } else { String::new() };
+        let n = units::thousands;
+        let before = if t.resumed > 0 { format!("{} answered before · ", n(t.resumed)) } else { String::new() };
         terminal::dim_note(format_args!(
-            "{requests} requests · {before}{} failed · {} tokens · {} tokens/s · reused {} of {} tokens · {} ({})",
-            t.failed,
-            t.completion_tokens,
+            "{} requests · {before}{} failed · {} tokens · {} tokens/s · reused {} of {} tokens · {} ({})",
+            n(requests),
+            n(t.failed),
+            n(t.completion_tokens),
             terminal::thousands(t.completion_tokens as f64 / seconds.max(1e-9)),
-            t.reused_tokens,
-            t.prompt_tokens,
-            caps.backend,
-            caps.device,
+            n(t.reused_tokens),
+            n(t.prompt_tokens),
+            facts.backend,
+            facts.device,
         ));
         self.answers.finish()?;
         // After the answers, which do not depend on it.
@@ -248,13 +284,13 @@ impl<'a, B: Backend> Run<'a, B> {
     }
 
     fn stats(&self, requests: usize, seconds: f64) -> Value {
-        let engine = self.session.engine();
-        let (caps, s, scheduler, sizes) = (engine.caps(), engine.stats(), engine.scheduler(), engine.sizes());
+        let (facts, now) = (self.model.facts(), self.model.stats());
+        let s = &now.counters;
         let reasons: serde_json::Map<String, Value> =
             Reason::ALL.iter().map(|r| (r.name().to_owned(), s.reason(*r).into())).collect();
         json!({
-            "backend": caps.backend,
-            "device": caps.device,
+            "backend": facts.backend,
+            "device": facts.device,
             "version": env!("CARGO_PKG_VERSION"),
             "requests": requests,
             "answered_before": self.totals.resumed,
@@ -270,10 +306,10 @@ impl<'a, B: Backend> Run<'a, B> {
             "captures_skipped": s.captures_skipped,
             "evictions": { "slots": s.evictions.slots, "nodes": s.evictions.nodes },
             "preemptions": s.preemptions,
-            "states_held": scheduler.cached_states(),
-            "pages_held": scheduler.cached_pages(),
-            "slots": sizes.split.slots,
-            "kv_pages": sizes.split.pages,
+            "states_held": now.slots_cached,
+            "pages_held": now.pages_cached,
+            "slots": facts.slots,
+            "kv_pages": facts.pages,
             "peak_slots": s.peak_slots,
             "peak_pages": s.peak_pages,
         })

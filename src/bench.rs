@@ -2,11 +2,12 @@
 
 use std::{
     path::{Path, PathBuf},
-    rc::Rc,
+    sync::Arc,
 };
 
 use selkie_core::{
     Error, Result,
+    chat::system_clock,
     model_dir::ModelFiles,
     source::{Bytes, LocalFuture, Source},
 };
@@ -17,6 +18,7 @@ use crate::{
     input_file, model,
 };
 
+mod bound;
 mod chart;
 #[cfg(feature = "bench-ops")]
 mod ops;
@@ -37,6 +39,8 @@ mod overhead;
 mod prefix;
 mod speed;
 mod traffic;
+
+pub use bound::Work;
 
 /// Maximum size of config.json, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -65,14 +69,15 @@ pub fn run(args: &BenchArgs) -> Outcome {
 }
 
 /// The model to measure.
-fn open(target: &BenchTarget) -> Outcome<Rc<ModelFiles>> {
+fn open(target: &BenchTarget) -> Outcome<Arc<ModelFiles>> {
     let Some(path) = &target.config else { return model::open(&target.model) };
+    let recipe = target.weights.as_deref().map(str::parse).transpose()?;
     let bytes = input_file::load_regular(path, MAX_CONFIG_BYTES)?;
-    let source = Rc::new(ConfigOnly { path: path.clone(), bytes: bytes.into() });
-    Ok(Rc::new(pollster::block_on(ModelFiles::open_random(source, model::unix_time, SEED))?))
+    let source = Arc::new(ConfigOnly { path: path.clone(), bytes: bytes.into() });
+    Ok(Arc::new(pollster::block_on(ModelFiles::open_random(source, system_clock, SEED, recipe))?))
 }
 
-/// One file under whatever name, taken for the config.json of a model.
+/// One file with any name as the config.json of a model.
 struct ConfigOnly {
     path: PathBuf,
     bytes: Bytes,

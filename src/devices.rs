@@ -27,11 +27,15 @@ pub fn run(args: &DevicesArgs) -> Outcome {
         return out.json(&devices.collect());
     }
     for d in devices {
-        let memory = d.memory.map(|bytes| format!(", {}", terminal::size(bytes))).unwrap_or_default();
-        match &d.usable {
-            Ok(()) => out.line(&format!("{:<5} {}  {}{memory}", d.backend, d.index, d.name))?,
-            Err(why) => out.line(&format!("{:<5} -  {}{memory}: not usable: {why}", d.backend, d.name))?,
-        }
+        let index = d.index.map_or("-".into(), |i| i.to_string());
+        let memory = d.memory.map(terminal::size);
+        let about: Vec<String> = d.name.into_iter().chain(memory).collect();
+        let about = match d.usable {
+            Ok(()) => about.join(", "),
+            Err(why) if about.is_empty() => format!("not usable: {why}"),
+            Err(why) => format!("{}; not usable: {why}", about.join(", ")),
+        };
+        out.line(&format!("{:<5} {index}  {about}", d.backend))?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! The reasons for which the program ends early, with their exit codes.
 
-use std::io;
+use std::{io, sync::Arc};
 
 use selkie_core::Error;
 
@@ -9,6 +9,8 @@ use selkie_core::Error;
 pub enum Failure {
     /// The engine's error: exit code 1.
     Engine(Error),
+    /// The same of an error that ended several requests: exit code 1.
+    Shared(Arc<Error>),
     /// Another failed operation: exit code 1.
     Other(String),
     /// The command line is invalid: exit code 2.
@@ -17,7 +19,7 @@ pub enum Failure {
     Stopped {
         /// The exit code, 128 and the number of the signal.
         code: u8,
-        /// What to tell.
+        /// The message.
         why: String,
     },
     /// The failure was already reported: exit code 1.
@@ -41,30 +43,28 @@ impl Failure {
     /// The process's exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Engine(_) | Self::Other(_) | Self::Reported => 1,
+            Self::Engine(_) | Self::Shared(_) | Self::Other(_) | Self::Reported => 1,
             Self::Usage(_) => 2,
             Self::Stopped { code, .. } => *code,
             Self::OutputClosed => 0,
         }
     }
 
-    /// What to tell the user, if anything.
+    /// The message for the user, if there is one.
     pub fn message(&self) -> Option<String> {
         match self {
-            Self::Engine(e) => Some(match advice(e) {
-                Some(advice) => format!("{e}; {advice}"),
-                None => e.to_string(),
-            }),
+            Self::Engine(e) => Some(advised(e)),
+            Self::Shared(e) => Some(advised(e)),
             Self::Other(text) | Self::Usage(text) | Self::Stopped { why: text, .. } => Some(text.clone()),
             Self::Reported | Self::OutputClosed => None,
         }
     }
 }
 
-/// What is wrong with JSON text, without the names that its parser has for numbers and lists.
+/// The fault of JSON text, without the parser's names for numbers and lists.
 pub fn json_error(e: &serde_json::Error) -> String {
     let text = e.to_string();
-    // What comes before may quote the input.
+    // The text before it may quote the input.
     let Some((found, expected)) = text.rsplit_once(", expected ") else { return text };
     let (name, rest) = expected.split_once(" at line ").unwrap_or((expected, ""));
     let name = match name {
@@ -78,6 +78,14 @@ pub fn json_error(e: &serde_json::Error) -> String {
     format!("{found}, expected {name}{place}")
 }
 
+/// The error with its remedy.
+fn advised(e: &Error) -> String {
+    match advice(e) {
+        Some(advice) => format!("{e}; {advice}"),
+        None => e.to_string(),
+    }
+}
+
 /// The remedy for errors whose message has none, in terms of this program's options.
 fn advice(e: &Error) -> Option<&'static str> {
     match e {
@@ -86,6 +94,12 @@ fn advice(e: &Error) -> Option<&'static str> {
         ),
         Error::NoDevice { .. } => Some("`selkie devices` lists what there is"),
         _ => None,
+    }
+}
+
+impl From<Arc<Error>> for Failure {
+    fn from(e: Arc<Error>) -> Self {
+        Arc::try_unwrap(e).map_or_else(Self::Shared, Self::Engine)
     }
 }
 

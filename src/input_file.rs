@@ -60,7 +60,7 @@ pub fn load_regular(path: &Path, most: u64) -> Outcome<Vec<u8>> {
 /// All bytes of a stream, without its byte order mark.
 ///
 /// # Errors
-/// What reading says, and a stream of more than `most` bytes.
+/// Those of reading, and a stream of more than `most` bytes.
 pub fn read(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     from.take(most + 1).read_to_end(&mut bytes)?;

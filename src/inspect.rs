@@ -1,11 +1,10 @@
 //! `selkie inspect`: a model's layers and sizes, and the memory per sequence.
 
 use selkie_core::{
-    backend::Backend,
     cpu::CpuBackend,
     engine::{EngineOptions, Sizes},
     model_dir::ModelFiles,
-    models::{self, Limits, ModelSpec, Program},
+    models::{self, Architecture, Limits, ModelSpec, Program},
     state::StateShape,
     step::PAGE,
     weights::Loader,
@@ -13,12 +12,17 @@ use selkie_core::{
 use serde_json::{Value, json};
 
 use crate::{
-    args::InspectArgs,
-    backend::{self, Job},
+    args::{InspectArgs, ModelArgs},
+    backend::{self, Opened},
     failure::Outcome,
+    hub::preview::{self, Preview},
     model,
     terminal::{Output, size, thousands},
 };
+
+use self::fit::Fit;
+
+mod fit;
 
 /// The letters of the layer map.
 const LETTERS: [(char, &str); 7] = [
@@ -31,14 +35,19 @@ const LETTERS: [(char, &str); 7] = [
     ('E', "mixture of experts"),
 ];
 
-/// Prints the facts; of the weights, only what is small is read.
+/// Prints the facts; only small weights are read.
 pub fn run(args: &InspectArgs) -> Outcome {
-    let files = model::open(&args.model)?;
-    let architecture = models::read(&files.config)?;
-    let (spec, program) = (architecture.spec(), architecture.program());
-    let fault = pollster::block_on(contradiction(&files)).err().map(|e| e.to_string());
+    let named = ModelArgs { model: args.what.clone().or_else(|| args.model.model.clone()), ..args.model.clone() };
     let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
-    let facts = backend::run(&args.model.backend, Inspect { files: &files, spec, program, options, fault })?;
+    let preview = match &named.model {
+        Some(given) => preview::look(given)?,
+        None => None,
+    };
+    let job = match preview {
+        Some(preview) => Inspect::of_preview(&preview, options)?,
+        None => Inspect::of_files(&*model::open(&named)?, options)?,
+    };
+    let facts = job.on(&backend::open(&args.model.backend.place()?, false)?)?;
     let mut out = Output::new();
     if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
 }
@@ -56,12 +65,44 @@ async fn contradiction(files: &ModelFiles) -> selkie_core::Result<()> {
     Ok(())
 }
 
-struct Inspect<'a> {
-    files: &'a ModelFiles,
+struct Inspect {
+    model: String,
     spec: ModelSpec,
     program: Vec<Program>,
+    weight_bytes: u64,
+    /// Types of stored weights, their bytes, and whether they are brought into another form.
+    stored: Vec<(String, u64, bool)>,
     options: EngineOptions,
     fault: Option<String>,
+    /// The formats of weights that are not here, and their bytes; first the one of `weight_bytes`.
+    absent: Vec<(String, u64)>,
+}
+
+impl Inspect {
+    fn of_files(files: &ModelFiles, options: EngineOptions) -> Outcome<Self> {
+        let architecture = models::read(&files.config)?;
+        let fault = pollster::block_on(contradiction(files)).err().map(|e| e.to_string());
+        let bytes = files.checkpoint.bytes();
+        let formats = files.checkpoint.formats().into_iter();
+        let stored = formats.map(|(name, (bytes, repacked))| (name.to_owned(), bytes, repacked)).collect();
+        Ok(Self { fault, stored, ..Self::new(files.label(), &architecture, bytes, options) })
+    }
+
+    /// Of a model without weights; their size is the one on the hub, or else follows from the configuration.
+    fn of_preview(preview: &Preview, options: EngineOptions) -> Outcome<Self> {
+        let architecture = models::read(&preview.config)?;
+        let format = fit::published(&preview.config);
+        let parameters = architecture.spec().parameters;
+        let bytes = preview.weight_bytes.unwrap_or_else(|| fit::bytes(parameters, format));
+        let absent = [(format.to_owned(), bytes)].into_iter().chain(preview.others.iter().cloned()).collect();
+        Ok(Self { absent, ..Self::new(&preview.label, &architecture, bytes, options) })
+    }
+
+    fn new(label: &str, architecture: &Architecture, weight_bytes: u64, options: EngineOptions) -> Self {
+        let (spec, program) = (architecture.spec(), architecture.program());
+        let (stored, absent) = (Vec::new(), Vec::new());
+        Self { model: label.into(), spec, program, weight_bytes, stored, options, fault: None, absent }
+    }
 }
 
 struct Facts {
@@ -69,32 +110,56 @@ struct Facts {
     spec: ModelSpec,
     program: Vec<Program>,
     weight_bytes: u64,
+    stored: Vec<(String, u64, bool)>,
     sizes: Sizes,
     backend: &'static str,
     device: String,
     /// Why the model cannot be loaded.
     fault: Option<String>,
+    /// Whether weights that are not here would fit.
+    fit: Option<Fit>,
 }
 
-impl Job for Inspect<'_> {
-    type Out = Facts;
-
-    fn run<B: Backend>(self, backend: B) -> Outcome<Facts> {
-        let caps = backend.caps();
+impl Inspect {
+    fn on(self, backend: &Opened) -> Outcome<Facts> {
+        let (caps, free) = (backend.caps(), backend.free_memory());
+        let mut formats = self.absent;
+        if formats.len() == 1 {
+            formats.extend(fit::coded(self.spec.parameters, backend));
+        }
+        let fit = Fit::new(&self.spec, &formats, &self.options, caps, free);
+        // States get the memory that the weights leave.
+        let left =
+            if fit.as_ref().is_some_and(Fit::fits) { free.map(|f| f.saturating_sub(self.weight_bytes)) } else { free };
         Ok(Facts {
-            model: self.files.label().to_owned(),
-            weight_bytes: self.files.checkpoint.bytes(),
-            sizes: self.options.sizes(&self.spec, caps, backend.free_memory())?,
+            sizes: self.options.sizes(&self.spec, caps, left)?,
             backend: caps.backend,
             device: caps.device.clone(),
+            model: self.model,
+            weight_bytes: self.weight_bytes,
+            stored: self.stored,
             spec: self.spec,
             fault: self.fault,
             program: self.program,
+            fit,
         })
     }
 }
 
 impl Facts {
+    /// The types of stored weights, and where a host uses them.
+    fn stored_as(&self) -> String {
+        let of = |(name, bytes, repacked): &(String, u64, bool)| {
+            let place = match (self.backend, repacked) {
+                ("cpu", false) => ", mapped",
+                (_, false) => "",
+                (_, true) => ", repacked with its scales",
+            };
+            format!("{name} ({}{place})", size(*bytes))
+        };
+        self.stored.iter().map(of).collect::<Vec<_>>().join(", ")
+    }
+
     fn shape(&self) -> &StateShape {
         &self.sizes.shape
     }
@@ -130,8 +195,12 @@ impl Facts {
             format!("vocabulary   {}", thousands(spec.vocab as f64)),
             format!("context      {} tokens", thousands(shape.context as f64)),
             format!("parameters   {}", thousands(spec.parameters as f64)),
-            format!("weights      {}", size(self.weight_bytes)),
+            format!("weights      {}{}", size(self.weight_bytes), if self.fit.is_some() { ", not here" } else { "" }),
         ];
+        if !self.stored.is_empty() {
+            lines.push(format!("stored as    {}", self.stored_as()));
+        }
+        lines.extend(self.fit.iter().map(|fit| format!("fits here    {}", fit.verdict(self.backend))));
         lines.extend(self.fault.iter().map(|why| format!("fault        the weights do not fit: {why}")));
         lines.push(match shape.slot_bytes {
             0 => "state slot   none: no recurrent layer".into(),
@@ -164,6 +233,7 @@ impl Facts {
                 thousands(self.sequences(tokens) as f64)
             ));
         }
+        lines.extend(self.fit.iter().flat_map(Fit::table));
         lines.join("\n") + "\n"
     }
 
@@ -187,6 +257,11 @@ impl Facts {
             "context": shape.context,
             "parameters": spec.parameters,
             "weight_bytes": self.weight_bytes,
+            "weights_here": self.fit.is_none(),
+            "stored": self.stored.iter().map(|(name, bytes, repacked)| {
+                json!({ "type": name, "bytes": bytes, "repacked": repacked })
+            }).collect::<Vec<_>>(),
+            "fit": self.fit.as_ref().map(Fit::json),
             "fault": self.fault,
             "slot_bytes": shape.slot_bytes,
             "page_bytes": shape.page_bytes,

@@ -1,8 +1,11 @@
-//! Ctrl-C and SIGTERM: the first one asks the program to stop, the second one ends it at once.
+//! Ctrl-C and SIGTERM: the first one asks the program to stop, the second one ends it immediately.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
 };
 
 use signal_hook::{
@@ -12,14 +15,17 @@ use signal_hook::{
 
 use crate::failure::{Failure, Outcome};
 
+/// How long a signal may go unnoticed while nothing else happens.
+pub const ATTENTION: Duration = Duration::from_millis(50);
+
 /// Whether the program was asked to stop.
 pub struct Interrupt {
     signal: Arc<AtomicUsize>,
 }
 
 impl Interrupt {
-    /// Takes the signals from now on. The second one ends the process from within the signal handler, so it is obeyed
-    /// whatever the program does at that time.
+    /// Takes the signals from now on. The second one ends the process from within the signal handler, so it works
+    /// at any time.
     ///
     /// SIGHUP keeps its meaning: `nohup` sets it to be ignored, and a handler would undo that.
     ///

@@ -6,22 +6,24 @@ use safetensors::{Dtype, tensor::TensorView};
 use selkie_core::{
     Error,
     backend::Backend,
-    engine::direct::{Direct, Sequence},
+    engine::direct::{Direct, LayerValues, Sequence},
     layer::LayerState,
     model_dir::ModelFiles,
-    models::{self, Limits},
+    models::{self, Limits, ModelSpec},
     step::PAGE,
     tokenizer::check_ids,
-    weights::Loader,
+    units::{size, thousands},
+    weights::{Loader, Progress},
 };
 
 use crate::{
     args::LogitsArgs,
-    backend::{self, Job},
+    backend::on,
     failure::{self, Failure, Outcome},
     input_file,
     model::{self, LoadingBar},
     output_file::{self, OutputFile},
+    terminal,
 };
 
 /// Maximum size of the ids file, in bytes.
@@ -35,8 +37,37 @@ pub fn run(args: &LogitsArgs) -> Outcome {
     }
     let ids = read_ids(args)?;
     let files = model::open(&args.model)?;
-    let out = OutputFile::create(&args.out)?;
-    backend::run(&args.model.backend, Logits { args, files: &files, ids, out })
+    let mut out = OutputFile::create(&args.out)?;
+    let backend = model::backend(&args.model.backend, &files)?;
+    let mut bar = LoadingBar::start();
+    let report = move |p| bar.update(&p);
+    let traced = on!(&backend, b => pollster::block_on(trace(b, &files, &ids, args.steps, report)))?;
+    model::warn_of_ignored(&files.checkpoint);
+    let tensors = traced.tensors(&models::read(&files.config)?.spec());
+    let caps = backend.caps();
+    let metadata = HashMap::from([
+        ("backend".to_owned(), caps.backend.to_owned()),
+        ("device".to_owned(), caps.device.clone()),
+        ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+    ]);
+    let views = tensors.iter().map(|t| {
+        let view = TensorView::new(t.dtype, t.dims.clone(), &t.bytes).expect("a tensor has the bytes of its dims");
+        (t.name.as_str(), view)
+    });
+    let bytes = safetensors::serialize(views, Some(metadata)).map_err(|e| Failure::Other(e.to_string()))?;
+    out.write_all(&bytes).map_err(|e| out.error(e))?;
+    out.commit()?;
+    terminal::dim_note(format_args!(
+        "{}: logits of {} tokens, {} greedy steps, {} states · {} · {} ({})",
+        args.out.display(),
+        thousands(ids.len()),
+        thousands(args.steps),
+        tensors.iter().filter(|t| t.name.starts_with("state.")).count(),
+        size(bytes.len() as u64),
+        caps.backend,
+        caps.device,
+    ));
+    Ok(())
 }
 
 fn read_ids(args: &LogitsArgs) -> Outcome<Vec<u32>> {
@@ -45,13 +76,6 @@ fn read_ids(args: &LogitsArgs) -> Outcome<Vec<u32>> {
         let why = format!("not a JSON array of token ids: {}", failure::json_error(&e));
         Error::model(args.ids.display().to_string(), why).into()
     })
-}
-
-struct Logits<'a> {
-    args: &'a LogitsArgs,
-    files: &'a ModelFiles,
-    ids: Vec<u32>,
-    out: OutputFile,
 }
 
 /// A tensor of the output: name, dims, little-endian bytes of f32 or i32.
@@ -69,72 +93,75 @@ impl Stored {
     }
 }
 
-impl Job for Logits<'_> {
-    type Out = ();
-
-    fn run<B: Backend>(mut self, backend: B) -> Outcome {
-        let tensors = pollster::block_on(self.compute(&backend))?;
-        let caps = backend.caps();
-        let metadata = HashMap::from([
-            ("backend".to_owned(), caps.backend.to_owned()),
-            ("device".to_owned(), caps.device.clone()),
-            ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-        ]);
-        let views = tensors.iter().map(|t| {
-            let view = TensorView::new(t.dtype, t.dims.clone(), &t.bytes).expect("a tensor has the bytes of its dims");
-            (t.name.as_str(), view)
-        });
-        let bytes = safetensors::serialize(views, Some(metadata)).map_err(|e| Failure::Other(e.to_string()))?;
-        self.out.write_all(&bytes).map_err(|e| self.out.error(e))?;
-        Ok(self.out.commit()?)
-    }
+/// What a model computes for a prompt.
+pub struct Traced {
+    /// `[T, V]` of the prompt's tokens.
+    pub logits: Vec<f32>,
+    greedy_ids: Vec<u32>,
+    /// `[steps, V]`
+    greedy_logits: Vec<f32>,
+    /// After the prompt.
+    states: Vec<LayerValues>,
 }
 
-impl Logits<'_> {
-    async fn compute<B: Backend>(&self, backend: &B) -> Result<Vec<Stored>, Error> {
-        let architecture = models::read(&self.files.config)?;
-        let spec = architecture.spec();
-        check_ids(&self.ids, spec.vocab)?;
-        let (tokens, steps) = (self.ids.len(), self.args.steps);
-        let total = tokens.saturating_add(steps);
-        if total > spec.context {
-            return Err(Error::BadRequest(format!(
-                "{tokens} prompt tokens and {steps} steps are {total} tokens, the context holds {}",
-                spec.context
-            )));
-        }
-        let limits = Limits { max_tokens: PAGE, max_outputs: PAGE };
-        let mut bar = LoadingBar::start();
-        let mut report = |p| bar.update(&p);
-        let mut loader = Loader::new(backend, &self.files.checkpoint, &mut report);
-        let model = models::build(&architecture, &mut loader, limits).await?;
-        drop(bar);
-        model::warn_of_ignored(&self.files.checkpoint);
-        // Two slots: a step of several chunks reads one and writes the other.
-        let mut direct = Direct::new(backend, &*model, limits, 2, total.div_ceil(PAGE))?;
-        let mut sequence = Sequence::default();
-        let logits = direct.prompt(&mut sequence, &self.ids, &[]).await?;
-        if !logits.iter().all(|x| x.is_finite()) {
-            return Err(Error::NotFinite);
-        }
-        let states = direct.states(&sequence).await?;
-        let last = &logits[(tokens - 1) * spec.vocab..];
-        let (greedy_ids, greedy_logits) = direct.greedy(&mut sequence, last, steps).await?;
-        if !greedy_logits.iter().all(|x| x.is_finite()) {
-            return Err(Error::NotFinite);
-        }
+/// Loads the model and runs the prompt and `steps` greedy tokens after it. `report` is dropped when the model is loaded.
+///
+/// # Errors
+/// Those of loading; [`Error::BadRequest`] for ids that are out of range or too many; [`Error::NotFinite`].
+pub async fn trace<B: Backend>(
+    backend: &B,
+    files: &ModelFiles,
+    ids: &[u32],
+    steps: usize,
+    mut report: impl FnMut(Progress),
+) -> Result<Traced, Error> {
+    let architecture = models::read(&files.config)?;
+    let spec = architecture.spec();
+    check_ids(ids, spec.vocab)?;
+    let total = ids.len().saturating_add(steps);
+    if total > spec.context {
+        return Err(Error::BadRequest(format!(
+            "{} prompt tokens and {} steps are {} tokens, the context holds {} (key `max_position_embeddings` of the configuration)",
+            thousands(ids.len()),
+            thousands(steps),
+            thousands(total),
+            thousands(spec.context)
+        )));
+    }
+    let limits = Limits { max_tokens: PAGE, max_outputs: PAGE };
+    let mut loader = Loader::new(backend, &files.checkpoint, &mut report);
+    let model = models::build(&architecture, &mut loader, limits).await?;
+    drop(report);
+    // Two slots: a step of several chunks reads one and writes the other.
+    let mut direct = Direct::new(backend, &*model, limits, 2, total.div_ceil(PAGE))?;
+    let mut sequence = Sequence::default();
+    let logits = direct.prompt(&mut sequence, ids, &[]).await?;
+    if !logits.iter().all(|x| x.is_finite()) {
+        return Err(Error::NotFinite);
+    }
+    let states = direct.states(&sequence).await?;
+    let last = &logits[(ids.len() - 1) * spec.vocab..];
+    let (greedy_ids, greedy_logits) = direct.greedy(&mut sequence, last, steps).await?;
+    if !greedy_logits.iter().all(|x| x.is_finite()) {
+        return Err(Error::NotFinite);
+    }
+    Ok(Traced { logits, greedy_ids, greedy_logits, states })
+}
 
+impl Traced {
+    fn tensors(&self, spec: &ModelSpec) -> Vec<Stored> {
+        let steps = self.greedy_ids.len();
         let mut stored = vec![
-            Stored::floats("logits", &[tokens, spec.vocab], &logits),
+            Stored::floats("logits", &[self.logits.len() / spec.vocab, spec.vocab], &self.logits),
             Stored {
                 name: "greedy_ids".into(),
                 dtype: Dtype::I32,
                 dims: vec![steps],
-                bytes: greedy_ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
+                bytes: self.greedy_ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
             },
-            Stored::floats("greedy_logits", &[steps, spec.vocab], &greedy_logits),
+            Stored::floats("greedy_logits", &[steps, spec.vocab], &self.greedy_logits),
         ];
-        for (i, (values, LayerState { conv, recurrent, .. })) in states.iter().zip(&spec.layers).enumerate() {
+        for (i, (values, LayerState { conv, recurrent, .. })) in self.states.iter().zip(&spec.layers).enumerate() {
             if let (Some(values), Some([channels, taps])) = (&values.conv, conv) {
                 stored.push(Stored::floats(format!("state.layer{i}.conv"), &[1, *channels, *taps], values));
             }
@@ -142,6 +169,6 @@ impl Logits<'_> {
                 stored.push(Stored::floats(format!("state.layer{i}.recurrent"), &[1, *h, *p, *n], values));
             }
         }
-        Ok(stored)
+        stored
     }
 }

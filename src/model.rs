@@ -1,51 +1,42 @@
 //! Opening and loading the model that the arguments name.
 
 use std::{
-    rc::Rc,
     sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
-    Error,
-    backend::Backend,
-    checkpoint::Checkpoint,
-    engine::EngineOptions,
-    model_dir::ModelFiles,
-    models,
-    session::Session,
-    source::{Dir, Source},
-    state::CapturePolicy,
-    weights::Progress,
+    chat::system_clock, checkpoint::Checkpoint, engine::EngineOptions, model_dir::ModelFiles, session::Model,
+    source::Source, state::CapturePolicy, weights::Progress,
 };
 
 use crate::{
-    args::{ModelArgs, Policy, PoolArgs},
+    args::{BackendArgs, ModelArgs, Policy, PoolArgs},
+    backend::{self, Loaded, Opened},
     embedded,
     failure::Outcome,
+    hub,
+    open::Opener,
     render::Processes,
 };
 
-/// Default number of sequences that run at once, for commands with many requests.
+/// Default number of sequences that run at a time, for commands with many requests.
 pub const DEFAULT_MAX_BATCH: usize = 16;
 /// A loading bar appears after this time.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Opens the files of the model that the arguments name.
-pub fn open(args: &ModelArgs) -> Outcome<Rc<ModelFiles>> {
-    let source: Rc<dyn Source> = match &args.model {
-        Some(dir) => Rc::new(Dir::open(dir)?),
-        None => Rc::new(embedded::DEMO),
+pub fn open(args: &ModelArgs) -> Outcome<Arc<ModelFiles>> {
+    let source: Arc<dyn Source> = match &args.model {
+        Some(given) => hub::find(given, args.yes)?.source()?,
+        None => Arc::new(embedded::DEMO),
     };
-    let mut files = pollster::block_on(ModelFiles::open(source, unix_time))?;
-    files.render_with(Arc::new(Processes::default()));
-    Ok(Rc::new(files))
-}
-
-/// Seconds since 1970, for chat templates that print the date.
-pub fn unix_time() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+    let mut files = pollster::block_on(ModelFiles::open(source, system_clock))?;
+    if let Some(processes) = Processes::new() {
+        files.render_with(Arc::new(processes));
+    }
+    Ok(Arc::new(files))
 }
 
 /// Engine options from the command line.
@@ -66,29 +57,35 @@ pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOption
     }
 }
 
-/// Loads the model; shows a progress bar if that takes long.
-pub fn load<B: Backend>(backend: B, files: &Rc<ModelFiles>, options: &EngineOptions) -> Outcome<Session<B>> {
+/// Loads the model onto an engine's own thread; shows a progress bar if that takes long.
+pub fn load(args: &BackendArgs, files: &Arc<ModelFiles>, options: &EngineOptions) -> Outcome<Model> {
     let started = Instant::now();
-    if files.checkpoint.is_random() && backend.caps().backend == "cpu" {
-        // Weights of a file are mapped. Random weights take memory, at least two bytes each.
-        let asked = models::read(&files.config)?.spec().parameters.saturating_mul(2);
-        if let Some(free) = backend.free_memory().filter(|free| asked > *free) {
-            return Err(Error::OutOfMemory { what: "random weights".into(), asked, free }.into());
-        }
-    }
     let mut bar = LoadingBar::start();
-    let session = pollster::block_on(Session::load(backend, files.clone(), options, &mut |p| bar.update(&p)))?;
+    let opener = Opener::of(files.clone()).place(args.place()?).options(options.clone());
+    let model = opener.progress(move |p| bar.update(&p)).load()?;
+    loaded(files, model.facts().backend, &model.facts().device, started);
+    Ok(model)
+}
+
+/// Opens the backend that the arguments name, for the model in `files`.
+pub fn backend(args: &BackendArgs, files: &ModelFiles) -> Outcome<Opened> {
+    Ok(backend::open(&args.place()?, files.checkpoint.is_coded())?)
+}
+
+/// Loads the engine alone, on this thread: for measurements.
+pub fn load_engine(backend: Opened, files: &Arc<ModelFiles>, options: &EngineOptions) -> Outcome<Box<dyn Loaded>> {
+    let started = Instant::now();
+    let mut bar = LoadingBar::start();
+    let engine = backend::load(backend, files, options, &mut |p| bar.update(&p))?;
     drop(bar);
+    loaded(files, engine.caps().backend, &engine.caps().device, started);
+    Ok(engine)
+}
+
+fn loaded(files: &ModelFiles, backend: &str, device: &str, started: Instant) {
     warn_of_ignored(&files.checkpoint);
-    let caps = session.engine().caps();
-    tracing::info!(
-        "{} loaded on {} ({}) in {:.3} s",
-        files.label(),
-        caps.backend,
-        caps.device,
-        started.elapsed().as_secs_f64()
-    );
-    Ok(session)
+    let seconds = started.elapsed().as_secs_f64();
+    tracing::info!("{} loaded on {backend} ({device}) in {seconds:.3} s", files.label());
 }
 
 /// After loading, warns of stored tensors that were not used.
@@ -112,6 +109,7 @@ pub fn warn_of_ignored(checkpoint: &Checkpoint) {
 
 /// A progress bar that appears only if loading takes long, and is removed on drop.
 pub struct LoadingBar {
+    what: &'static str,
     started: Instant,
     bar: Option<ProgressBar>,
 }
@@ -119,7 +117,12 @@ pub struct LoadingBar {
 impl LoadingBar {
     /// Call when loading begins.
     pub fn start() -> Self {
-        Self { started: Instant::now(), bar: None }
+        Self::of("loading")
+    }
+
+    /// The same for other work on all bytes of the weights.
+    pub fn of(what: &'static str) -> Self {
+        Self { what, started: Instant::now(), bar: None }
     }
 
     /// Call on progress.
@@ -128,8 +131,9 @@ impl LoadingBar {
             return;
         }
         let bar = self.bar.get_or_insert_with(|| {
-            let style = "loading {bar:30} {binary_bytes} of {binary_total_bytes}, {eta} left";
+            let style = "{prefix} {bar:30} {binary_bytes} of {binary_total_bytes}, {eta} left";
             let bar = ProgressBar::with_draw_target(Some(progress.total), ProgressDrawTarget::stderr());
+            bar.set_prefix(self.what);
             bar.with_style(ProgressStyle::with_template(style).expect("the template is valid"))
         });
         bar.set_position(progress.done);

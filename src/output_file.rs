@@ -82,7 +82,7 @@ impl OutputFile {
     }
 }
 
-/// The file that `target` names, be it there or not: of a symbolic link, what it points to. A special file is itself.
+/// The file that `target` names, which may not exist: for a symbolic link, its target. A special file is itself.
 ///
 /// # Errors
 /// If it can only be a directory.
@@ -177,7 +177,7 @@ fn place(path: &Path) -> PathBuf {
     })
 }
 
-/// Whether the path is there and is no regular file.
+/// Whether the path exists and is not a regular file.
 pub fn is_special(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|m| !m.is_file())
 }

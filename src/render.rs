@@ -1,14 +1,15 @@
-//! Chat templates are rendered in a process of their own, which is this program once more: a template may come from anyone, and
-//! what it does to that process's memory, stack and time ends one request.
+//! Chat templates are rendered in a separate process of this program: a template is not trusted, and
+//! exhausting that process's memory, stack or time ends only one request.
 //!
-//! A job and its answer are a line of JSON each. A process lives on for the next job; each thread that has a job at the same time
-//! has a process of its own.
+//! A job and its answer are a line of JSON each. A process waits for the next job; each thread that has a job at the same time
+//! has its own process.
 
 use std::{
     io::{self, BufRead, BufReader, BufWriter, Read, Write},
     process::{Child, ChildStdin, Command, Stdio},
     sync::{
         Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
     time::Duration,
@@ -32,6 +33,21 @@ type Answer = Result<Rendered, String>;
 #[derive(Default)]
 pub struct Processes {
     idle: Mutex<Vec<Process>>,
+}
+
+/// Whether this process is another program, which cannot render for itself.
+static HERE: AtomicBool = AtomicBool::new(false);
+
+/// Templates are rendered in this process from now on.
+pub fn stay_here() {
+    HERE.store(true, Ordering::Relaxed);
+}
+
+impl Processes {
+    /// None if this process cannot start itself once more.
+    pub fn new() -> Option<Self> {
+        (!HERE.load(Ordering::Relaxed)).then(Self::default)
+    }
 }
 
 impl Renderer for Processes {
@@ -145,7 +161,7 @@ pub fn run() -> Outcome {
     while let Some(line) = read_line(&mut jobs).map_err(|e| Failure::Other(format!("standard input: {e}")))? {
         let job: Job<'_> = serde_json::from_str(&line).map_err(|e| Failure::Other(format!("standard input: {e}")))?;
         let (done, ended) = channel::<()>();
-        // Whoever asked may be gone, and then nobody ends this process.
+        // If the parent process has ended, nothing else ends this one.
         std::thread::spawn(move || {
             if ended.recv_timeout(DEADLINE + Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
                 std::process::exit(1);
@@ -159,7 +175,7 @@ pub fn run() -> Outcome {
     Ok(())
 }
 
-/// What does not fit is refused by the system, which ends this process; a core file of it would help nobody.
+/// The system refuses larger allocations, which ends this process. A core file would be useless.
 #[cfg(unix)]
 fn limit_memory() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -5,14 +5,32 @@ use std::{
     borrow::Cow,
     fmt::Display,
     io::{self, IsTerminal, Write},
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
 };
 
+pub use selkie_core::units::size;
+
 use crate::failure::{Failure, Outcome};
+use wrap::Wrap;
+
+mod wrap;
+
+/// Set by `--quiet`.
+static QUIET: AtomicBool = AtomicBool::new(false);
+/// How long something may take before a line says what is being waited for.
+const PATIENCE: Duration = Duration::from_millis(700);
 
 /// Writes results.
 pub struct Output {
     stdout: io::Stdout,
     terminal: bool,
+    /// Breaks lines between words.
+    wrap: Option<Wrap>,
 }
 
 impl Output {
@@ -20,12 +38,40 @@ impl Output {
     pub fn new() -> Self {
         let stdout = io::stdout();
         let terminal = stdout.is_terminal();
-        Self { stdout, terminal }
+        Self { stdout, terminal, wrap: None }
+    }
+
+    /// The same for prose that comes in pieces: on a terminal, lines break between words. [`Output::end`] ends it.
+    pub fn prose() -> Self {
+        let out = Self::new();
+        let wrap = out.terminal.then(Wrap::default);
+        Self { wrap, ..out }
+    }
+
+    /// Whether a person looks at it.
+    pub fn is_terminal(&self) -> bool {
+        self.terminal
+    }
+
+    /// Ends prose, on a line of its own.
+    pub fn end(&mut self) -> Outcome {
+        let rest = self.wrap.as_mut().map(|wrap| wrap.finish(width())).unwrap_or_default();
+        self.write(&rest)
     }
 
     /// Writes and flushes text that may come from a model or a file.
     pub fn text(&mut self, text: &str) -> Outcome {
         let text = if self.terminal { visible(text) } else { Cow::Borrowed(text) };
+        match &mut self.wrap {
+            Some(wrap) => {
+                let broken = wrap.push(&text, width());
+                self.write(&broken)
+            }
+            None => self.write(&text),
+        }
+    }
+
+    fn write(&mut self, text: &str) -> Outcome {
         let mut out = self.stdout.lock();
         out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Failure::output)
     }
@@ -48,8 +94,28 @@ pub fn note(text: impl Display) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Like [`note`], dimmed if the terminal supports it.
+/// From now on, leaves out notes that the user did not request.
+pub fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Whether notes that the user did not request are left out.
+pub fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
+
+/// Like [`note`], but not with `--quiet`.
+pub fn hint(text: impl Display) {
+    if !is_quiet() {
+        note(text);
+    }
+}
+
+/// Like [`hint`], dimmed if the terminal supports it.
 pub fn dim_note(text: impl Display) {
+    if is_quiet() {
+        return;
+    }
     let text = text.to_string();
     if colours() {
         let _ = writeln!(io::stderr(), "\x1b[2m{}\x1b[0m", visible(&text));
@@ -75,6 +141,41 @@ pub fn colours() -> bool {
     !refused && !dumb && io::stderr().is_terminal()
 }
 
+/// Columns of the terminal on standard output.
+fn width() -> usize {
+    terminal_size::terminal_size().map_or(80, |(width, _)| usize::from(width.0))
+}
+
+/// A line on a terminal that says what is being waited for. It appears after [`PATIENCE`] and goes when this is dropped.
+pub struct Stage(Option<(Sender<()>, JoinHandle<()>)>);
+
+impl Stage {
+    /// Begins to wait.
+    pub fn begin(what: String) -> Self {
+        if is_quiet() || !colours() {
+            return Self(None);
+        }
+        let (ready, wait) = channel();
+        let show = move || {
+            if wait.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                let _ = write!(io::stderr(), "\x1b[2m{}\x1b[0m", visible(&what));
+                let _ = wait.recv();
+                let _ = write!(io::stderr(), "\r\x1b[K");
+            }
+        };
+        Self(thread::Builder::new().name("stage".into()).spawn(show).ok().map(|thread| (ready, thread)))
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        if let Some((ready, thread)) = self.0.take() {
+            drop(ready);
+            let _ = thread.join();
+        }
+    }
+}
+
 /// `text` with visible control characters, except line feed and tab. Escape sequences could hide text, rename the window or
 /// type input, and marks that reverse the writing direction could disguise text.
 pub fn visible(text: &str) -> Cow<'_, str> {
@@ -98,29 +199,9 @@ fn reorders(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// A number with thousands separators: `1,312`.
+/// A number, rounded, with thousands separators: `1,312`.
 pub fn thousands(n: f64) -> String {
-    let digits = format!("{n:.0}");
-    let mut out = String::new();
-    for (i, d) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(d);
-    }
-    out
-}
-
-/// A size in a readable unit: `13.5 MiB`.
-pub fn size(bytes: u64) -> String {
-    let mut n = bytes as f64;
-    for unit in ["B", "KiB", "MiB", "GiB"] {
-        if n < 1024.0 {
-            return if unit == "B" { format!("{bytes} B") } else { format!("{n:.1} {unit}") };
-        }
-        n /= 1024.0;
-    }
-    format!("{n:.1} TiB")
+    selkie_core::units::thousands(n.round() as usize)
 }
 
 #[cfg(test)]
@@ -136,11 +217,8 @@ mod tests {
     }
 
     #[test]
-    fn numbers() {
+    fn rates_are_rounded() {
         assert_eq!(thousands(999.6), "1,000");
         assert_eq!(thousands(12.0), "12");
-        assert_eq!(thousands(1234567.0), "1,234,567");
-        assert_eq!(size(100), "100 B");
-        assert_eq!(size(13 << 20), "13.0 MiB");
     }
 }

@@ -19,7 +19,7 @@ pub struct Parameter {
     pub element: &'static str,
 }
 
-/// What a parameter is.
+/// The kind of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Address and row stride of a tensor: two parameters, `T *name, i64 name_stride`.
@@ -255,10 +255,32 @@ arguments! {
         sum_eps: f32,
         scale: f32,
     }
+    /// Of `adjust.cu`; `mask` and `counts`: offsets in a lane's rules.
+    Adjust {
+        st: StepWords,
+        logits: Rows = "const float",
+        vocab: u32,
+        rules: Rows = "const u32",
+        mask: u32,
+        counts: u32,
+        seen: Rows = "const u32",
+        out: Rows = "float",
+    }
+    /// Of `logprobs.cu`; `counts`: offset in a lane's rules.
+    Logprobs {
+        st: StepWords,
+        logits: Rows = "const float",
+        vocab: u32,
+        ids: At = "const u32",
+        rules: Rows = "u32",
+        counts: u32,
+        report: Rows = "float",
+    }
     /// Of `sample.cu`.
     Sample {
         st: StepWords,
         logits: Rows = "const float",
+        vocab: u32,
         lanes: Rows = "const u32",
         seen: Rows = "u32",
         last: At = "u32",
@@ -323,7 +345,7 @@ arguments! {
         dt_max: f32,
         state_unwritten: u32,
     }
-    /// Of `selective_scan_chunk.cu`.
+    /// Of `selective_scan_chunk.cu` and `selective_scan_channel.cu`.
     SelectiveScanChunk {
         st: StepWords,
         x: Rows = "const bf16",
@@ -371,7 +393,7 @@ arguments! {
         pool: Rows = "pool_t",
         out: Rows = "bf16",
     }
-    /// Of `gemv.cu` and `matmul_few_bulk.cu`: a product, the op before it (`first`, `second`, `norm_weight`, `eps`) and the
+    /// Of `gemv.cu` and `matmul_skinny_bulk.cu`: a product, the op before it (`first`, `second`, `norm_weight`, `eps`) and the
     /// convolution after it (`ints` and on). `n`: rows of w.
     FusedProduct {
         x: Rows = "bf16",
@@ -391,8 +413,8 @@ arguments! {
         conv_out: At = "conv_t",
         state_unwritten: u32,
     }
-    /// Of `matmul_few.cu`; `n`: rows of w.
-    MatmulFew {
+    /// Of `matmul_skinny.cu`; `n`: rows of w.
+    MatmulSkinny {
         x: Rows = "const bf16",
         w: Rows = "const bf16",
         n: i32,
@@ -412,8 +434,9 @@ arguments! {
         out: Rows = "out_t",
         scale: f32,
     }
-    /// Of `matmul_bias.cu`.
+    /// Of `matmul_bias.cu`; `m`: rows of out.
     MatmulBias {
+        m: i32,
         columns: At = "const float",
         bias: At = "const float",
         out: Rows = "out_t",
@@ -430,7 +453,8 @@ arguments! {
     ExpertGrouped {
         x: Rows = "const bf16",
         w: Rows = "const bf16",
-        list: At = "const u32",
+        tiles: At = "const u32",
+        order: At = "const u32",
         out: Rows = "out_t",
     }
     /// Of `expert_matmul.cu`; the stride of w is that of an expert, `first` and `experts` are those in w, `n` rows each.
@@ -447,7 +471,8 @@ arguments! {
     ExpertSort {
         ids: Rows = "const u32",
         pairs: u32,
-        list: At = "u32",
+        tiles: At = "u32",
+        order: At = "u32",
     }
     /// Of `expert_stream.cu`; the stride of w is that of an expert, `inputs_complete` as in
     /// [`Hazards`](crate::plan::Hazards).
@@ -461,5 +486,14 @@ arguments! {
         weights: Rows = "const float",
         scale: f32,
         inputs_complete: u32,
+    }
+    /// Of `expert_wgmma.cu`; the stride of w is that of an expert.
+    ExpertWgmma {
+        x: Rows = "const bf16",
+        w: Rows = "const bf16",
+        tiles: At = "const u32",
+        order: At = "const u32",
+        out: Rows = "bf16",
+        mid: Rows = "bf16",
     }
 }

@@ -45,8 +45,7 @@ const OLDEST: (i32, i32) = (8, 0);
 
 /// The CUDA devices of this machine, or one entry with the reason why there is none.
 pub fn devices() -> Vec<DeviceInfo> {
-    let none =
-        |why| vec![DeviceInfo { backend: "cuda", index: 0, name: "none".into(), memory: None, usable: Err(why) }];
+    let none = |why| vec![DeviceInfo { backend: "cuda", index: None, name: None, memory: None, usable: Err(why) }];
     if let Some(why) = driver::missing().or_else(nvrtc::missing) {
         return none(why);
     }
@@ -57,11 +56,10 @@ pub fn devices() -> Vec<DeviceInfo> {
     };
     (0..count)
         .map(|i| {
-            let index = i as usize;
             describe(i).unwrap_or_else(|e| DeviceInfo {
                 backend: "cuda",
-                index,
-                name: "unknown".into(),
+                index: Some(i as usize),
+                name: None,
                 memory: None,
                 usable: Err(driver::explain(e)),
             })
@@ -89,8 +87,8 @@ fn describe(index: i32) -> std::result::Result<DeviceInfo, result::DriverError> 
     };
     Ok(DeviceInfo {
         backend: "cuda",
-        index: index as usize,
-        name: result::device::get_name(device)?,
+        index: Some(index as usize),
+        name: Some(result::device::get_name(device)?),
         // SAFETY: the device is valid.
         memory: Some(unsafe { result::device::total_mem(device) }? as u64),
         usable,
@@ -131,15 +129,18 @@ impl Cuda {
         }
         let device = found.swap_remove(options.device);
         device.usable.map_err(none)?;
+        let name = device.name.unwrap_or_default();
         let (major, minor) = named("cuDeviceGetAttribute", capability(options.device as sys::CUdevice))?;
+        let arch = nvrtc::arch(major, minor);
+        let mut compiler = Compiler::new(&arch, DiskCache::open(&arch, nvrtc::version()?));
+        // Every model samples, and no kernel takes longer to compile: begun here, it is done when the device is open.
+        compiler.request(&plan::sample_spec(1));
         let context = Context::open(options.device)?;
         let stream = Stream::new(&context)?;
         let sms = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
-        let arch = nvrtc::arch(major, minor);
-        let compiler = Compiler::new(&arch, DiskCache::open(&arch, nvrtc::version()?));
         let (_, total) = driver::memory()?;
         let blas = match blas::missing() {
-            None if !options.f32 && !options.generic => Some(Blas::open(&context, &stream, &device.name)?),
+            None if !options.f32 && !options.generic => Some(Blas::open(&context, &stream, &name)?),
             _ => None,
         };
         let activations = if options.f32 { DType::F32 } else { DType::Bf16 };
@@ -152,10 +153,11 @@ impl Cuda {
             flush: RefCell::default(),
             caps: Caps {
                 backend: "cuda",
-                device: device.name.clone(),
+                device: name,
                 memory: Some(total),
                 act: activations,
                 products: activations,
+                int8: false,
                 kv: activations,
                 conv: activations,
                 state: if options.bf16_state { DType::Bf16 } else { DType::F32 },
@@ -253,7 +255,7 @@ impl Cuda {
         Ok(kernel)
     }
 
-    /// A launch of our own, outside of plans.
+    /// A launch outside of plans.
     fn own(&self, op: &'static str, launch: Launch) -> Result<Vec<(&'static str, Ready)>> {
         self.prepare(vec![(op, Work::Kernel(launch))])
     }

@@ -153,7 +153,7 @@ impl Compiler {
         }
     }
 
-    /// Makes the image of `spec` here and now, whatever is on disk.
+    /// Compiles the image of `spec` on this thread and ignores the one on disk.
     ///
     /// # Errors
     /// As of [`Compiler::take`].

@@ -32,7 +32,7 @@ fn device(call: &str, e: result::NvrtcError) -> Error {
     Error::Device { op: call.into(), why: format!("{:?}", e.0) }
 }
 
-/// A compiled image and what the compiler said (registers, spills, warnings).
+/// A compiled image and the compiler's log (registers, spills, warnings).
 #[derive(Clone, Debug)]
 pub struct Image {
     /// The CUBIN.

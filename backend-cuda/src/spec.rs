@@ -15,8 +15,10 @@ use crate::arguments::{self, Arguments, Parameter};
 /// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// Headers that some kernels include.
-const HEADERS: [(&str, &str); 2] =
-    [("around.cuh", selkie_kernels::text("around.cuh")), ("wgmma.cuh", selkie_kernels::text("wgmma.cuh"))];
+const HEADERS: [(&str, &str); 2] = [
+    ("prologue_epilogue.cuh", selkie_kernels::text("prologue_epilogue.cuh")),
+    ("wgmma.cuh", selkie_kernels::text("wgmma.cuh")),
+];
 
 /// The folder whose files stand in for those of the binary, for trying a kernel without a build: `SELKIE_KERNELS`.
 static FOLDER: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::var_os("SELKIE_KERNELS").map(PathBuf::from));
@@ -95,6 +97,7 @@ impl File {
 
 kernels! {
     Activation "activation" Early Activation,
+    Adjust "adjust" Early Adjust,
     Attention "attention" Early Attention,
     AttentionCombine "attention_combine" Early AttentionCombine,
     AttentionDecode "attention_decode" Early AttentionDecode,
@@ -108,21 +111,24 @@ kernels! {
     ExpertMatmul "expert_matmul" Early ExpertMatmul,
     ExpertSort "expert_sort" Early ExpertSort,
     ExpertStream "expert_stream" Late ExpertStream,
+    ExpertWgmma "expert_wgmma" Early ExpertWgmma,
     Fill "fill" Never Fill,
     GatedDelta "gated_delta" Early GatedDelta,
     GatedDeltaChunk "gated_delta_chunk" Never GatedDeltaChunk,
     GatedDeltaPrepare "gated_delta_prepare" Never GatedDeltaPrepare,
     Gather "gather" Early Gather,
     Gemv "gemv" Late FusedProduct,
+    Logprobs "logprobs" Early Logprobs,
     MatmulBias "matmul_bias" Early MatmulBias,
-    MatmulFew "matmul_few" Early MatmulFew,
-    MatmulFewBulk "matmul_few_bulk" Late FusedProduct,
     MatmulPlain "matmul_plain" Early MatmulPlain,
+    MatmulSkinny "matmul_skinny" Early MatmulSkinny,
+    MatmulSkinnyBulk "matmul_skinny_bulk" Late FusedProduct,
     RmsNorm "rms_norm" Early RmsNorm,
     RopeKv "rope_kv" Early RopeKv,
     Route "route" Early Route,
     Sample "sample" Early Sample,
     SelectiveScan "selective_scan" Early SelectiveScan,
+    SelectiveScanChannel "selective_scan_channel" Never SelectiveScanChunk,
     SelectiveScanChunk "selective_scan_chunk" Never SelectiveScanChunk,
 }
 
@@ -144,6 +150,7 @@ impl From<DType> for DTypeName {
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
             DType::U32 => "u32",
+            DType::U8 => "u8",
         })
     }
 }

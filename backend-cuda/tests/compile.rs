@@ -1,4 +1,4 @@
-//! Compiles through NVRTC, without a GPU, what the planner returns for the shapes of the supported models: every variant
+//! Compiles the planner's kernels for the shapes of the supported models with NVRTC, without a GPU: every variant
 //! for sm_90a, for the other targets those of one shape and every kernel that it does not take. Prints registers and spills;
 //! a spill that is not listed is an error, and so is a kernel that no variant used.
 //!
@@ -47,22 +47,41 @@ fn main() {
         let taken: Vec<usize> = [4, 6, 12, 30, 60].into_iter().filter(|&hd| shapes::takes_heads_of(hd)).collect();
         if taken == [4, 12, 60] { Ok(()) } else { Err(format!("{taken:?} are taken").into()) }
     }));
+    trials.push(Trial::test("experts of many tokens are sorted once", || {
+        use File::*;
+        let apart = [ExpertSort, ExpertGrouped, Activation, ExpertSort, ExpertGrouped, ExpertCombine];
+        let expected = [
+            (("sm_90a", 512), &[ExpertSort, ExpertWgmma, ExpertWgmma, ExpertCombine][..]),
+            (("sm_90a", 9), &apart[..]),
+            (("sm_100a", 512), &apart[..]),
+            (("sm_90a", 5), &[ExpertStream, ExpertStream][..]),
+        ];
+        let wrong = expected.iter().find(|((arch, tokens), files)| shapes::expert_kernels(arch, *tokens) != *files);
+        wrong.map_or(Ok(()), |((arch, tokens), _)| {
+            Err(format!("{arch}, {tokens} tokens: {:?}", shapes::expert_kernels(arch, *tokens)).into())
+        })
+    }));
     libtest_mimic::run(&args, trials).exit();
 }
 
-/// Kernels that the planner never returns for a target, whatever the shape.
+/// Kernels that the planner never returns for a target, with any shape.
 fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
     let mut absent = BTreeSet::new();
     if arch != "sm_90a" {
-        absent.insert(File::AttentionWgmma);
+        absent.extend([File::AttentionWgmma, File::ExpertWgmma]);
     }
     if arch.starts_with("sm_8") {
         // Bulk copies.
-        absent.extend([File::ExpertStream, File::Gemv, File::MatmulFewBulk]);
+        absent.extend([File::ExpertStream, File::Gemv, File::MatmulSkinnyBulk]);
     }
     if shared < 128 << 10 {
         // The stages of the chunked recurrences need more shared memory.
-        absent.extend([File::GatedDeltaChunk, File::GatedDeltaPrepare, File::SelectiveScanChunk]);
+        absent.extend([
+            File::GatedDeltaChunk,
+            File::GatedDeltaPrepare,
+            File::SelectiveScanChannel,
+            File::SelectiveScanChunk,
+        ]);
     }
     absent
 }
@@ -72,7 +91,7 @@ const SPILLS: &[(&str, usize)] = &[
     ("attention_prefill", 64),
     ("gated_delta", 32),
     ("gated_delta_prepare", 32),
-    ("matmul_few_bulk", 32),
+    ("matmul_skinny_bulk", 32),
     ("sample", 128),
     ("selective_scan", 32),
 ];

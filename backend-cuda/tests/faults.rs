@@ -1,4 +1,4 @@
-//! What goes wrong becomes an error that says what to look at.
+//! Failures become errors that say what to look at.
 //!
 //! On a device the last test brings the context down, so the tests run one after the other, in this order. Without one they
 //! are ignored; `SELKIE_REQUIRE=cuda,nvrtc` turns that into a failure.
@@ -48,7 +48,7 @@ fn compile() -> Result<(), Failed> {
     }
 }
 
-/// What is left for states and pages once the weights are loaded.
+/// Memory that is left for states and pages after loading the weights.
 fn what_is_left() -> Result<(), Failed> {
     let cuda = Cuda::open(Options::default()).map_err(|e| e.to_string())?;
     let before = cuda.free_memory();
@@ -59,7 +59,7 @@ fn what_is_left() -> Result<(), Failed> {
     }
 }
 
-/// Names what was asked for, how much, and what is free.
+/// Names the allocation, the bytes requested and the bytes free.
 fn memory() -> Result<(), Failed> {
     let cuda = Cuda::open(Options::default()).map_err(|e| e.to_string())?;
     match cuda.alloc("keys of layer 3", 1 << 50) {
@@ -70,7 +70,7 @@ fn memory() -> Result<(), Failed> {
     }
 }
 
-/// An attention over a page that is nowhere: whatever notices the error names the op.
+/// An attention over a page that does not exist: the error names the op, wherever it is noticed.
 fn address() -> Result<(), Failed> {
     let run = || -> selkie_core::Result<Vec<u8>> {
         let cuda = Cuda::open(Options::default())?;

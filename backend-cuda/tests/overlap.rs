@@ -75,10 +75,10 @@ impl Device {
         Ok(Step::new(ints, bucket_of(&rows)))
     }
 
-    /// With a weight in f32, whose kernel lets the next one start at once.
+    /// With a weight in f32, whose kernel triggers the next one immediately.
     fn product(&self, x: &Tensor<Buf>, out: &Tensor<Buf>) -> Result<Op<Buf>> {
         let (n, k) = (out.row_len(), x.row_len());
-        let w = Weight { blocks: vec![RowBlock { w: self.tensor(DType::F32, &[n, k])?, col: 0 }], n, k };
+        let w = Weight { blocks: vec![RowBlock::plain(self.tensor(DType::F32, &[n, k])?, 0)], n, k };
         Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out: out.clone(), scale: 0.1, accumulate: false }
             .into())
     }
@@ -140,7 +140,7 @@ impl Device {
     }
 }
 
-/// A long product reads what the stateful op will overwrite, the padding token's row last. The short product after it lets the
+/// A long product reads memory that the stateful op will overwrite, the padding token's row last. The short product after it lets the
 /// stateful op start when it starts itself, while the long one still reads.
 fn compare(kind: Kind) -> Result<std::result::Result<(), Failed>> {
     let d = Device(Cuda::open(Options::default())?);

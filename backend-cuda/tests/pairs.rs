@@ -1,5 +1,5 @@
 //! A norm or an activation, the product after it and a convolution after that write the same bits as one kernel and as two or
-//! three. So do experts and the activation after them, and one token alone as together with others.
+//! three. So do experts and the activation after them, both halves of experts of many tokens, and one token alone as together with a few.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
 
@@ -46,6 +46,9 @@ fn main() {
         ("experts, silu with a factor", [1, 10, 2048, 512], Act::Silu, true),
         ("experts, silu with a factor, 3 tokens", [3, 10, 2048, 512], Act::Silu, true),
         ("experts, gelu with a factor, an inner dim of no step", [2, 3, 1000, 200], Act::Gelu, true),
+        ("experts, relu2, 200 tokens", [200, 6, 2688, 1856], Act::Relu2, false),
+        ("experts, silu with a factor, 500 tokens", [500, 8, 2048, 512], Act::Silu, true),
+        ("experts, gelu with a factor, 90 tokens, dims of no step", [90, 3, 1000, 200], Act::Gelu, true),
     ]
     .map(|(name, dims, act, up)| {
         let run = move || compare_experts(dims, act, up).unwrap_or_else(|e| Err(e.to_string().into()));
@@ -87,7 +90,7 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
             Activation { gate, up, row_gate: row_gate.then(|| all.cols(2 * k, 1)), out: mid.clone(), act }.into()
         }
     }];
-    let w = Weight { blocks: vec![RowBlock { w: tensor(DType::Bf16, &[n, k])?, col: 0 }], n, k };
+    let w = Weight { blocks: vec![RowBlock::plain(tensor(DType::Bf16, &[n, k])?, 0)], n, k };
     ops.push(
         Matmul { x: mid.clone(), w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
     );
@@ -122,7 +125,7 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
     Ok(if apart == together && !zero { Ok(()) } else { Err(format!("bits differ, or all are zero: {zero}").into()) })
 }
 
-/// Both halves of experts for `tokens` tokens, joined, op by op, and the first token alone.
+/// Both halves of experts for `tokens` tokens, joined, op by op, and the first token alone if few tokens have the same kernels.
 fn compare_experts(
     [tokens, top, width, inner]: [usize; 4],
     act: Act,
@@ -136,7 +139,7 @@ fn compare_experts(
         Ok(t)
     };
     let range = |dims: &[usize]| -> Result<Vec<ExpertRange<Buf>>> {
-        Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock { w: tensor(DType::Bf16, dims)?, col: 0 }] }])
+        Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock::plain(tensor(DType::Bf16, dims)?, 0)] }])
     };
     let chosen: Vec<u32> = (0..tokens).flat_map(|t| (0..top).map(move |j| (2 * j + t % 2) as u32)).collect();
     let ids = Tensor::new(cuda.alloc("ids", 4 * chosen.len() as u64)?, DType::U32, &[tokens, top]);
@@ -177,7 +180,8 @@ fn compare_experts(
     let together = left(tokens)?;
     clear()?;
     cuda.run(|r| ops(1).into_iter().try_for_each(|op| r.op(op)))?;
-    let (alone, zero) = (left(1)? == apart_first, apart.iter().any(|v| v.iter().all(|b| *b == 0)));
+    let few = tokens * top < 32;
+    let (alone, zero) = (!few || left(1)? == apart_first, apart.iter().any(|v| v.iter().all(|b| *b == 0)));
     let same = apart == together && alone && !zero;
     Ok(if same { Ok(()) } else { Err(format!("joined {}, alone {alone}, all zero {zero}", apart == together).into()) })
 }

@@ -111,8 +111,8 @@ pub async fn devices() -> Vec<DeviceInfo> {
     let adapters = list().await;
     let info = |(index, adapter): (usize, &wgpu::Adapter)| DeviceInfo {
         backend: "wgpu",
-        index,
-        name: describe(&adapter.get_info()),
+        index: Some(index),
+        name: Some(describe(&adapter.get_info())),
         memory: None,
         usable: usable(adapter),
     };
@@ -124,7 +124,7 @@ pub async fn devices() -> Vec<DeviceInfo> {
             "no Vulkan, Metal or DirectX 12 driver was found: install one (on Linux the loader libvulkan1 and the \
                    GPU's driver, or mesa-vulkan-drivers for a software device)"
         };
-        all.push(DeviceInfo { backend: "wgpu", index: 0, name: "none".into(), memory: None, usable: Err(why.into()) });
+        all.push(DeviceInfo { backend: "wgpu", index: None, name: None, memory: None, usable: Err(why.into()) });
     }
     all
 }

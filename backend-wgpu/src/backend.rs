@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use selkie_core::backend::{Backend, Caps, Handle, Ops};
 use selkie_core::error::{Error, Result};
+use selkie_core::format::Format;
 use selkie_core::ops::Op;
 use selkie_core::source::Bytes;
 use selkie_core::tensor::{DType, Tensor};
@@ -77,7 +78,7 @@ impl Queue {
     }
 }
 
-/// Frees the device's memory at once; otherwise it would stay until the page's garbage collection.
+/// Frees the device's memory immediately; otherwise it would stay until the page's garbage collection.
 #[cfg(target_arch = "wasm32")]
 impl Drop for WgpuBackend {
     fn drop(&mut self) {
@@ -120,6 +121,7 @@ impl WgpuBackend {
             memory: None,
             act: DType::F32,
             products: if cooperative { DType::F16 } else { DType::F32 },
+            int8: false,
             kv: DType::F32,
             conv: DType::F32,
             state: DType::F32,
@@ -153,7 +155,7 @@ impl WgpuBackend {
         })
     }
 
-    /// What the choice of shader variants depends on.
+    /// Facts that determine the choice of shader variants.
     pub fn facts(&self) -> Facts {
         self.facts
     }
@@ -296,6 +298,10 @@ impl Backend for WgpuBackend {
 
     fn adopt(&self, _: &Bytes) -> Option<Buf> {
         None
+    }
+
+    fn multiplies(&self, _: Format) -> bool {
+        true
     }
 
     fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {

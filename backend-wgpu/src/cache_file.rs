@@ -32,8 +32,8 @@ mod native {
                     wgpu::PipelineCacheDescriptor { label: Some("selkie"), data: data.as_deref(), fallback: true };
                 // SAFETY: the data must come from `get_data` of a cache for the same adapter. `drop` below wrote it under the
                 // adapter's key, to a directory that only this user can write, and the checksum says that these are the
-                // bytes. A process of this user that forges all that can as well change this program. What an updated driver
-                // no longer takes it refuses by its header, and with `fallback` the cache starts empty.
+                // bytes. A process of this user that forges all that can also change this program. An updated driver refuses
+                // old data by its header, and with `fallback` the cache starts empty.
                 (unsafe { device.create_pipeline_cache(&desc) }, path)
             });
             Self { cache, warm: data.is_some(), changed: Cell::new(false) }

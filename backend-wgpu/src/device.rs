@@ -198,7 +198,7 @@ impl Gpu {
     pub fn watch(&self, _: wgpu::SubmissionIndex) {}
 }
 
-/// A thread that waits for the device, since callbacks only run while somebody polls. In the browser the event loop does.
+/// A thread that waits for the device, since callbacks run only during a poll. In the browser the event loop polls.
 #[cfg(not(target_arch = "wasm32"))]
 mod waiter {
     use std::sync::Arc;

@@ -10,9 +10,12 @@ use std::fmt::Write;
 use std::path::Path;
 
 use selkie_core::backend::Handle;
-use selkie_core::ops::Access;
+use selkie_core::format::Format;
+use selkie_core::ops::{Access, RowBlock};
 use selkie_core::step::{Bucket, Step};
 use selkie_core::tensor::{DType, Tensor};
+
+use crate::codes;
 
 /// Workgroups per grid axis that WebGPU guarantees.
 const MAX_GROUPS: usize = 65535;
@@ -53,6 +56,8 @@ enum Elem {
     Atomic,
     Bf16,
     F16,
+    /// Coded rows, bound as words.
+    Codes(Format),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -143,7 +148,7 @@ impl Spec {
             let elem = match b.elem {
                 Elem::F32 => "f32",
                 Elem::Atomic => "atomic<u32>",
-                Elem::U32 | Elem::Bf16 | Elem::F16 => "u32",
+                Elem::U32 | Elem::Bf16 | Elem::F16 | Elem::Codes(_) => "u32",
             };
             let elem = if b.wide { format!("vec4<{elem}>") } else { elem.into() };
             let _ = writeln!(s, "@group(0) @binding({}) var<storage, {access}> b{i}: array<{elem}>;", i + 1);
@@ -279,6 +284,7 @@ impl ViewSpec {
                 }
                 return;
             }
+            Elem::Codes(format) => return codes::accessors(n, b, format, s),
             Elem::F32 | Elem::U32 => {}
         }
         let t = if self.elem == Elem::F32 { "f32" } else { "u32" };
@@ -370,6 +376,8 @@ struct View<B> {
     /// The shader only uses groups of four elements at multiples of four within a row.
     vector: bool,
     atomic: bool,
+    /// What the bytes of a row are.
+    format: Format,
 }
 
 impl<B: Handle> Builder<B> {
@@ -422,6 +430,13 @@ impl<B: Handle> Builder<B> {
         self.push(name, access, tensor, true, false)
     }
 
+    /// The view `name` of the rows of a weight, whose elements are accessed like [`Builder::vectors`] whatever their format.
+    pub fn weight(mut self, name: &'static str, block: &RowBlock<B>) -> Self {
+        self = self.push(name, Access::Read, &block.w, true, false);
+        self.views.last_mut().expect("it was just pushed").format = block.format;
+        self
+    }
+
     /// The view `name` of words that several workgroups update atomically.
     pub fn atomics(self, name: &'static str, tensor: &Tensor<B>) -> Self {
         self.push(name, Access::InPlace, tensor, false, true)
@@ -452,14 +467,14 @@ impl<B: Handle> Builder<B> {
         vector: bool,
     ) -> Self {
         tensor.offset = offset;
-        self.views.push(View { name, tensor, access, vector, atomic: false });
+        self.views.push(View { name, tensor, access, vector, atomic: false, format: Format::Plain });
         self
     }
 
     fn push(mut self, name: &'static str, access: Access, tensor: &Tensor<B>, vector: bool, atomic: bool) -> Self {
         let mut place = Tensor::new(Some(tensor.buf.clone()), tensor.dtype, tensor.dims());
         (place.offset, place.row_stride) = (tensor.offset, tensor.row_stride);
-        self.views.push(View { name, tensor: place, access, vector, atomic });
+        self.views.push(View { name, tensor: place, access, vector, atomic, format: Format::Plain });
         self
     }
 
@@ -492,11 +507,12 @@ impl<B: Handle> Builder<B> {
                 DType::U32 => Elem::U32,
                 DType::Bf16 => Elem::Bf16,
                 DType::F16 => Elem::F16,
+                DType::U8 => Elem::Codes(v.format),
             };
             // A binding's element is 16 bytes: four words or eight halves.
             let per_vector = 16 / t.dtype.bytes();
             let aligned = t.offset % per_vector == 0 && (t.rows() <= 1 || t.row_stride % per_vector == 0);
-            let wide = v.vector && aligned && t.row_len() % per_vector == 0;
+            let wide = v.vector && aligned && t.row_len() % per_vector == 0 && v.format == Format::Plain;
             let (id, writable) = (t.buf.as_ref().map(Handle::id), v.access != Access::Read);
             let (from, to) = (t.byte_offset() as u64, t.byte_end() as u64);
             let binding = match bindings.iter().position(|(_, other, ..)| *other == id) {
@@ -531,7 +547,9 @@ impl<B: Handle> Builder<B> {
         }
         for (v, spec) in self.views.iter().zip(&views) {
             let from = buffers[spec.binding].1 as usize / v.tensor.dtype.bytes();
-            params.extend([(v.tensor.offset - from) as u32, v.tensor.row_stride as u32]);
+            // Places in coded rows are counted in elements from the first byte of the view.
+            let stride = v.format.block().map_or(v.tensor.row_stride, |(n, bytes)| v.tensor.row_stride / bytes * n);
+            params.extend([(v.tensor.offset - from) as u32, stride as u32]);
         }
         assert!(4 * params.len() <= PARAM_BYTES, "{op}: {} parameters", params.len());
         let spec = Spec {

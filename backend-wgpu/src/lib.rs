@@ -8,6 +8,7 @@ mod adapter;
 mod backend;
 mod buffer;
 mod cache_file;
+mod codes;
 mod device;
 pub mod kernel;
 pub mod lower;
@@ -23,7 +24,7 @@ pub use backend::Queue;
 pub use backend::{Rec, Tape, WgpuBackend};
 pub use buffer::{Buf, Read};
 
-/// The output of a future that is ready at the first poll, else `None`. Natively wgpu answers error scopes at once.
+/// The output of a future that is ready at the first poll, else `None`. Natively wgpu answers error scopes immediately.
 #[cfg(not(target_arch = "wasm32"))]
 fn ready<T>(f: impl Future<Output = T>) -> Option<T> {
     use std::task::{Context, Poll, Waker};

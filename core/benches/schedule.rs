@@ -1,11 +1,11 @@
-//! What it costs to schedule a step, from a thousand to a million cached pages: the batch and the pages touched count,
-//! the size of the tree must not.
+//! The cost of scheduling a step, from a thousand to a million cached pages. It may depend on the batch and the pages
+//! touched, but not on the size of the tree.
 //!
 //! The tree is filled with prompts of 100 pages; then 32 sequences decode, each 64 tokens after a prompt that shares 20
 //! pages with a cached one. The pools are full, so every admission and every new page evicts.
 //!
-//! `hot`: the requests share the same eight cached prompts, so that the processor's caches serve every size alike and
-//! what is left is the number of operations. `cold`: they share a random one of all, whose nodes lie in memory.
+//! `hot`: the requests share the same eight cached prompts. The processor's caches then serve every size alike, and the
+//! number of operations is left. `cold`: each shares a random one of all prompts, whose nodes lie in memory.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! The backend boundary: what a device must do for the engine, and nothing about models or policy.
+//! The backend boundary: everything that a device does for the engine, without models or policy.
 //!
 //! Model code is written once over [`Ops`]; a backend executes recorded ops on its device. There is no tensor algebra
 //! and no graph compiler: an [`Op`] is a semantic step (a convolution with its state, attention over pages) that
@@ -7,6 +7,7 @@
 use std::future::Future;
 
 use crate::error::Result;
+use crate::format::Format;
 use crate::ops::Op;
 use crate::source::Bytes;
 use crate::tensor::{DType, Tensor};
@@ -32,6 +33,8 @@ pub struct Caps {
     pub act: DType,
     /// Precision of the factors in products of many rows: that of the weights, or less than `act`.
     pub products: DType,
+    /// Activations are rounded to 8 bits in products with coded weights, see [`crate::format::round_group`].
+    pub int8: bool,
     /// Dtype of KV pages.
     pub kv: DType,
     /// Dtype of convolution states.
@@ -49,13 +52,13 @@ pub struct Caps {
 pub struct DeviceInfo {
     /// Name of the backend: `cpu`, `cuda` or `wgpu`.
     pub backend: &'static str,
-    /// The backend's number for the device.
-    pub index: usize,
-    /// Name of the device, for people.
-    pub name: String,
+    /// The backend's number for the device; `None` for the entry that says why there is no device.
+    pub index: Option<usize>,
+    /// Name of the device, for people; `None` if there is no device.
+    pub name: Option<String>,
     /// Bytes of device memory, where that can be asked.
     pub memory: Option<u64>,
-    /// `Err` with the reason and what to do about it if the engine cannot run there.
+    /// `Err` with the reason and a remedy if the engine cannot run there.
     pub usable: Result<(), String>,
 }
 
@@ -84,15 +87,19 @@ pub trait Backend: Sized + 'static {
     }
     /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
     fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;
+    /// Whether products, expert products and the embedding take weights of a format.
+    fn multiplies(&self, format: Format) -> bool {
+        format == Format::Plain
+    }
     /// Whether the device computes in host memory, so that [`Backend::adopt`] works.
     fn adopts(&self) -> bool {
         false
     }
-    /// Uses host bytes where they lie, read-only and at any alignment; `None` if the device cannot, and the caller
-    /// uploads them.
+    /// Uses host bytes in place, read-only and at any alignment; `None` if the device cannot, and the caller uploads
+    /// them.
     fn adopt(&self, bytes: &Bytes) -> Option<Self::Buf>;
-    /// Fills a contiguous tensor with values uniform in `-half .. half`, the same for the same seed, and returns `true`; `false`
-    /// if the device cannot, and the caller uploads some. Weights of benches are made like this.
+    /// Fills a contiguous tensor with values uniform in `-half .. half`, equal for equal seeds, and returns `true`;
+    /// `false` if the device cannot, and the caller uploads some. For the weights of benches.
     fn fill_random(&self, t: &Tensor<Self::Buf>, seed: u32, half: f32) -> Result<bool> {
         let _ = (t, seed, half);
         Ok(false)
@@ -104,8 +111,8 @@ pub trait Backend: Sized + 'static {
     fn scratch(&self, op: &Op<Self::Buf>) -> u64;
     /// Makes the scratch arena at least `bytes` large. Called at load, never within a step.
     fn reserve(&self, bytes: u64) -> Result<()>;
-    /// Announces a step like one that will run soon, so that a device that compiles can begin to, concurrently with what comes
-    /// first. Nothing runs.
+    /// Announces a step like one that will run soon, so that a device can compile its kernels concurrently with earlier
+    /// work. Nothing runs.
     fn expect(&self, step: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<()> {
         let _ = step;
         Ok(())

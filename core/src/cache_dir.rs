@@ -1,5 +1,5 @@
-//! Small files under the user's cache directory that spare the next start some work. A driver takes what they hold, so
-//! they are used only from a directory that nobody else can write, and each carries a checksum of our own.
+//! Small files under the user's cache directory that save work at the next start. A driver trusts their contents, so
+//! they are used only from a directory that no other user can write, and each carries a checksum.
 
 use std::{
     env,
@@ -8,8 +8,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The directory `selkie` under the user's cache directory, or `part` in it, made if need be. `None` if there is no cache
-/// directory, or if somebody else owns or can write it; the log says so.
+/// The directory `selkie` under the user's cache directory, or `part` in it, created if necessary. `None` if there is
+/// no cache directory, or if another user owns it or can write it; the log says so.
 pub fn open(part: &str) -> Option<PathBuf> {
     let base = user_cache(|name| env::var_os(name))?.join("selkie");
     let dir = if part.is_empty() { base.clone() } else { base.join(part) };
@@ -22,7 +22,7 @@ pub fn open(part: &str) -> Option<PathBuf> {
     Some(dir)
 }
 
-/// Where the user's programs keep caches. A relative path is to be ignored, says the XDG specification.
+/// Where the user's programs keep caches. The XDG specification says that a relative path is ignored.
 fn user_cache(var: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let var = |name| var(name).map(PathBuf::from).filter(|path| path.is_absolute());
     if cfg!(windows) {
@@ -34,7 +34,7 @@ fn user_cache(var: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     }
 }
 
-/// Makes a directory for this user alone, or checks that one that is there is.
+/// Creates a directory for this user alone, or checks that an existing one is private.
 fn make_private(dir: &Path) -> io::Result<()> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true);
@@ -70,7 +70,7 @@ pub fn hash(parts: &[&[u8]]) -> u128 {
     h
 }
 
-/// Writes a file at once: readers see the old bytes or the new ones.
+/// Replaces a file atomically: readers see the old bytes or the new ones.
 ///
 /// # Errors
 /// Those of the file system; the partly written file is removed.
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(fs::read(dir.join("a/file")).unwrap(), b"xy");
         assert!(make_private(&dir.join("a/file")).is_err());
         fs::remove_dir_all(&dir).unwrap();
-        // Of root, who is not whoever runs the tests, unless it is.
+        // The root directory belongs to another user, unless the tests run as root.
         if rustix::process::geteuid().as_raw() != 0 {
             assert!(make_private(Path::new("/")).is_err());
         }

@@ -1,11 +1,12 @@
 //! Chats: the model's template turns messages into a prompt.
 //!
-//! Templates see nothing but the messages and the names of special tokens, and what messages contain can never act as a special
-//! token (see [`crate::tokenizer`]), as long as the template prints it as it is: one that changes the case of messages or cuts
-//! characters out of them can make a special token of what was none. What bounds a template that is broken, or made to do harm, is
-//! said in [`render`].
+//! Templates see only the messages and the names of special tokens. Text in a message never acts as a special token
+//! (see [`crate::tokenizer`]) as long as the template prints it unchanged. A template that changes the case of messages
+//! or cuts characters out of them can turn ordinary text into a special token. [`render`] lists the bounds on broken
+//! and hostile templates.
 
 mod json;
+mod message;
 mod print;
 mod python;
 pub mod render;
@@ -14,26 +15,12 @@ mod time;
 
 use std::{borrow::Cow, sync::Arc};
 
-use serde::{Deserialize, Serialize};
+pub use self::message::{Conversation, End, Message, ToolCall};
+
+pub use self::time::strftime;
 
 use self::render::{InProcess, Job, Rendered, Renderer};
-use crate::{Error, Result, tokenizer::Tokenizer};
-
-/// One turn of a chat.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// `system`, `user`, `assistant` or whatever else the template knows; letters, digits, `_` and `-` only.
-    pub role: String,
-    /// What was said.
-    pub content: String,
-}
-
-impl Message {
-    /// A message of `role`.
-    pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
-    }
-}
+use crate::{Error, Result, tokenizer::Tokenizer, units::thousands};
 
 /// A chat as token ids.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,9 +30,14 @@ pub struct Prompt {
     /// Token counts, ascending and less than `ids.len()`, at which the system prompt and messages end, as far as that can be
     /// told: another chat that begins with the same messages begins with the same ids up to there.
     pub boundaries: Vec<usize>,
+    /// The last characters of its text: they show whether the template has opened the answer's reasoning.
+    pub tail: String,
 }
 
-/// A model's chat template. It is looked at when it is first used: a broken one matters only to those who chat.
+/// Bytes of [`Prompt::tail`], about.
+const TAIL: usize = 64;
+
+/// A model's chat template. It is compiled when it is first used: a broken one matters only to chats.
 pub struct ChatTemplate {
     file: String,
     source: String,
@@ -70,14 +62,21 @@ impl ChatTemplate {
         &self.file
     }
 
-    /// The prompt of `messages`, in which text of special tokens is guarded.
-    fn render(&self, tokenizer: &Tokenizer, messages: &[Message], add_generation_prompt: bool) -> Result<Rendered> {
+    /// Its text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// The prompt of a guarded chat.
+    fn render(&self, tokenizer: &Tokenizer, chat: &Conversation) -> Result<Rendered> {
         let job = Job {
             source: Cow::Borrowed(&self.source),
             now: (self.now)(),
             names: Cow::Borrowed(tokenizer.named_tokens()),
-            messages: Cow::Borrowed(messages),
-            add_generation_prompt,
+            messages: Cow::Borrowed(&chat.messages),
+            tools: Cow::Borrowed(&chat.tools),
+            values: Cow::Borrowed(&chat.values),
+            add_generation_prompt: chat.end == End::Answer,
         };
         self.renderer.render(&job).map_err(|why| Error::model(&self.file, why))
     }
@@ -88,34 +87,39 @@ impl ChatTemplate {
     /// [`Error::BadModel`] naming the file if the template is wrong, raises, does not end or prints nothing;
     /// [`Error::BadRequest`] if there are no messages or a role is not a plain word.
     pub fn encode(&self, tokenizer: &Tokenizer, messages: &[Message], add_generation_prompt: bool) -> Result<Prompt> {
-        self.encode_within(tokenizer, messages, add_generation_prompt, usize::MAX)
+        let end = if add_generation_prompt { End::Answer } else { End::Messages };
+        let chat = Conversation { messages: messages.to_vec(), end, ..Conversation::default() };
+        self.encode_conversation(tokenizer, &chat, usize::MAX)
     }
 
-    /// The same for a prompt of at most `most` bytes of text; a longer one is refused before it is tokenised.
+    /// Turns a chat with tools and values for the template into token ids. A prompt of more than `most` bytes of text is refused
+    /// before it is tokenised.
     ///
     /// # Errors
-    /// As for [`ChatTemplate::encode`], and [`Error::BadRequest`] for a longer text.
-    pub fn encode_within(
-        &self,
-        tokenizer: &Tokenizer,
-        messages: &[Message],
-        add_generation_prompt: bool,
-        most: usize,
-    ) -> Result<Prompt> {
-        check(messages)?;
-        let guarded: Vec<Message> =
-            messages.iter().map(|m| Message::new(&m.role, tokenizer.guard(&m.content))).collect();
-        let rendered = self.render(tokenizer, &guarded, add_generation_prompt)?;
+    /// As for [`ChatTemplate::encode`] and [`Conversation::check`], and [`Error::TooLong`] for a longer text.
+    pub fn encode_conversation(&self, tokenizer: &Tokenizer, chat: &Conversation, most: usize) -> Result<Prompt> {
+        chat.check()?;
+        let said = chat.bytes();
+        let chat = chat.guarded(tokenizer);
+        let mut rendered = self.render(tokenizer, &chat)?;
         if rendered.text.is_empty() {
             return Err(Error::model(&self.file, "the chat template prints nothing for these messages; correct it"));
         }
+        if let (End::FinalMessage, Some(last)) = (chat.end, chat.messages.last()) {
+            let Some(len) = end_of(&rendered.text, &last.content) else {
+                let why = "the chat template does not print the last message as it is, so that it cannot be continued";
+                return Err(Error::model(&self.file, why));
+            };
+            rendered.text.truncate(len);
+        }
         let bytes = tokenizer.unguarded_len(&rendered.text);
         if bytes > most {
-            let said: usize = messages.iter().map(|m| m.content.len()).sum();
-            return Err(Error::BadRequest(format!(
-                "the chat template of {} makes {bytes} bytes of text of {said} bytes of messages; at most {most} fit",
-                self.file
-            )));
+            let [bytes, said, most] = [bytes, said, most].map(thousands);
+            let file = &self.file;
+            let why = format!(
+                "the chat template of {file} makes {bytes} bytes of text of {said} bytes of messages; at most {most} fit"
+            );
+            return Err(Error::TooLong { why, tokens: None });
         }
         let encoded = tokenizer.encode_guarded(&rendered.text)?;
         let mut boundaries: Vec<usize> = rendered
@@ -126,11 +130,23 @@ impl ChatTemplate {
             .collect();
         boundaries.sort_unstable();
         boundaries.dedup();
-        Ok(Prompt { ids: encoded.ids, boundaries })
+        let from = rendered.text.floor_char_boundary(rendered.text.len().saturating_sub(TAIL));
+        let tail = rendered.text[from..].to_owned();
+        Ok(Prompt { ids: encoded.ids, boundaries, tail })
     }
 }
 
-/// Checks what can be told of a chat without its template.
+/// The byte at which the last message ends in the rendered text, as transformers looks for it: a template may strip white space
+/// around it.
+fn end_of(text: &str, content: &str) -> Option<usize> {
+    let stripped = content.trim();
+    let start = text.rfind(stripped)?;
+    let whole = content.trim_start();
+    let len = if text[start..].starts_with(whole) { whole.len() } else { stripped.len() };
+    Some(start + len)
+}
+
+/// Checks the parts of a chat that need no template.
 ///
 /// # Errors
 /// [`Error::BadRequest`] if there are no messages or a role is not a plain word.

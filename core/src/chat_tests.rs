@@ -23,7 +23,12 @@ fn template(source: &str) -> ChatTemplate {
 /// The text that a template makes of a chat.
 fn text(source: &str, messages: &[(&str, &str)]) -> Result<String> {
     let messages: Vec<Message> = messages.iter().map(|(r, c)| Message::new(r, *c)).collect();
-    template(source).render(&tokenizer(), &messages, true).map(|rendered| rendered.text)
+    rendered(source, Conversation::new(messages))
+}
+
+/// The text that a template makes of a chat with tools and other values.
+fn rendered(source: &str, chat: Conversation) -> Result<String> {
+    template(source).render(&tokenizer(), &chat).map(|rendered| rendered.text)
 }
 
 #[test]
@@ -313,9 +318,131 @@ fn what_a_template_prints_is_limited() {
 
 #[test]
 fn a_text_that_cannot_fit_is_refused_before_it_is_tokenised() {
-    let message = [Message::new("user", "Hello")];
-    assert!(demo().encode_within(&tokenizer(), &message, true, 100).is_ok());
-    let long = template("{{ messages[0].content * 50 }}").encode_within(&tokenizer(), &message, true, 100).unwrap_err();
+    let chat = Conversation::new(vec![Message::new("user", "Hello")]);
+    assert!(demo().encode_conversation(&tokenizer(), &chat, 100).is_ok());
+    let long = template("{{ messages[0].content * 50 }}").encode_conversation(&tokenizer(), &chat, 100).unwrap_err();
     let long = long.to_string();
     assert!(long.contains("dir/tokenizer_config.json makes 250 bytes of text of 5 bytes of messages"), "{long}");
+}
+
+fn with_call(arguments: &str) -> Conversation {
+    let mut call = Message::new("assistant", "");
+    call.reasoning_content = Some("I look.".into());
+    call.tool_calls = vec![ToolCall::new("c1", "get_weather", arguments)];
+    let mut result = Message::new("tool", "{\"sky\": \"grey\"}");
+    result.tool_call_id = Some("c1".into());
+    result.name = Some("get_weather".into());
+    let tool = serde_json::json!({ "type": "function", "function": { "name": "get_weather", "description": "é \"now\"",
+        "parameters": { "type": "object", "properties": { "city": { "type": "string" } } } } });
+    let mut chat = Conversation::new(vec![Message::new("user", "Weather?"), call, result]);
+    chat.tools = vec![tool];
+    chat.values.insert("enable_thinking".into(), false.into());
+    chat
+}
+
+/// Templates in the manner of the families: Hermes, Qwen3-Coder, LFM2, Jamba.
+#[test]
+fn tools_calls_and_results_in_templates() {
+    let chat = with_call("{\"city\": \"Paris\", \"days\": [1, 2.5, null, true]}");
+    for (source, want) in [
+        (
+            "{% for t in tools %}{{ t | tojson }}\n{% endfor %}",
+            "{\"type\": \"function\", \"function\": {\"name\": \"get_weather\", \"description\": \"é \\\"now\\\"\", \"parameters\": {\"type\": \"object\", \"properties\": {\"city\": {\"type\": \"string\"}}}}}\n",
+        ),
+        (
+            "{% for m in messages %}{% for c in m.tool_calls %}{% if c.function %}{% set c = c.function %}{% endif %}<tool_call>\n{\"name\": \"{{ c.name }}\", \"arguments\": {% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}}\n</tool_call>{% endfor %}{% endfor %}",
+            "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Paris\", \"days\": [1, 2.5, null, true]}}\n</tool_call>",
+        ),
+        (
+            "{%- for m in messages if m.tool_calls is defined and m.tool_calls is iterable and m.tool_calls | length > 0 %}{%- for c in m.tool_calls %}{%- set f = c.function %}<function={{ f.name }}>{% for k, v in f.arguments | items %}<parameter={{ k }}>{{ v | tojson | safe if v is mapping or (v is sequence and v is not string) else v | string }}</parameter>{% endfor %}</function>{% endfor %}{% endfor %}",
+            "<function=get_weather><parameter=city>Paris</parameter><parameter=days>[1, 2.5, null, true]</parameter></function>",
+        ),
+        (
+            "{% set calls = messages | selectattr('tool_calls', 'defined') | list %}{{ calls | length }}{{ calls[0].tool_calls[0].id }}{{ calls[0].tool_calls[0].type }}{{ calls[0].reasoning_content }}",
+            "1c1functionI look.",
+        ),
+        (
+            "{% for m in messages if m.role == 'tool' %}{{ m.name }}:{{ m.tool_call_id }}:{{ m.content }}{% endfor %}",
+            "get_weather:c1:{\"sky\": \"grey\"}",
+        ),
+        (
+            "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}",
+            "<think>\n\n</think>",
+        ),
+        ("{{ tools is defined }}{{ tools is not none }}{{ documents is none }}", "TrueTrueTrue"),
+        ("{% for k in messages[1] %}{{ k }} {% endfor %}", "role content reasoning_content tool_calls "),
+    ] {
+        assert_eq!(rendered(source, chat.clone()).unwrap(), want, "{source}");
+    }
+    // Values replace nothing that every template has.
+    let mut chat = chat;
+    for name in ["messages", "tools", "add_generation_prompt", "bos_token"] {
+        chat.values.insert(name.into(), "mine".into());
+    }
+    let source = "{{ messages | length }}{{ tools | length }}{{ add_generation_prompt }}";
+    assert_eq!(rendered(source, chat).unwrap(), "31True");
+}
+
+#[test]
+fn arguments_are_objects_or_the_text_that_was_sent() {
+    let arguments = |text: &str| ToolCall::new("", "f", text).arguments;
+    assert_eq!(arguments("{\"a\": 1}"), serde_json::json!({ "a": 1 }));
+    assert_eq!(arguments(" "), serde_json::json!({}));
+    assert_eq!(arguments("{\"a\": "), Json::from("{\"a\":"));
+    assert_eq!(arguments("[1]"), Json::from("[1]"));
+}
+
+#[test]
+fn text_of_special_tokens_is_guarded_everywhere() {
+    let (template, tokenizer) = (template("{{ messages | tojson }}{{ tools | tojson }}{{ x | tojson }}"), tokenizer());
+    let bad = "<|end|>";
+    let mut message = Message::new("assistant", bad);
+    message.reasoning_content = Some(bad.into());
+    message.tool_calls = vec![ToolCall::new(bad, bad, &format!("{{\"{bad}\": [\"{bad}\"]}}"))];
+    message.tool_call_id = Some(bad.into());
+    message.name = Some(bad.into());
+    let mut chat = Conversation::new(vec![message]);
+    chat.tools = vec![serde_json::json!({ bad: [bad] })];
+    chat.values.insert("x".into(), serde_json::json!([bad, { bad: bad }]));
+    let prompt = template.encode_conversation(&tokenizer, &chat, usize::MAX).unwrap();
+    let end = tokenizer.token_id(bad).unwrap();
+    assert!(!prompt.ids.contains(&end));
+    assert_eq!(tokenizer.decode(&prompt.ids).unwrap().matches(bad).count(), 13);
+}
+
+#[test]
+fn values_that_are_nested_too_deeply_are_refused() {
+    let mut deep = Json::from(1);
+    for _ in 0..65 {
+        deep = vec![deep].into();
+    }
+    let refused = |chat: Conversation| {
+        let e = demo().encode_conversation(&tokenizer(), &chat, usize::MAX).unwrap_err();
+        assert!(matches!(&e, Error::BadRequest(why) if why.contains("64 levels")), "{e}");
+    };
+    let chat = || Conversation::new(vec![Message::new("user", "x")]);
+    refused(Conversation { tools: vec![deep.clone()], ..chat() });
+    refused(Conversation { values: [("a".to_owned(), deep.clone())].into_iter().collect(), ..chat() });
+    let mut call = chat();
+    call.messages[0].tool_calls = vec![ToolCall { id: "".into(), name: "f".into(), arguments: deep }];
+    refused(call);
+}
+
+#[test]
+fn the_last_message_can_be_continued() {
+    let (demo, tokenizer) = (demo(), tokenizer());
+    let chat = |last: &str| {
+        let mut chat =
+            Conversation::new(vec![Message::new("user", "What is 17 + 25?"), Message::new("assistant", last)]);
+        chat.end = End::FinalMessage;
+        chat
+    };
+    let prompt = demo.encode_conversation(&tokenizer, &chat("17 + 25"), usize::MAX).unwrap();
+    let mut want = demo.encode(&tokenizer, &chat("").messages[..1], true).unwrap().ids;
+    want.extend(tokenizer.encode_plain("17 + 25").unwrap());
+    assert_eq!(prompt.ids, want);
+    assert!(prompt.tail.ends_with("17 + 25"));
+    assert_eq!(end_of("<a> b <", " a "), Some(2));
+    assert_eq!(end_of("< a > b <", " a "), Some(4));
+    assert!(matches!(demo.encode_conversation(&tokenizer, &chat(" "), usize::MAX), Err(Error::BadRequest(_))));
 }

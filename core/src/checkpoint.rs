@@ -1,70 +1,112 @@
 //! Weights by name: one safetensors file, a sharded set with its index, or random numbers for a bare configuration.
 //!
-//! A header is checked completely before anything is believed: no name comes twice, every tensor has exactly the bytes of its
-//! shape, and one begins where the other ends, from the first byte of the data to the last of the file, so that all readers
-//! of a file see the same model and nothing else is in it. Lengths from a file never decide an allocation before they were compared with its size.
+//! A header is checked completely before it is used. Names are unique, every tensor has exactly the bytes of its shape,
+//! and the tensors cover the data without overlaps or gaps, from its first byte to the end of the file. So all readers
+//! of a file see the same model, and the file holds nothing else. A length from a file decides an allocation only after
+//! it was compared with the file's size.
 
 use std::{
-    cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     ops::{Bound, Range},
-    rc::Rc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
-
-use serde_json::value::RawValue;
 
 use crate::{
     Error, Result,
-    source::{Bytes, Source, is_plain_file_name, read_small},
+    format::Format,
+    gguf::{Change, Gguf, Made, Stored},
+    source::{Bytes, Source, read_small},
     tensor::DType,
 };
 
+mod digest;
+mod formats;
+mod header;
 mod random;
+mod recipe;
+mod scaled;
 
-/// The longest header the format allows, in bytes.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+use header::{known_dtype, read_header, read_shards};
+pub use recipe::Recipe;
+use scaled::Scaled;
+
 /// The longest index file that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 100_000_000;
-/// The key of a header that is no tensor.
-const METADATA: &str = "__metadata__";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Where and what a stored tensor is.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Type, shape and place of a stored tensor.
+#[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
     /// Element type as the file spells it, e.g. `BF16`.
     pub dtype: String,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
     /// The file that holds it.
-    pub file: Rc<str>,
-    /// Its bytes, from the start of that file; not necessarily aligned to the element size.
+    pub file: Arc<str>,
+    /// Its bytes, from the start of that file; not necessarily aligned to the element size. Of a tensor that is made of several,
+    /// those of the first.
     pub range: Range<u64>,
+    /// What it is made of, if it is not one stored tensor as it is.
+    pub(crate) made: Option<Arc<Made>>,
+    /// Its scales, if they are stored as tensors of their own.
+    pub(crate) scaled: Option<Arc<Scaled>>,
+}
+
+impl TensorInfo {
+    /// Stored bytes of the tensor.
+    pub fn bytes(&self) -> u64 {
+        let Some(made) = &self.made else { return self.range.end - self.range.start };
+        let rows = |stored: &Stored| stored.shape.iter().rev().skip(1).product::<usize>().max(1) as u64;
+        let experts = |stored: &Stored| stored.shape.iter().rev().skip(2).product::<usize>().max(1) as u64;
+        // A vector's rows are its elements.
+        let of = |r: &crate::gguf::Rows| match r.from.shape.len() {
+            1 => (r.count as u64, r.from.shape[0] as u64),
+            _ => (r.count as u64 * experts(&r.from), rows(&r.from)),
+        };
+        made.rows.iter().map(|r| (r.from.range.end - r.from.range.start) / of(r).1.max(1) * of(r).0).sum()
+    }
 }
 
 /// A tensor's elements as they lie in the file: little endian, outermost dimension first.
 #[derive(Clone, Debug)]
 pub struct RawTensor {
-    /// F32, BF16 or F16.
+    /// F32, BF16 or F16; U8 of coded rows.
     pub dtype: DType,
-    /// Sizes, outermost first, as they were asked for.
+    /// Sizes, outermost first, as they were asked for; of coded rows their bytes.
     pub shape: Vec<usize>,
     /// `shape.product() * dtype.bytes()` bytes, at any alignment.
     pub bytes: Bytes,
 }
 
-/// A tensor that is there and has the right shape, to be read whole or in parts.
+/// A stored tensor, to be read whole or in parts.
+#[derive(Clone)]
 pub struct StoredTensor {
-    /// F32, BF16 or F16.
+    /// F32, BF16 or F16; U8 of coded rows.
     pub dtype: DType,
-    /// Sizes, outermost first, as they were asked for.
+    /// What the bytes of a row are.
+    pub format: Format,
+    /// Sizes, outermost first, in elements.
     pub shape: Vec<usize>,
     place: Place,
 }
 
+/// Rows of a stored tensor that are rows of a weight: `count` from `first` on, every `step`th. Rows are the last dimension but one.
+#[derive(Clone)]
+pub struct Run {
+    /// The tensor.
+    pub tensor: StoredTensor,
+    /// First row.
+    pub first: usize,
+    /// Distance to the next.
+    pub step: usize,
+    /// Rows.
+    pub count: usize,
+}
+
+#[derive(Clone)]
 enum Place {
-    File { source: Rc<dyn Source>, info: TensorInfo },
+    File { source: Arc<dyn Source>, info: TensorInfo },
     Memory(Bytes),
 }
 
@@ -75,10 +117,19 @@ impl StoredTensor {
     /// Those of the source.
     pub async fn read(&self, range: Range<usize>) -> Result<Bytes> {
         match &self.place {
-            Place::File { source, info } => {
-                let at = |byte: usize| info.range.start + byte as u64;
-                source.read(&info.file, at(range.start)..at(range.end)).await
-            }
+            Place::File { source, info } => match &info.scaled {
+                Some(scaled) => {
+                    let row = self.row_bytes().max(1);
+                    let rows = range.start / row..range.end.div_ceil(row);
+                    let start = rows.start * row;
+                    let bytes = scaled.rows(&**source, info, rows).await?;
+                    Ok(bytes.slice(range.start - start..range.end - start))
+                }
+                None => {
+                    let at = |byte: usize| info.range.start + byte as u64;
+                    source.read(&info.file, at(range.start)..at(range.end)).await
+                }
+            },
             Place::Memory(bytes) => Ok(bytes.slice(range)),
         }
     }
@@ -89,13 +140,46 @@ impl StoredTensor {
     /// Those of the source.
     pub async fn whole(self) -> Result<RawTensor> {
         let bytes = self.read(0..self.bytes()).await?;
-        Ok(RawTensor { dtype: self.dtype, shape: self.shape, bytes })
+        let shape = self.dims();
+        Ok(RawTensor { dtype: self.dtype, shape, bytes })
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.bytes()
+        self.shape.iter().rev().skip(1).product::<usize>() * self.row_bytes()
     }
+
+    /// Elements of the last dimension; 1 of a scalar.
+    pub fn k(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// Bytes of the last dimension.
+    pub fn row_bytes(&self) -> usize {
+        self.format.bytes(self.k(), self.dtype.bytes())
+    }
+
+    /// Sizes in elements of the dtype, outermost first: bytes of coded rows.
+    pub fn dims(&self) -> Vec<usize> {
+        let mut dims = self.shape.clone();
+        if self.format != Format::Plain {
+            *dims.last_mut().expect("coded tensors have rows") = self.row_bytes();
+        }
+        dims
+    }
+
+    /// Whether two are the same bytes of the same file.
+    pub fn same(&self, other: &Self) -> bool {
+        match (&self.place, &other.place) {
+            (Place::File { info: a, .. }, Place::File { info: b, .. }) => (&a.file, &a.range) == (&b.file, &b.range),
+            _ => false,
+        }
+    }
+}
+
+/// The names in it. A panic of another thread leaves them as they are.
+fn locked(asked: &Mutex<BTreeSet<String>>) -> MutexGuard<'_, BTreeSet<String>> {
+    asked.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The tensors of a model.
@@ -106,8 +190,8 @@ pub struct Checkpoint {
 
 #[derive(Clone)]
 enum Kind {
-    Files { source: Rc<dyn Source>, tensors: Rc<BTreeMap<String, TensorInfo>>, asked: Rc<RefCell<BTreeSet<String>>> },
-    Random { seed: u64 },
+    Files { source: Arc<dyn Source>, tensors: Arc<BTreeMap<String, TensorInfo>>, asked: Arc<Mutex<BTreeSet<String>>> },
+    Random { seed: u64, recipe: Option<Recipe> },
 }
 
 impl Checkpoint {
@@ -115,8 +199,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::BadModel`] naming file and tensor if there are no weights or a header or the index is wrong; those of `source`.
-    pub async fn open(source: Rc<dyn Source>) -> Result<Self> {
-        let tensors = if source.size(SINGLE).await?.is_some() {
+    pub async fn open(source: Arc<dyn Source>) -> Result<Self> {
+        let mut tensors = if source.size(SINGLE).await?.is_some() {
             read_header(&*source, SINGLE).await?
         } else if let Some(index) = read_small(&*source, INDEX, MAX_INDEX_BYTES).await? {
             read_shards(&*source, &index).await?
@@ -129,27 +213,55 @@ impl Checkpoint {
             }
             return Err(Error::model(source.label(), why));
         };
-        Ok(Self { kind: Kind::Files { source, tensors: Rc::new(tensors), asked: Rc::default() } })
+        scaled::gather(&mut tensors).map_err(|why| Error::model(source.label(), why))?;
+        Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked: Arc::default() } })
     }
 
-    /// A checkpoint without files: whatever tensor is asked for is there, made from `seed` and its name.
+    /// The weights of a GGUF file, by the names that its family asks for.
+    ///
+    /// # Errors
+    /// Those of [`Gguf::weights`].
+    pub fn of_gguf(source: Arc<dyn Source>, gguf: &Gguf) -> Result<Self> {
+        let info = |made: Made| {
+            let first = &made.rows[0].from;
+            let (dtype, shape) = (first.kind.clone(), made.shape.clone());
+            TensorInfo {
+                dtype,
+                shape,
+                file: first.file.clone(),
+                range: first.range.clone(),
+                made: Some(Arc::new(made)),
+                scaled: None,
+            }
+        };
+        let tensors = gguf.weights()?.into_iter().map(|(name, made)| (name, info(made))).collect();
+        Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked: Arc::default() } })
+    }
+
+    /// A checkpoint without files: every tensor exists, with values made from `seed` and its name.
     ///
     /// Matrices are bf16 with standard deviation `1/sqrt(last dim)`; the parameters of recurrent layers lie in the range in
     /// which trained ones lie, so that states neither vanish nor overflow. For measuring speed.
     pub fn random(seed: u64) -> Self {
-        Self { kind: Kind::Random { seed } }
+        Self { kind: Kind::Random { seed, recipe: None } }
     }
 
-    /// Whether this checkpoint is made up, see [`Checkpoint::random`].
+    /// [`Checkpoint::random`] with matrices of random blocks.
+    pub fn random_coded(seed: u64, recipe: Recipe) -> Self {
+        Self { kind: Kind::Random { seed, recipe: Some(recipe) } }
+    }
+
+    /// Whether the tensors are random, see [`Checkpoint::random`].
     pub fn is_random(&self) -> bool {
         matches!(self.kind, Kind::Random { .. })
     }
 
-    /// Seed and half width of the uniform bf16 values of a matrix that nobody stored, for a device that can make them itself.
+    /// Of a random checkpoint: seed and half width of the uniform bf16 values of a matrix, for a device that can
+    /// generate them.
     pub(crate) fn random_matrix(&self, name: &str, shape: &[usize]) -> Option<(u32, f32)> {
         match self.kind {
-            Kind::Random { seed } => random::matrix(seed, name, shape),
-            Kind::Files { .. } => None,
+            Kind::Random { seed, recipe: None } => random::matrix(seed, name, shape),
+            Kind::Random { .. } | Kind::Files { .. } => None,
         }
     }
 
@@ -162,7 +274,7 @@ impl Checkpoint {
         tensors.into_iter().flat_map(|t| t.keys().map(String::as_str))
     }
 
-    /// What is stored under `name`; `None` if nothing is, and always for a random checkpoint.
+    /// The stored tensor `name`; `None` if there is none, and always for a random checkpoint.
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         match &self.kind {
             Kind::Files { tensors, .. } => tensors.get(name),
@@ -180,12 +292,12 @@ impl Checkpoint {
         names.iter().find(|name| self.contains(name)).copied()
     }
 
-    /// Stored tensors that nobody asked for although others of the same module were: a bias beside its weight, say, that
-    /// config.json does not mention. Whole modules that the model does not have (heads for drafts, vision) are not among them.
+    /// Stored tensors that were not requested although others of their module were, e.g. a bias that config.json does
+    /// not mention. Modules that the model does not use at all (draft heads, vision) are not listed.
     pub fn passed_over(&self) -> Vec<&str> {
         let Kind::Files { tensors, asked, .. } = &self.kind else { return Vec::new() };
         let module = |name: &str| name.rfind('.').map_or(0, |dot| dot + 1);
-        let asked = asked.borrow();
+        let asked = locked(asked);
         let beside = |name: &str| {
             let prefix = &name[..module(name)];
             asked
@@ -196,11 +308,11 @@ impl Checkpoint {
         tensors.keys().map(String::as_str).filter(|name| !asked.contains(*name) && beside(name)).collect()
     }
 
-    /// Modules of which nothing was asked for, by the first one or two parts of their names, with their tensors and bytes:
-    /// vision parts and heads for drafts.
+    /// Modules of which no tensor was requested, e.g. vision parts and draft heads: the first one or two parts of their
+    /// names, with the number and the bytes of their tensors.
     pub fn skipped(&self) -> BTreeMap<&str, (usize, u64)> {
         let Kind::Files { tensors, asked, .. } = &self.kind else { return BTreeMap::new() };
-        let asked = asked.borrow();
+        let asked = locked(asked);
         let read = |module: &str| {
             asked
                 .range::<str, _>((Bound::Included(module), Bound::Unbounded))
@@ -214,15 +326,10 @@ impl Checkpoint {
             if let Some(module) = dots.into_iter().find(|module| !read(module)) {
                 let (count, bytes) = skipped.entry(module.trim_end_matches('.')).or_insert((0, 0));
                 *count += 1;
-                *bytes += info.range.end - info.range.start;
+                *bytes += info.bytes();
             }
         }
         skipped
-    }
-
-    /// Bytes of all stored tensors.
-    pub fn bytes(&self) -> u64 {
-        self.names().filter_map(|name| self.info(name)).map(|info| info.range.end - info.range.start).sum()
     }
 
     /// The tensor `name`, which must have `shape`; dimensions of size 1 do not count in the comparison, since files disagree
@@ -240,7 +347,36 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::get`].
     pub async fn get_any(&self, names: &[&str], shape: &[usize]) -> Result<RawTensor> {
-        self.find_tensor(names, shape)?.whole().await
+        let (runs, change) = self.find_runs(names, shape)?;
+        match runs.as_slice() {
+            [run] if change == Change::None && run.is_whole() && run.tensor.format == Format::Plain => {
+                let RawTensor { dtype, bytes, .. } = run.tensor.clone().whole().await?;
+                Ok(RawTensor { dtype, shape: shape.to_vec(), bytes })
+            }
+            _ => assembled(&runs, change, shape).await,
+        }
+    }
+
+    /// The rows of stored tensors that the matrix, vector or stack of matrices `name` is made of.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::get`], but those of the source.
+    pub fn runs(&self, name: &str, shape: &[usize]) -> Result<Vec<Run>> {
+        Ok(self.find_runs(&[name], shape)?.0)
+    }
+
+    /// The factor on all of `name`, which is a tensor of its own; 1 if there is none.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub async fn factor(&self, name: &str) -> Result<f32> {
+        let (Kind::Files { source, .. }, Some(made)) = (&self.kind, self.info(name).and_then(|i| i.made.as_ref()))
+        else {
+            return Ok(1.0);
+        };
+        let Some(stored) = &made.factor else { return Ok(1.0) };
+        let tensor = stored_tensor(source, "factor", stored)?;
+        Ok(assembled(&[Run::whole(tensor)], Change::None, &[1]).await?.dtype_values()[0])
     }
 
     /// The tensor that [`Checkpoint::get`] reads.
@@ -248,14 +384,23 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::get`], but those of the source.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<StoredTensor> {
-        self.find_tensor(&[name], shape)
+        let mut runs = self.find_runs(&[name], shape)?.0;
+        match runs.pop() {
+            Some(run) if runs.is_empty() && run.is_whole() => Ok(run.tensor),
+            _ => Err(Error::Unsupported {
+                what: format!("tensor `{name}`"),
+                why: "it is made of parts of others, where one stored tensor is needed".into(),
+            }),
+        }
     }
 
-    fn find_tensor(&self, names: &[&str], shape: &[usize]) -> Result<StoredTensor> {
+    fn find_runs(&self, names: &[&str], shape: &[usize]) -> Result<(Vec<Run>, Change)> {
         let Kind::Files { source, tensors, asked } = &self.kind else {
-            let Kind::Random { seed } = self.kind else { unreachable!("a checkpoint is files or random") };
-            let RawTensor { dtype, shape, bytes } = random::tensor(seed, names[0], shape)?;
-            return Ok(StoredTensor { dtype, shape, place: Place::Memory(bytes) });
+            let Kind::Random { seed, recipe } = self.kind else { unreachable!("a checkpoint is files or random") };
+            let format = recipe.map_or(Format::Plain, |recipe| recipe.format(names[0], shape));
+            let RawTensor { dtype, bytes, .. } = random::tensor(seed, names[0], shape, format)?;
+            let tensor = StoredTensor { dtype, format, shape: shape.to_vec(), place: Place::Memory(bytes) };
+            return Ok((vec![Run::whole(tensor)], Change::None));
         };
         let Some((name, info)) = names.iter().find_map(|name| tensors.get_key_value(*name)) else {
             let why =
@@ -263,12 +408,6 @@ impl Checkpoint {
             return Err(Error::model(self.place(&**source), why));
         };
         let file = source.path(&info.file);
-        let Some((dtype, _)) = known_dtype(&info.dtype) else {
-            return Err(Error::Unsupported {
-                what: format!("{file}: tensor `{name}` of dtype {}", info.dtype),
-                why: "weights must be F32, BF16 or F16; use an unquantised release of the model".into(),
-            });
-        };
         if !same_shape(&info.shape, shape) {
             let why = format!(
                 "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}; these files do not belong together",
@@ -276,9 +415,36 @@ impl Checkpoint {
             );
             return Err(Error::model(file, why));
         }
-        asked.borrow_mut().insert(name.clone());
+        if let Some(made) = &info.made {
+            locked(asked).insert(name.clone());
+            let run = |r: &crate::gguf::Rows| {
+                let tensor = stored_tensor(source, name, &r.from)?;
+                let mut run = Run { tensor, first: r.first, step: r.step, count: r.count };
+                // A matrix of one row may be stored as a vector.
+                let stored = &run.tensor.shape;
+                if run.is_whole() && same_shape(stored, shape) && stored.last() == shape.last() {
+                    run.tensor.shape = shape.to_vec();
+                    run = Run::whole(run.tensor);
+                }
+                Ok(run)
+            };
+            return Ok((made.rows.iter().map(run).collect::<Result<_>>()?, made.change));
+        }
+        let (dtype, format) = match (&info.scaled, known_dtype(&info.dtype)) {
+            (Some(scaled), _) => scaled.format(info.shape[1]),
+            (None, Some((dtype, _))) => (dtype, Format::Plain),
+            (None, None) => {
+                return Err(Error::Unsupported {
+                    what: format!("{file}: tensor `{name}` of dtype {}", info.dtype),
+                    why: "weights must be F32, BF16 or F16; use an unquantised release of the model, or a GGUF file"
+                        .into(),
+                });
+            }
+        };
+        locked(asked).insert(name.clone());
         let place = Place::File { source: source.clone(), info: info.clone() };
-        Ok(StoredTensor { dtype, shape: shape.to_vec(), place })
+        let tensor = StoredTensor { dtype, format, shape: shape.to_vec(), place };
+        Ok((vec![Run::whole(tensor)], Change::None))
     }
 
     /// The stored bytes of `name`, whatever its dtype.
@@ -305,7 +471,7 @@ impl Checkpoint {
         source.read(&info.file, start..start + size).await
     }
 
-    /// What a message about an absent tensor names: the only file, or the collection.
+    /// The place that a message about a missing tensor names: the only file, or the collection.
     fn place(&self, source: &dyn Source) -> String {
         match self.names().next().and_then(|name| self.info(name)) {
             Some(info) if &*info.file == SINGLE => source.path(SINGLE),
@@ -315,204 +481,89 @@ impl Checkpoint {
     }
 }
 
+impl Run {
+    fn whole(tensor: StoredTensor) -> Self {
+        let count = tensor.rows();
+        Self { tensor, first: 0, step: 1, count }
+    }
+
+    /// Whether it is all rows in their order.
+    pub fn is_whole(&self) -> bool {
+        (self.first, self.step, self.count) == (0, 1, self.tensor.rows())
+    }
+}
+
+impl StoredTensor {
+    /// Entries of the last dimension but one; elements of a vector.
+    pub fn rows(&self) -> usize {
+        match self.shape.as_slice() {
+            [.., rows, _] | [rows] => *rows,
+            [] => 1,
+        }
+    }
+}
+
+impl RawTensor {
+    /// The elements of a tensor that is not coded.
+    fn dtype_values(&self) -> Vec<f32> {
+        self.dtype.to_f32(&self.bytes)
+    }
+}
+
+/// A tensor of a GGUF file.
+fn stored_tensor(source: &Arc<dyn Source>, name: &str, stored: &Stored) -> Result<StoredTensor> {
+    let Some((format, bytes)) = stored.format else {
+        return Err(Error::Unsupported {
+            what: format!("{}: tensor `{name}` of type {}", source.path(&stored.file), stored.kind),
+            why: "this type is not decoded; use a file with another quantisation, such as Q4_K_M or Q8_0".into(),
+        });
+    };
+    let dtype = match (format, bytes, stored.kind.as_str()) {
+        (Format::Plain, 4, _) => DType::F32,
+        (Format::Plain, _, "F16") => DType::F16,
+        (Format::Plain, ..) => DType::Bf16,
+        _ => DType::U8,
+    };
+    let (dtype_name, shape) = (stored.kind.clone(), stored.shape.clone());
+    let info = TensorInfo {
+        dtype: dtype_name,
+        shape: shape.clone(),
+        file: stored.file.clone(),
+        range: stored.range.clone(),
+        made: None,
+        scaled: None,
+    };
+    Ok(StoredTensor { dtype, format, shape, place: Place::File { source: source.clone(), info } })
+}
+
+/// Small tensors that are not stored as they are asked for, as f32.
+async fn assembled(runs: &[Run], change: Change, shape: &[usize]) -> Result<RawTensor> {
+    let mut values: Vec<f32> = Vec::new();
+    // Rows of all runs stand side by side in each of the outer dimensions.
+    let outer = runs.iter().map(|run| run.tensor.shape.iter().rev().skip(2).product::<usize>()).max().unwrap_or(1);
+    let mut decoded = Vec::with_capacity(runs.len());
+    for run in runs {
+        let bytes = run.tensor.read(0..run.tensor.bytes()).await?;
+        decoded.push(match run.tensor.format {
+            Format::Plain => run.tensor.dtype.to_f32(&bytes),
+            coded => coded.decode(&bytes),
+        });
+    }
+    for o in 0..outer {
+        for (run, all) in runs.iter().zip(&decoded) {
+            let (rows, row) = (run.tensor.rows(), all.len() / outer / run.tensor.rows());
+            for i in 0..run.count {
+                let at = (o * rows + run.first + i * run.step) * row;
+                values.extend(all[at..at + row].iter().map(|x| change.apply(*x)));
+            }
+        }
+    }
+    let bytes = bytemuck::cast_slice::<f32, u8>(&values).to_vec().into();
+    Ok(RawTensor { dtype: DType::F32, shape: shape.to_vec(), bytes })
+}
+
 fn same_shape(a: &[usize], b: &[usize]) -> bool {
     a.iter().filter(|n| **n != 1).eq(b.iter().filter(|n| **n != 1))
-}
-
-/// The engine's dtype of a safetensors dtype, and bytes per element.
-fn known_dtype(name: &str) -> Option<(DType, u64)> {
-    match name {
-        "F32" => Some((DType::F32, 4)),
-        "BF16" => Some((DType::Bf16, 2)),
-        "F16" => Some((DType::F16, 2)),
-        _ => None,
-    }
-}
-
-/// Bits per element of the dtypes that the format knows; sizes of others cannot be checked.
-fn dtype_bits(name: &str) -> Option<u64> {
-    Some(match name {
-        "F64" | "I64" | "U64" | "C64" => 64,
-        "F32" | "I32" | "U32" => 32,
-        "F16" | "BF16" | "I16" | "U16" => 16,
-        "I8" | "U8" | "BOOL" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" => 8,
-        "F6_E2M3" | "F6_E3M2" => 6,
-        "F4" => 4,
-        _ => return None,
-    })
-}
-
-/// All tensors of one safetensors file.
-async fn read_header(source: &dyn Source, name: &str) -> Result<BTreeMap<String, TensorInfo>> {
-    let path = source.path(name);
-    let bad = |why: String| Error::model(path.clone(), why);
-    let Some(size) = source.size(name).await? else {
-        return Err(bad("no such file, although the index names it; the download is incomplete".into()));
-    };
-    if size < 8 {
-        return Err(bad(format!("{size} bytes are no safetensors file; download it again")));
-    }
-    let length = source.read(name, 0..8).await?;
-    let length = u64::from_le_bytes(length[..8].try_into().expect("eight bytes were read"));
-    if length > MAX_HEADER_BYTES || length > size - 8 {
-        let why =
-            format!("the header claims {length} bytes in a file of {size}; it is truncated or no safetensors file");
-        return Err(bad(why));
-    }
-    let header = source.read(name, 8..8 + length).await?;
-    parse_header(&header, size, &path, name)
-}
-
-/// Parses and checks the JSON of a header. `size` is that of the whole file.
-fn parse_header(header: &[u8], size: u64, path: &str, name: &str) -> Result<BTreeMap<String, TensorInfo>> {
-    let bad = |why: String| Error::model(path, why);
-    let data_start = 8 + header.len() as u64;
-    let Entries(entries) =
-        serde_json::from_slice(header).map_err(|e| bad(format!("the safetensors header is not valid: {e}")))?;
-    let file: Rc<str> = name.into();
-    let mut tensors = BTreeMap::new();
-    for (tensor, value) in entries {
-        if tensor == METADATA {
-            continue;
-        }
-        let info = parse_entry(value, data_start, &file)
-            .map_err(|why| bad(format!("the header's entry for tensor `{tensor}` is not valid: {why}")))?;
-        check_bytes(&tensor, &info, size).map_err(bad)?;
-        if tensors.insert(tensor.clone(), info).is_some() {
-            return Err(bad(format!(
-                "the header names tensor `{tensor}` twice; the file is damaged or made to deceive"
-            )));
-        }
-    }
-    check_places(&tensors, data_start, size).map_err(bad)?;
-    Ok(tensors)
-}
-
-/// A tensor lies in the file and has the bytes of its shape.
-fn check_bytes(tensor: &str, info: &TensorInfo, size: u64) -> Result<(), String> {
-    let bytes = info.range.end - info.range.start;
-    if info.range.end > size {
-        return Err(format!(
-            "tensor `{tensor}` ends at byte {}, but the file has {size}: it is truncated; download it again",
-            info.range.end
-        ));
-    }
-    let elements = info.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
-    let asked = dtype_bits(&info.dtype).map(|bits| elements.and_then(|n| n.checked_mul(bits)));
-    if asked.is_some_and(|asked| asked != bytes.checked_mul(8)) {
-        let shape = &info.shape;
-        return Err(format!(
-            "tensor `{tensor}` is {} {shape:?} but has {bytes} bytes; the header is damaged",
-            info.dtype
-        ));
-    }
-    Ok(())
-}
-
-/// The tensors cover the data without overlaps, holes and a rest, as the format demands.
-fn check_places(tensors: &BTreeMap<String, TensorInfo>, data_start: u64, size: u64) -> Result<(), String> {
-    let mut by_place: Vec<(&String, &Range<u64>)> = tensors.iter().map(|(name, t)| (name, &t.range)).collect();
-    by_place.sort_by_key(|(_, range)| (range.start, range.end));
-    let mut before: Option<&str> = None;
-    let mut end = data_start;
-    for (name, range) in by_place {
-        if range.start < end {
-            let before = before.unwrap_or_default();
-            return Err(format!("tensors `{before}` and `{name}` overlap; the header is damaged"));
-        }
-        if range.start > end {
-            let hole = range.start - end;
-            return Err(format!(
-                "{hole} bytes before tensor `{name}` belong to no tensor, which the format forbids; save the file again"
-            ));
-        }
-        (before, end) = (Some(name.as_str()), range.end);
-    }
-    if end < size {
-        let rest = size - end;
-        return Err(format!(
-            "{rest} bytes at the end belong to no tensor, which the format forbids; download the file again"
-        ));
-    }
-    Ok(())
-}
-
-/// `{"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}`.
-#[derive(serde::Deserialize)]
-struct Entry {
-    dtype: String,
-    shape: Vec<usize>,
-    data_offsets: (u64, u64),
-}
-
-/// An entry of a header; the error says what is wrong with it.
-fn parse_entry(value: &RawValue, data_start: u64, file: &Rc<str>) -> Result<TensorInfo, String> {
-    let Entry { dtype, shape, data_offsets: (start, end) } =
-        serde_json::from_str(value.get()).map_err(|e| e.to_string())?;
-    let range = data_start.checked_add(start).zip(data_start.checked_add(end)).filter(|(start, end)| start <= end);
-    let (start, end) = range.ok_or("its `data_offsets` are no range of bytes")?;
-    Ok(TensorInfo { dtype, shape, file: file.clone(), range: start..end })
-}
-
-/// The entries of a JSON object in their order, of which a map would keep only the last of a name.
-struct Entries<'a>(Vec<(String, &'a RawValue)>);
-
-impl<'a> serde::Deserialize<'a> for Entries<'a> {
-    fn deserialize<D: serde::Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl<'a> serde::de::Visitor<'a> for Visitor {
-            type Value = Entries<'a>;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: serde::de::MapAccess<'a>>(self, mut map: A) -> Result<Entries<'a>, A::Error> {
-                let mut entries = Vec::new();
-                while let Some(entry) = map.next_entry()? {
-                    entries.push(entry);
-                }
-                Ok(Entries(entries))
-            }
-        }
-        from.deserialize_map(Visitor)
-    }
-}
-
-/// All tensors of a sharded checkpoint.
-async fn read_shards(source: &dyn Source, index: &[u8]) -> Result<BTreeMap<String, TensorInfo>> {
-    let path = source.path(INDEX);
-    let bad = |why: String| Error::model(path.clone(), why);
-    let Entries(index) = serde_json::from_slice(index).map_err(|e| bad(format!("not valid JSON: {e}")))?;
-    let map = index.iter().find(|(key, _)| key == "weight_map").map(|(_, map)| map);
-    let map = map.ok_or_else(|| bad("`weight_map` is missing".into()))?;
-    let Entries(map) = serde_json::from_str(map.get()).map_err(|e| bad(format!("key `weight_map`: {e}")))?;
-    let mut shards: BTreeMap<&str, String> = BTreeMap::new();
-    for (tensor, file) in &map {
-        let file: String = serde_json::from_str(file.get())
-            .map_err(|_| bad(format!("the shard of tensor `{tensor}` is not a file name")))?;
-        if !is_plain_file_name(&file) {
-            return Err(bad(format!("the shard of tensor `{tensor}`, {file:?}, is not a plain file name")));
-        }
-        if shards.insert(tensor, file).is_some() {
-            return Err(bad(format!("`weight_map` names tensor `{tensor}` twice")));
-        }
-    }
-    let mut by_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (tensor, file) in &shards {
-        by_file.entry(file).or_default().push(tensor);
-    }
-    let mut all = BTreeMap::new();
-    for (file, names) in by_file {
-        let mut shard = read_header(source, file).await?;
-        for tensor in names {
-            let missing =
-                || Error::model(source.path(file), format!("tensor `{tensor}` is missing, although {INDEX} names it"));
-            let info = shard.remove(tensor).ok_or_else(missing)?;
-            all.insert(tensor.to_owned(), info);
-        }
-    }
-    Ok(all)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use super::*;
 use crate::source::{Dir, LocalFuture};
 
 /// Files in memory.
-struct Files(Vec<(&'static str, Vec<u8>)>);
+pub(super) struct Files(pub(super) Vec<(&'static str, Vec<u8>)>);
 
 impl Source for Files {
     fn label(&self) -> String {
@@ -23,7 +23,7 @@ impl Source for Files {
 }
 
 fn open(files: Vec<(&'static str, Vec<u8>)>) -> Result<Checkpoint> {
-    block_on(Checkpoint::open(Rc::new(Files(files))))
+    block_on(Checkpoint::open(Arc::new(Files(files))))
 }
 
 fn file(header: &str, data: usize) -> Vec<u8> {
@@ -33,7 +33,7 @@ fn file(header: &str, data: usize) -> Vec<u8> {
     bytes
 }
 
-fn message(result: Result<Checkpoint>) -> String {
+pub(super) fn message(result: Result<Checkpoint>) -> String {
     match result {
         Ok(_) => panic!("a damaged checkpoint was opened"),
         Err(e) => e.to_string(),
@@ -43,7 +43,7 @@ fn message(result: Result<Checkpoint>) -> String {
 #[test]
 fn the_demo_model_is_read_where_it_lies() {
     let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../models/demo")).unwrap();
-    let checkpoint = block_on(Checkpoint::open(Rc::new(dir))).unwrap();
+    let checkpoint = block_on(Checkpoint::open(Arc::new(dir))).unwrap();
     let names: Vec<&str> = checkpoint.names().collect();
     let embed = *names.iter().find(|n| n.contains("embed")).unwrap();
     let t = block_on(checkpoint.get_any(&["no.such.name", embed], &[1024, 256])).unwrap();
@@ -118,8 +118,8 @@ fn lying_headers_are_refused_by_name() {
         (file("[]", 0), "the safetensors header is not valid"),
         (file("{", 0), "the safetensors header is not valid"),
         (u64::MAX.to_le_bytes().to_vec(), "the header claims 18446744073709551615 bytes"),
-        (vec![1, 2, 3], "no safetensors file"),
-        (Vec::new(), "no safetensors file"),
+        (vec![1, 2, 3], "not a safetensors file"),
+        (Vec::new(), "not a safetensors file"),
     ] {
         let text = message(open(vec![(SINGLE, bytes)]));
         assert!(text.starts_with("dir/model.safetensors: ") && text.contains(expected), "{text}");

@@ -1,11 +1,13 @@
 //! One error type for the whole engine. Libraries never print: the command line decides how an error is shown.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
+
+use crate::units::size;
 
 /// Result of every fallible call in selkie.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, where, and (in the message) what to do about it.
+/// A failure: what is wrong, where, and (in the message) a remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
@@ -19,7 +21,7 @@ pub enum Error {
     /// A model directory, configuration, tensor file, tokenizer or template is wrong.
     #[error("{file}: {why}")]
     BadModel {
-        /// The file that holds the fault, as the user named it.
+        /// The file with the fault, as the user named it.
         file: String,
         /// What is wrong with it and what to do.
         why: String,
@@ -27,21 +29,29 @@ pub enum Error {
     /// A request or an option that cannot be served.
     #[error("{0}")]
     BadRequest(String),
+    /// A prompt that does not fit into the context, or not together with its answer.
+    #[error("{why}")]
+    TooLong {
+        /// The lengths.
+        why: String,
+        /// Tokens of the prompt, of its answer at most, and of what fits of both, if the prompt was tokenised.
+        tokens: Option<(usize, usize, usize)>,
+    },
     /// A well-formed model or op that this version or backend does not implement.
     #[error("{what} is not supported: {why}")]
     Unsupported {
         /// The op, family, dtype or feature.
         what: String,
-        /// Why, and what is supported instead.
+        /// The reason, and the supported alternatives.
         why: String,
     },
     /// No logit of a token is a finite number, so there is nothing to choose from.
     #[error(
-        "the model's logits are not finite: a weight or the configuration is damaged; compare the files with their source, or download them again"
+        "the model's logits are not finite: a weight file or config.json is damaged; compare the files with their source, or download them again"
     )]
     NotFinite,
     /// An allocation that does not fit.
-    #[error("not enough memory for {what}: {asked} bytes asked, {free} bytes free")]
+    #[error("not enough memory for {what}: {} asked, {} free", size(*asked), size(*free))]
     OutOfMemory {
         /// What the memory was for.
         what: String,
@@ -66,7 +76,13 @@ pub enum Error {
         /// The driver's reason.
         why: String,
     },
-    /// No usable device for a backend that was asked for by name.
+    /// The engine panicked. It is a bug; nothing that it held can be used.
+    #[error("the engine panicked: {0}; this is a bug in selkie, please report it, and load the model again")]
+    Panicked(String),
+    /// The engine has ended, so it takes no requests.
+    #[error("the engine has ended: {0}")]
+    Ended(Arc<Error>),
+    /// No usable device for a backend that was requested by name.
     #[error("backend {backend} has no usable device: {why}")]
     NoDevice {
         /// Name of the backend.

@@ -1,4 +1,5 @@
-//! FNV-1a, 64 bits: tells apart what nobody made to look alike. The same on every machine and in every version.
+//! FNV-1a, 64 bits: distinguishes inputs that were not chosen to collide. The same on every machine and in every
+//! version.
 
 /// The hash of nothing.
 pub const START: u64 = 0xcbf2_9ce4_8422_2325;

@@ -1,11 +1,11 @@
-//! `generation_config.json`: how the makers of a model want it to be sampled.
+//! `generation_config.json`: the sampling values that the authors of a model recommend.
 
 use crate::{Result, config::Config, sample::Sampling};
 
-/// What the file says; every key is optional, and so is the file.
+/// Contents of the file; every key is optional, and so is the file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// Whether to sample at all; false or absent means greedy, whatever the other values are.
+    /// Whether to sample at all; false or absent means greedy, even if the other values are set.
     pub do_sample: bool,
     /// See [`Sampling::temperature`].
     pub temperature: Option<f32>,
@@ -15,7 +15,7 @@ pub struct GenerationConfig {
     pub top_p: Option<f32>,
     /// See [`Sampling::min_p`].
     pub min_p: Option<f32>,
-    /// See [`Sampling::repetition_penalty`]; it counts for greedy decoding too.
+    /// See [`Sampling::repetition_penalty`]; it applies to greedy decoding too.
     pub repetition_penalty: Option<f32>,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
@@ -37,7 +37,7 @@ impl GenerationConfig {
             repetition_penalty: config.opt_f32("repetition_penalty")?,
             eos: config.eos_token_ids()?,
         };
-        // A file that cannot be obeyed is found out here and not at the first request.
+        // Impossible values are reported here and not at the first request.
         read.sampling(0).check().map_err(|e| crate::Error::model(file, e.to_string()))?;
         Ok(read)
     }

@@ -15,10 +15,10 @@ pub struct LayerState {
 }
 
 impl LayerState {
-    /// What a layer keeps that has both.
+    /// The state of a layer that has both.
     ///
     /// # Panics
-    /// If both keep state of one kind, of which a layer has room for one.
+    /// If both have state of one kind: a layer has room for one.
     pub fn and(self, other: Self) -> Self {
         fn one<T>(kind: &str, a: Option<T>, b: Option<T>) -> Option<T> {
             assert!(a.is_none() || b.is_none(), "two mixers of a layer keep {kind}");

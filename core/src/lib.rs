@@ -5,20 +5,28 @@
 
 pub mod backend;
 pub mod blocks;
+pub mod bundle;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache_dir;
 pub mod chat;
 pub mod checkpoint;
 pub mod config;
+pub mod controls;
 pub mod cpu;
+pub mod digest;
 pub mod engine;
 pub mod error;
 pub mod fnv;
+pub mod format;
 pub mod generation;
+pub mod gguf;
+#[cfg(feature = "grammar")]
+pub mod grammar;
 pub mod layer;
 pub mod model_dir;
 pub mod models;
 pub mod ops;
+pub mod reply;
 pub mod rope;
 pub mod sample;
 pub mod session;
@@ -31,6 +39,7 @@ pub mod tensor;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod timer;
 pub mod tokenizer;
+pub mod units;
 pub mod weights;
 
 pub use error::{Error, Result};

@@ -1,19 +1,24 @@
-//! A model directory as a whole: which files there are, and what they say about each other.
+//! A model directory as a whole: its files, and the references between them.
 
-use std::{rc::Rc, sync::Arc};
+use std::sync::{Arc, OnceLock};
 
 use serde_json::{Map, Value};
 
 use crate::{
     Error, Result,
+    bundle::Identity,
     chat::{ChatTemplate, render::Renderer},
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, Recipe},
     config::{Config, parse_object},
+    digest::Digest,
     fnv,
     generation::GenerationConfig,
+    gguf::Gguf,
     source::{Source, read_small},
     tokenizer::Tokenizer,
 };
+
+mod recipe;
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
@@ -25,9 +30,9 @@ const MAX_TOKENIZER: u64 = 256 << 20;
 const SAMPLES: usize = 32;
 const SAMPLE_BYTES: u64 = 256;
 
-/// Everything a model's files say. Without a tokenizer, token ids still work.
+/// The contents of a model's files. Without a tokenizer, token ids still work.
 pub struct ModelFiles {
-    /// What to call the model: the last part of where it came from.
+    /// Name of the model: the last part of its path or URL.
     pub name: String,
     /// `config.json`.
     pub config: Config,
@@ -41,6 +46,12 @@ pub struct ModelFiles {
     pub checkpoint: Checkpoint,
     label: String,
     config_hash: u64,
+    source: Arc<dyn Source>,
+    /// The GGUF file that holds configuration and perhaps tokenizer.
+    gguf: Option<String>,
+    /// Set by their first calls.
+    fingerprint: OnceLock<u64>,
+    identity: OnceLock<Identity>,
 }
 
 impl ModelFiles {
@@ -49,22 +60,78 @@ impl ModelFiles {
     ///
     /// # Errors
     /// [`Error::BadModel`] naming the file that is missing or wrong; those of the source.
-    pub async fn open(source: Rc<dyn Source>, now: fn() -> u64) -> Result<Self> {
+    pub async fn open(source: Arc<dyn Source>, now: fn() -> u64) -> Result<Self> {
+        if let Some(name) = gguf_name(&*source).await? {
+            return Self::read_gguf(source, now, &name).await;
+        }
         let checkpoint = Checkpoint::open(source.clone());
         Self::read(source, now, checkpoint).await
     }
 
-    /// The same with random weights, see [`Checkpoint::random`]; only `config.json` has to be there.
+    /// The same with random weights, plain or as a recipe says, see [`Checkpoint::random`]; only `config.json` has to be there.
     ///
     /// # Errors
     /// As for [`ModelFiles::open`].
-    pub async fn open_random(source: Rc<dyn Source>, now: fn() -> u64, seed: u64) -> Result<Self> {
-        let random = async move { Ok(Checkpoint::random(seed)) };
-        Self::read(source, now, random).await
+    pub async fn open_random(
+        source: Arc<dyn Source>,
+        now: fn() -> u64,
+        seed: u64,
+        recipe: Option<Recipe>,
+    ) -> Result<Self> {
+        let checkpoint = match recipe {
+            Some(recipe) => Checkpoint::random_coded(seed, recipe),
+            None => Checkpoint::random(seed),
+        };
+        Self::read(source, now, std::future::ready(Ok(checkpoint))).await
+    }
+
+    /// A GGUF file; of what lies beside it only files of the tokenizer are read, which come before what is in it.
+    async fn read_gguf(source: Arc<dyn Source>, now: fn() -> u64, name: &str) -> Result<Self> {
+        let gguf = Gguf::open(&*source, name).await?;
+        let keys = gguf.config()?;
+        let config_hash = fnv::hash(fnv::START, Value::Object(keys.clone()).to_string().as_bytes());
+        let config = Config::from_keys(gguf.path(), keys);
+        let path = source.path(TOKENIZER_CONFIG);
+        let mut settings = match read_small(&*source, TOKENIZER_CONFIG, MAX_JSON).await? {
+            Some(bytes) => Some(parse_object(&path, &bytes)?),
+            None => None,
+        };
+        let tokenizer = match read_small(&*source, TOKENIZER, MAX_TOKENIZER).await? {
+            Some(bytes) => Some(Tokenizer::new(&source.path(TOKENIZER), &bytes, settings.as_ref())?),
+            None => match gguf.tokenizer()? {
+                Some(own) => Some(Tokenizer::new(gguf.path(), &own.tokenizer, Some(settings.insert(own.settings)))?),
+                None => None,
+            },
+        };
+        let chat = match chat_template(&*source, settings.as_ref()).await? {
+            Some((file, text)) => Some((source.path(file), text)),
+            None => gguf.template().map(|text| (gguf.path().to_owned(), text.to_owned())),
+        };
+        let chat = chat.map(|(file, text)| Arc::new(ChatTemplate::new(&file, &text, now)));
+        let checkpoint = Checkpoint::of_gguf(source.clone(), &gguf)?;
+        let label = source.label();
+        let (gguf, fingerprint, identity) = (Some(name.to_owned()), OnceLock::new(), OnceLock::new());
+        let name = name.strip_suffix(".gguf").unwrap_or(name).to_owned();
+        let tokenizer = tokenizer.map(Arc::new);
+        let generation = GenerationConfig::default();
+        Ok(Self {
+            name,
+            config,
+            generation,
+            tokenizer,
+            chat,
+            checkpoint,
+            label,
+            config_hash,
+            source,
+            gguf,
+            fingerprint,
+            identity,
+        })
     }
 
     async fn read(
-        source: Rc<dyn Source>,
+        source: Arc<dyn Source>,
         now: fn() -> u64,
         checkpoint: impl Future<Output = Result<Checkpoint>>,
     ) -> Result<Self> {
@@ -93,9 +160,24 @@ impl ModelFiles {
         let chat = chat_template(&*source, settings.as_ref()).await?;
         let chat = chat.map(|(file, text)| Arc::new(ChatTemplate::new(&source.path(file), &text, now)));
         let checkpoint = checkpoint.await?;
+        recipe::check(&*source, &config, &checkpoint).await?;
         let name =
             label.rsplit(['/', '\\']).find(|part| !matches!(*part, "" | "." | "..")).unwrap_or("model").to_owned();
-        Ok(Self { name, config, generation, tokenizer, chat, checkpoint, label, config_hash })
+        let (gguf, fingerprint, identity) = (None, OnceLock::new(), OnceLock::new());
+        Ok(Self {
+            name,
+            config,
+            generation,
+            tokenizer,
+            chat,
+            checkpoint,
+            label,
+            config_hash,
+            source,
+            gguf,
+            fingerprint,
+            identity,
+        })
     }
 
     /// Has the chat template rendered by `renderer` from now on, see [`ChatTemplate::rendered_by`].
@@ -103,12 +185,12 @@ impl ModelFiles {
         self.chat = self.chat.take().map(|chat| Arc::new(chat.rendered_by(renderer)));
     }
 
-    /// Where the files came from, as messages name it.
+    /// Where the files came from, as shown in messages.
     pub fn label(&self) -> &str {
         &self.label
     }
 
-    /// The tokenizer of a model that is to read or write text.
+    /// The tokenizer, for a model that must read or write text.
     ///
     /// # Errors
     /// [`Error::BadModel`] if there is none.
@@ -117,7 +199,7 @@ impl ModelFiles {
         self.tokenizer.as_ref().ok_or_else(|| Error::model(&self.label, why()))
     }
 
-    /// The chat template of a model that is to chat.
+    /// The chat template, for a model that must chat.
     ///
     /// # Errors
     /// [`Error::BadModel`] if there is none.
@@ -142,13 +224,16 @@ impl ModelFiles {
         Ok(named.into_iter().collect())
     }
 
-    /// A number that tells models apart whose cached states must not be mixed: of the configuration, the names, shapes and
-    /// dtypes of all tensors, and bytes from places spread over the weights. Equal files have equal fingerprints everywhere;
-    /// it is no defence against somebody who makes files collide.
+    /// A number that distinguishes models whose cached states must not be mixed. It covers the configuration, the
+    /// names, shapes and dtypes of all tensors, and bytes from places spread over the weights. Equal files have equal
+    /// fingerprints on every machine. Collisions can be constructed.
     ///
     /// # Errors
     /// Those of the source.
     pub async fn fingerprint(&self) -> Result<u64> {
+        if let Some(known) = self.fingerprint.get() {
+            return Ok(*known);
+        }
         let mut hash = self.config_hash;
         let names: Vec<&str> = self.checkpoint.names().collect();
         for name in &names {
@@ -159,11 +244,51 @@ impl ModelFiles {
             let name = names[i * names.len() / SAMPLES.min(names.len())];
             hash = fnv::hash(hash, &self.checkpoint.read_middle(name, SAMPLE_BYTES).await?);
         }
-        Ok(hash)
+        Ok(*self.fingerprint.get_or_init(|| hash))
     }
 }
 
-/// The template and the name of its file; a file of its own comes before the tokenizer's settings.
+impl ModelFiles {
+    /// Digests of everything that a state depends on. The first call reads all weights, so it takes as long as that; `report`
+    /// gets the bytes read so far.
+    ///
+    /// # Errors
+    /// Those of the source; [`Error::BadModel`] if a file has become another one since it was opened.
+    pub async fn identity(&self, report: &mut dyn FnMut(u64)) -> Result<Identity> {
+        if let Some(known) = self.identity.get() {
+            return Ok(known.clone());
+        }
+        let file = async |name: &str, most: u64| read_small(&*self.source, name, most).await;
+        let own = match &self.gguf {
+            Some(name) => Some(Gguf::open(&*self.source, name).await?),
+            None => None,
+        };
+        let config = match &own {
+            Some(gguf) => Digest::of(Value::Object(gguf.config()?).to_string().as_bytes()),
+            None => Digest::of(&file(CONFIG, MAX_JSON).await?.unwrap_or_else(|| Vec::new().into())),
+        };
+        let tokenizer = match (file(TOKENIZER, MAX_TOKENIZER).await?, &own) {
+            (Some(bytes), _) => Digest::of(&bytes),
+            (None, Some(gguf)) => Digest::of(&gguf.tokenizer()?.map(|own| own.tokenizer).unwrap_or_default()),
+            (None, None) => Digest::of(&[]),
+        };
+        let identity = Identity { weights: self.checkpoint.digest(report).await?, config, tokenizer };
+        Ok(self.identity.get_or_init(|| identity).clone())
+    }
+}
+
+/// The GGUF file that is the model: one that a user named, or one in a folder without a configuration of its own.
+async fn gguf_name(source: &dyn Source) -> Result<Option<String>> {
+    match source.gguf() {
+        Ok(Some(name)) if source.label() == source.path(&name) || source.size(CONFIG).await?.is_none() => {
+            Ok(Some(name))
+        }
+        Err(several) if source.size(CONFIG).await?.is_none() => Err(several),
+        _ => Ok(None),
+    }
+}
+
+/// The template and the name of its file. A separate file takes precedence over the tokenizer's settings.
 async fn chat_template(
     source: &dyn Source,
     settings: Option<&Map<String, Value>>,

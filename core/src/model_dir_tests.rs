@@ -51,7 +51,7 @@ impl Drop for Scratch {
 }
 
 fn open(path: &str) -> Result<ModelFiles> {
-    block_on(ModelFiles::open(Rc::new(Dir::open(path)?), system_clock))
+    block_on(ModelFiles::open(Arc::new(Dir::open(path)?), system_clock))
 }
 
 #[test]
@@ -139,8 +139,8 @@ fn a_template_is_found_in_each_of_its_places() {
 fn a_bare_configuration_is_enough_for_random_weights() {
     let scratch = Scratch::new("random");
     scratch.write("config.json", r#"{"model_type": "llama", "eos_token_id": 3}"#);
-    let source = Rc::new(Dir::open(&scratch.0).unwrap());
-    let model = block_on(ModelFiles::open_random(source, system_clock, 1)).unwrap();
+    let source = Arc::new(Dir::open(&scratch.0).unwrap());
+    let model = block_on(ModelFiles::open_random(source, system_clock, 1, None)).unwrap();
     assert!(model.checkpoint.is_random() && model.tokenizer.is_none());
     assert_eq!(model.eos().unwrap(), [3]);
     block_on(model.fingerprint()).unwrap();

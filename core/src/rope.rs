@@ -1,4 +1,4 @@
-//! Rotary position embedding: which frequencies a configuration asks for.
+//! Rotary position embedding: the frequencies of a configuration.
 
 use crate::{Error, Result, config::Config};
 
@@ -52,7 +52,7 @@ impl Rope {
     pub fn read_or(config: &Config, head_dim: usize, default_theta: f32, default_part: f32) -> Result<Self> {
         let object = config.opt_object("rope_parameters|rope_scaling")?;
         let inside = |key: &str| object.as_ref().map_or(Ok(None), |o| o.opt_f64(key));
-        // The nested value wins: a top-level one beside it is left over from the older format.
+        // The nested value wins: a top-level one comes from the older format.
         let either = |key: &str, default: f64| match inside(key)? {
             Some(x) => Ok(x),
             None => Ok::<_, Error>(config.opt_f64(key)?.unwrap_or(default)),
@@ -101,7 +101,7 @@ fn read_scaling(object: &Config) -> Result<RopeScaling> {
         if x > 0.0 { Ok(x) } else { Err(object.bad(key, format_args!("{x} is not greater than 0"))) }
     };
     match object.opt_str("rope_type|type")? {
-        // With multimodal sections the text's positions are the same in all of them, which is the plain embedding.
+        // All multimodal sections have the same positions in text, which is the plain embedding.
         Some("default" | "mrope") => Ok(RopeScaling::None),
         Some("linear") => Ok(RopeScaling::Linear { factor: positive("factor")? }),
         Some("llama3") => {

@@ -1,4 +1,4 @@
-//! Choosing the next token: what can be asked for, and the rule that every backend follows.
+//! Choosing the next token: the parameters, and the rule that every backend follows.
 //!
 //! The rule, in this order (that of transformers):
 //! 1. repetition penalty `r`: the logit x of every token the sequence knows becomes `x / r` if positive, else `x * r`;

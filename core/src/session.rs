@@ -1,43 +1,67 @@
 //! Text on top of the engine: prompts as text, chats or ids in, pieces of text out.
 //!
-//! The command line, the browser and a server share this path. A piece of text ends between characters, a stop string is
-//! never part of it, and what a request ends with says why it ended.
+//! A [`Model`] is a handle of an engine that runs elsewhere: on a thread of its own ([`Model::spawn`]) or polled by a page
+//! ([`Local`]). [`Model::submit`] renders, tokenises and checks a request where it is called and sends it through a channel;
+//! the engine's loop ([`Driver`]) sends sampled tokens back, and the [`Answer`] turns them into text where it is read. So
+//! neither a long prompt nor a slow reader delays another request.
 //!
-//! A request's failure is its own end: whatever its prompt does to template or tokenizer, and whatever its tokens do to them, no
-//! other request is held up or ends. Prompts are prepared on other threads where there are threads; where there are none, as in a
-//! browser's worker, preparing one takes its time on the only one.
+//! A piece of text ends between characters, a stop string is never part of it, and every completion has the reason of its
+//! end. A request's failure ends that request only. A failure of the device and a panic end all of them, with their reason.
 
-mod prepare;
+mod answer;
+#[cfg(not(target_arch = "wasm32"))]
+mod block;
+mod driver;
+mod local;
+mod model;
+mod reader;
+#[cfg(not(target_arch = "wasm32"))]
+mod talk;
+mod text;
+mod window;
 
-use std::{collections::HashMap, rc::Rc, sync::Arc};
-
-use self::prepare::{Desk, Ids, Task};
+pub use self::{
+    answer::Answer,
+    driver::Driver,
+    local::Local,
+    model::{CacheEvents, Facts, Model, Prepared, Reply, Snapshot},
+    text::{Encoded, Text},
+    window::WhenFull,
+};
+#[cfg(not(target_arch = "wasm32"))]
+pub use self::{
+    answer::{Answers, Updates},
+    talk::{Chat, Pieces},
+};
 
 use crate::{
     Error, Result,
     backend::Backend,
-    chat::Message,
-    engine::{Engine, EngineOptions, Event, FinishReason, Finished, Request, SeqId, Timing},
+    chat::{Conversation, Message},
+    controls::{Constraint, Controls},
+    engine::{Engine, EngineOptions, FinishReason, Finished},
     model_dir::ModelFiles,
     models,
     sample::Sampling,
-    stop::StopStrings,
-    tokenizer::{TextStream, check_ids},
     weights::Progress,
 };
 
 /// Tokens generated at most when a request does not say.
 pub const DEFAULT_MAX_TOKENS: usize = 1024;
 
-/// What a request starts from.
+/// The start of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// Text that is continued as it is; special tokens in it count.
+    /// Text to continue; special tokens in it are recognised.
     Text(String),
     /// Token ids; they need no tokenizer.
     Ids(Vec<u32>),
-    /// A conversation for the model's chat template, which the assistant goes on with.
+    /// A conversation for the model's chat template, which the assistant continues.
     Messages(Vec<Message>),
+    /// The same with tools and values for the template.
+    Conversation(Conversation),
+    /// One of the others, as [`Model::encode`] made it.
+    Encoded(Encoded),
 }
 
 impl Default for Prompt {
@@ -50,19 +74,32 @@ impl Default for Prompt {
 /// A request.
 #[derive(Clone, Debug, Default)]
 pub struct Ask {
-    /// What to go on from.
+    /// The text, ids or messages to continue.
     pub prompt: Prompt,
-    /// How tokens are chosen.
-    pub sampling: Sampling,
+    /// How tokens are chosen, where it is not the model's own way.
+    pub sampling: Overrides,
     /// Most tokens to generate; `None`: [`DEFAULT_MAX_TOKENS`], or what the context and the KV pages leave.
     pub max_tokens: Option<usize>,
     /// Texts before which the answer ends. They need a tokenizer.
     pub stop: Vec<String>,
     /// The tenant: prefixes are shared within a namespace only.
     pub namespace: String,
+    /// The [`Imported::origin`](crate::engine::Imported::origin) of converted values that the prompt may begin with; empty for
+    /// all others.
+    pub origin: String,
+    /// What happens to messages that do not fit into the context.
+    pub when_full: WhenFull,
+    /// Penalties, biases and masks, and which log probabilities are reported.
+    pub controls: Controls,
+    /// Tokens that end the text besides the model's own.
+    pub stop_token_ids: Vec<u32>,
+    /// The model's end of text does not end the answer.
+    pub ignore_eos: bool,
+    /// Says before each token which ones may come.
+    pub constraint: Option<Box<dyn Constraint + Send>>,
 }
 
-/// Sampling values as people and programs give them: what is absent comes from the model's own defaults.
+/// Sampling values of a user or a program; absent ones come from the model's own defaults, see [`Text::sampling`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Overrides {
     /// See [`Sampling::temperature`].
@@ -75,7 +112,7 @@ pub struct Overrides {
     pub min_p: Option<f32>,
     /// See [`Sampling::repetition_penalty`].
     pub repetition_penalty: Option<f32>,
-    /// See [`Sampling::seed`].
+    /// See [`Sampling::seed`]; absent, a random one.
     pub seed: Option<u64>,
 }
 
@@ -93,23 +130,45 @@ impl Overrides {
     }
 }
 
-/// What a step brought for a request.
+impl From<Sampling> for Overrides {
+    /// All values given.
+    fn from(s: Sampling) -> Self {
+        Self {
+            temperature: Some(s.temperature),
+            top_k: Some(s.top_k),
+            top_p: Some(s.top_p),
+            min_p: Some(s.min_p),
+            repetition_penalty: Some(s.repetition_penalty),
+            seed: Some(s.seed),
+        }
+    }
+}
+
+/// A token of an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// Its id.
+    pub id: u32,
+    /// The natural logarithm of its probability, if the request asked for it.
+    pub logprob: Option<f32>,
+    /// The likeliest tokens at its place with theirs, likeliest first, as many as the request asked for.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// News of a request.
 #[derive(Clone, Debug)]
 pub enum Update {
-    /// More text, never empty.
+    /// One more token, or the text that was held back at the end. All texts together are the completion's text, and the
+    /// tokens its ids.
     Text {
-        /// The request.
-        id: SeqId,
-        /// Whole characters.
+        /// Whole characters. Empty if there is no tokenizer, the token is special or part of a character, or its text may be
+        /// the beginning of a stop string.
         text: String,
+        /// The tokens, usually one.
+        tokens: Vec<Token>,
     },
     /// The request has ended; nothing follows.
-    Done {
-        /// The request.
-        id: SeqId,
-        /// All of the answer.
-        completion: Completion,
-    },
+    Done(Completion),
 }
 
 /// A finished request.
@@ -121,7 +180,9 @@ pub struct Completion {
     pub ids: Vec<u32>,
     /// Why it ended; a stop string is [`FinishReason::Stop`] too.
     pub finish: FinishReason,
-    /// What the engine tells: cache, times, tokens.
+    /// The number of messages that were left out, the oldest but for the system prompt, see [`WhenFull::DropOldest`].
+    pub dropped: usize,
+    /// The engine's report: cache, times, tokens.
     pub end: Finished,
 }
 
@@ -135,304 +196,24 @@ impl Completion {
     pub fn reused(&self) -> usize {
         self.end.cache.map_or(0, |cache| cache.reused)
     }
+
+    /// Whether the answer continues from converted values of a bundle.
+    pub fn is_converted(&self) -> bool {
+        self.end.cache.is_some_and(|cache| cache.converted)
+    }
 }
 
-/// A loaded model that talks text.
+/// Loads the model in `files` onto `backend` and reports progress to `report`.
 ///
-/// ```
-/// use std::rc::Rc;
-///
-/// use selkie_core::{
-///     chat::Message, cpu::CpuBackend, engine::EngineOptions, model_dir::ModelFiles, session::*, source::Dir,
-/// };
-///
-/// # fn main() -> selkie_core::Result<()> { pollster::block_on(async {
-/// let source = Rc::new(Dir::open("../models/demo")?);
-/// let files = Rc::new(ModelFiles::open(source, || 0).await?);
-/// let options = EngineOptions::default();
-/// let mut session = Session::load(CpuBackend::new(), files, &options, &mut |_| {}).await?;
-///
-/// let messages = vec![Message::new("user", "What is 17 + 25?")];
-/// session.submit(Ask { prompt: Prompt::Messages(messages), ..Ask::default() })?;
-/// let mut answer = String::new();
-/// while !session.is_idle() {
-///     for update in session.step().await? {
-///         match update {
-///             Update::Text { text, .. } => answer += &text,
-///             Update::Done { completion, .. } => assert_eq!(completion.text.as_ref(), Some(&answer)),
-///         }
-///     }
-/// }
-/// assert_eq!(answer, "17 + 25 = 42.");
-/// # Ok(()) }) }
-/// ```
-pub struct Session<B: Backend> {
-    engine: Engine<B>,
-    files: Rc<ModelFiles>,
-    stop_ids: Vec<u32>,
-    desk: Desk,
-    next_id: u64,
-    /// Requests whose prompts are being prepared.
-    waiting: HashMap<SeqId, Start>,
-    /// Requests in the engine, by its own ids.
-    running: HashMap<SeqId, Running>,
-    /// What no step reported yet.
-    news: Vec<Update>,
-}
-
-/// A request but for its prompt.
-struct Start {
-    sampling: Sampling,
-    max_tokens: Option<usize>,
-    stops: StopStrings,
-    namespace: String,
-    kind: Kind,
-    /// Bytes of text of the prompt.
-    said: usize,
-}
-
-/// What a prompt was given as.
-#[derive(Clone, Copy, PartialEq)]
-enum Kind {
-    Ids,
-    Text,
-    Messages,
-}
-
-struct Running {
-    /// The session's id.
-    id: SeqId,
-    stream: TextStream,
-    stops: StopStrings,
-    text: String,
-    ids: Vec<u32>,
-    /// A stop string was found; tokens that were under way are not part of the answer.
-    stopped: bool,
-    /// Its tokens could not be made text.
-    failed: Option<Error>,
-}
-
-impl<B: Backend> Session<B> {
-    /// Loads the model in `files` onto `backend`, telling `report` how far it is.
-    ///
-    /// # Errors
-    /// Those of [`Engine::load`].
-    pub async fn load(
-        backend: B,
-        files: Rc<ModelFiles>,
-        options: &EngineOptions,
-        report: &mut dyn FnMut(Progress),
-    ) -> Result<Self> {
-        let architecture = models::read(&files.config)?;
-        let stop_ids = files.eos()?;
-        let fingerprint = files.fingerprint().await?.to_le_bytes();
-        let engine = Engine::load(backend, &architecture, &files.checkpoint, &fingerprint, options, report).await?;
-        Ok(Self {
-            engine,
-            files,
-            stop_ids,
-            desk: Desk::new(),
-            next_id: 0,
-            waiting: HashMap::new(),
-            running: HashMap::new(),
-            news: Vec::new(),
-        })
-    }
-
-    /// Queues a request. A prompt that takes long to prepare (50 ms while others run) is prepared beside them, and what is wrong with it
-    /// ends the request: [`FinishReason::Failed`].
-    ///
-    /// # Errors
-    /// [`Error::BadRequest`] for an empty prompt, ids out of range, impossible sampling values and a prompt that can never
-    /// fit; [`Error::BadModel`] for text or stop strings without a tokenizer, messages without a chat template, and if
-    /// tokenizer or template fail on the text. Nothing else is affected.
-    pub fn submit(&mut self, ask: Ask) -> Result<SeqId> {
-        let Ask { prompt, sampling, max_tokens, stop, namespace } = ask;
-        sampling.check()?;
-        if !stop.is_empty() {
-            self.files.tokenizer()?;
-        }
-        let stops = StopStrings::new(stop)?;
-        let kind = match prompt {
-            Prompt::Ids(_) => Kind::Ids,
-            Prompt::Text(_) => Kind::Text,
-            Prompt::Messages(_) => Kind::Messages,
-        };
-        let start = Start { sampling, max_tokens, stops, namespace, kind, said: prepare::said(&prompt) };
-        let task = Task::new(prompt, &self.files, self.engine.sizes().longest())?;
-        let id = SeqId(self.next_id);
-        self.next_id += 1;
-        let mut others = Vec::new();
-        let alone = self.engine.is_idle() && self.waiting.is_empty();
-        let ids = self.desk.begin(id, task, alone, &mut others);
-        for (id, ids) in others {
-            self.prepared(id, ids);
-        }
-        match ids {
-            Some(ids) => self.start(id, start, ids?)?,
-            None => drop(self.waiting.insert(id, start)),
-        }
-        Ok(id)
-    }
-
-    /// A prompt that was waited for has become ids, or has not.
-    fn prepared(&mut self, id: SeqId, ids: Result<Ids>) {
-        // None: it was cancelled.
-        let Some(start) = self.waiting.remove(&id) else { return };
-        if let Err(e) = ids.and_then(|ids| self.start(id, start, ids)) {
-            self.end_early(id, FinishReason::Failed, Some(e));
-        }
-    }
-
-    /// Hands a request to the engine.
-    fn start(&mut self, id: SeqId, start: Start, (ids, boundaries): Ids) -> Result<()> {
-        let Start { sampling, max_tokens, stops, namespace, kind, said } = start;
-        self.check(&ids, kind)?;
-        let stream = TextStream::new(if kind == Kind::Text { &ids } else { &[] });
-        let left = self.engine.sizes().longest().saturating_sub(ids.len());
-        let max_tokens = max_tokens.unwrap_or_else(|| left.clamp(1, DEFAULT_MAX_TOKENS));
-        let stop_ids = self.stop_ids.clone();
-        let request = Request { prompt: ids, boundaries, sampling, max_tokens, stop_ids, namespace };
-        let inner = self.engine.submit(request).map_err(|e| match (e, &self.files.chat) {
-            (Error::BadRequest(why), Some(chat)) if kind == Kind::Messages => {
-                let made = format!("the chat template of {} made the prompt of {said} bytes of messages", chat.file());
-                Error::BadRequest(format!("{why}; {made}"))
-            }
-            (e, _) => e,
-        })?;
-        let (text, ids) = (String::new(), Vec::new());
-        self.running.insert(inner, Running { id, stream, stops, text, ids, stopped: false, failed: None });
-        Ok(())
-    }
-
-    /// Checks ids against the model's vocabulary; what is wrong with ids of the model's own tokenizer is its file's fault.
-    fn check(&self, ids: &[u32], kind: Kind) -> Result<()> {
-        let vocab = self.engine.spec().vocab;
-        let Some(tokenizer) = self.files.tokenizer.as_ref().filter(|_| kind != Kind::Ids) else {
-            return check_ids(ids, vocab);
-        };
-        let why = match ids.iter().find(|id| **id as usize >= vocab) {
-            Some(id) => format!(
-                "it gives token id {id}, and by vocab_size in config.json the model has ids 0 to {}; take tokenizer.json and config.json of one model",
-                vocab - 1
-            ),
-            None if ids.is_empty() => "it makes no token of this prompt; give other text, or token ids".into(),
-            None => return Ok(()),
-        };
-        Err(Error::model(tokenizer.file(), why))
-    }
-
-    /// Reports the end of a request that never reached the engine.
-    fn end_early(&mut self, id: SeqId, reason: FinishReason, error: Option<Error>) {
-        let (timing, error) = (Timing::default(), error.map(Arc::new));
-        let end = Finished { id, reason, prompt_tokens: 0, completion_tokens: 0, cache: None, timing, error };
-        let text = self.files.tokenizer.is_some().then(String::new);
-        self.news.push(Update::Done { id, completion: Completion { text, ids: Vec::new(), finish: reason, end } });
-    }
-
-    /// Ends a request early; its [`Update::Done`] comes with the next step.
-    pub fn cancel(&mut self, id: SeqId) {
-        if self.waiting.remove(&id).is_some() {
-            self.end_early(id, FinishReason::Cancelled, None);
-        } else if let Some((inner, _)) = self.running.iter().find(|(_, running)| running.id == id) {
-            self.engine.cancel(*inner);
-        }
-    }
-
-    /// Whether nothing is queued or running.
-    pub fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty() && self.news.is_empty() && self.engine.is_idle()
-    }
-
-    /// Runs one step of the engine: what it brought, in the order in which it came. That may be nothing, while a prompt is
-    /// being prepared or computed.
-    ///
-    /// The future may be dropped before it is ready: nothing is lost, the next call goes on from there.
-    ///
-    /// # Errors
-    /// Those of the device, after which the session is of no use. What is wrong with one request ends that one.
-    pub async fn step(&mut self) -> Result<Vec<Update>> {
-        let nothing_else = self.engine.is_idle() && self.news.is_empty();
-        for (id, ids) in self.desk.take(nothing_else) {
-            self.prepared(id, ids);
-        }
-        if self.news.is_empty() && !self.engine.is_idle() {
-            for event in self.engine.step().await? {
-                match event {
-                    Event::Token { id, token, .. } => self.token(id, token),
-                    Event::Finished(end) => self.finish(end),
-                }
-            }
-        }
-        Ok(std::mem::take(&mut self.news))
-    }
-
-    fn token(&mut self, inner: SeqId, token: u32) {
-        let Some(running) = self.running.get_mut(&inner).filter(|r| !r.stopped && r.failed.is_none()) else { return };
-        running.ids.push(token);
-        let Some(tokenizer) = &self.files.tokenizer else { return };
-        match running.stream.push(tokenizer, token) {
-            Ok(piece) => running.show(&piece, &mut self.news),
-            Err(e) => running.failed = Some(e),
-        }
-        if running.stopped || running.failed.is_some() {
-            self.engine.cancel(inner);
-        }
-    }
-
-    fn finish(&mut self, mut end: Finished) {
-        let Some(mut running) = self.running.remove(&end.id) else { return };
-        if let Some(tokenizer) = &self.files.tokenizer
-            && !running.stopped
-            && running.failed.is_none()
-        {
-            match running.stream.finish(tokenizer) {
-                Ok(piece) => running.show(&piece, &mut self.news),
-                Err(e) => running.failed = Some(e),
-            }
-            if !running.stopped {
-                let held = running.stops.finish();
-                running.text(held, &mut self.news);
-            }
-        }
-        let id = running.id;
-        end.id = id;
-        if let Some(e) = running.failed {
-            (end.reason, end.error) = (FinishReason::Failed, Some(Arc::new(e)));
-        }
-        let finish = if running.stopped { FinishReason::Stop } else { end.reason };
-        let text = self.files.tokenizer.is_some().then_some(running.text);
-        self.news.push(Update::Done { id, completion: Completion { text, ids: running.ids, finish, end } });
-    }
-
-    /// The engine below.
-    pub fn engine(&self) -> &Engine<B> {
-        &self.engine
-    }
-
-    /// The engine below, for its cache and its counters. Requests submitted there have no text here.
-    pub fn engine_mut(&mut self) -> &mut Engine<B> {
-        &mut self.engine
-    }
-
-    /// The model's files.
-    pub fn files(&self) -> &Rc<ModelFiles> {
-        &self.files
-    }
-}
-
-impl Running {
-    /// Takes a piece of decoded text and shows what cannot be part of a stop string.
-    fn show(&mut self, piece: &str, news: &mut Vec<Update>) {
-        let (text, stopped) = self.stops.push(piece);
-        self.stopped = stopped;
-        self.text(text, news);
-    }
-
-    fn text(&mut self, text: String, news: &mut Vec<Update>) {
-        if !text.is_empty() {
-            self.text += &text;
-            news.push(Update::Text { id: self.id, text });
-        }
-    }
+/// # Errors
+/// Those of [`Engine::load`].
+pub async fn load<B: Backend>(
+    backend: B,
+    files: &ModelFiles,
+    options: &EngineOptions,
+    report: &mut dyn FnMut(Progress),
+) -> Result<Engine<B>> {
+    let architecture = models::read(&files.config)?;
+    let fingerprint = files.fingerprint().await?.to_le_bytes();
+    Engine::load(backend, &architecture, &files.checkpoint, &fingerprint, options, report).await
 }

@@ -1,7 +1,7 @@
 //! Where a model's bytes come from: a directory, the executable itself, or (in the browser) a server or a file handle.
 //!
-//! Reading is asynchronous because the browser's sources are; native sources answer at once, and a native caller blocks
-//! on the future. Files are named by plain file names, never by paths.
+//! Reading is asynchronous because the browser's sources are; native sources are ready immediately, and a native caller
+//! blocks on the future. Files are named by plain file names, never by paths.
 
 use std::{fmt, future::Future, ops::Range, pin::Pin, sync::Arc};
 
@@ -12,8 +12,8 @@ pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// A counted, sliceable range of bytes that keeps its owner alive.
 ///
-/// The owner may be a memory map, a heap block or a static. Clones and slices share it, so a backend that computes in host
-/// memory can hold weights where they lie.
+/// The owner may be a memory map, a heap block or a static. Clones and slices share it, so a backend that computes in
+/// host memory can use weights in place.
 #[derive(Clone)]
 pub struct Bytes {
     owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
@@ -74,9 +74,21 @@ impl fmt::Debug for Bytes {
     }
 }
 
-/// A flat collection of named files.
-pub trait Source {
-    /// What messages call the collection: the directory as the user named it, a URL, or `the embedded model`.
+/// `Send + Sync` where there are threads; the handles of a browser's files are neither.
+#[cfg(not(target_arch = "wasm32"))]
+pub trait Shared: Send + Sync {}
+#[cfg(not(target_arch = "wasm32"))]
+impl<T: Send + Sync + ?Sized> Shared for T {}
+
+/// `Send + Sync` where there are threads; the handles of a browser's files are neither.
+#[cfg(target_arch = "wasm32")]
+pub trait Shared {}
+#[cfg(target_arch = "wasm32")]
+impl<T: ?Sized> Shared for T {}
+
+/// A flat collection of named files. A model's files may be opened on one thread and loaded on another.
+pub trait Source: Shared {
+    /// Name of the collection in messages: the directory as the user named it, a URL, or `the embedded model`.
     fn label(&self) -> String;
 
     /// Size of a file in bytes; `None` if there is no such file.
@@ -91,7 +103,15 @@ pub trait Source {
     /// [`Error::Io`] if the file is missing or cannot be read, [`Error::BadModel`] if it ends before `range` does.
     fn read<'a>(&'a self, name: &'a str, range: Range<u64>) -> LocalFuture<'a, Result<Bytes>>;
 
-    /// What messages call one of the files.
+    /// The GGUF file of the collection that is the model, where a user named it or it is the only model there.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] if it is not clear which one is meant.
+    fn gguf(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// Name of one of the files in messages.
     fn path(&self, name: &str) -> String {
         format!("{}/{name}", self.label().trim_end_matches('/'))
     }
@@ -107,12 +127,56 @@ pub async fn read_small(source: &dyn Source, name: &str, limit: u64) -> Result<O
         let why = format!("{size} bytes are too many for this kind of file (at most {limit})");
         return Err(Error::model(source.path(name), why));
     }
-    source.read(name, 0..size).await.map(Some)
+    let bytes = source.read(name, 0..size).await?;
+    not_a_pointer(source, name, &bytes)?;
+    Ok(Some(bytes))
 }
+
+/// Refuses what git leaves in place of a large file that was not fetched; `bytes` are the file's first ones.
+///
+/// # Errors
+/// [`Error::BadModel`] with the command that fetches it.
+pub(crate) fn not_a_pointer(source: &dyn Source, name: &str, bytes: &[u8]) -> Result<()> {
+    if !bytes.starts_with(LFS_POINTER) {
+        return Ok(());
+    }
+    let why = "this is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder, or download the model again";
+    Err(Error::model(source.path(name), why))
+}
+
+/// How git-lfs pointers begin.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 /// Whether a name can only mean a file of the collection itself: no separators, no parent, no drive, no control characters.
 pub fn is_plain_file_name(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.chars().any(|c| matches!(c, '/' | '\\' | ':') || c.is_control())
+}
+
+/// `NAME-00001-of-00003.gguf` as name, number and count: a file of a split model.
+pub fn part_of_gguf(name: &str) -> Option<(&str, usize, usize)> {
+    let (rest, of) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (stem, i) = rest.rsplit_once('-')?;
+    let number = |n: &str| n.parse().ok().filter(|_| n.len() == 5);
+    let (i, of): (usize, usize) = (number(i)?, number(of)?);
+    (1 <= i && i <= of).then_some((stem, i, of))
+}
+
+/// The one model among the GGUF files of a folder: a file, or the first of a split model.
+///
+/// # Errors
+/// [`Error::BadModel`] if there are several, with their names.
+pub fn only_gguf(folder: &str, names: &[String]) -> Result<Option<String>> {
+    let first = |n: &&String| is_plain_file_name(n) && part_of_gguf(n).is_none_or(|(_, i, _)| i == 1);
+    // Encoders of images lie beside the models that they belong to.
+    let models: Vec<&String> = names.iter().filter(first).filter(|n| !n.starts_with("mmproj")).collect();
+    match models.as_slice() {
+        [] => Ok(None),
+        [one] => Ok(Some((*one).clone())),
+        many => {
+            let names = many.iter().map(|n| n.as_str()).collect::<Vec<_>>().join(", ");
+            Err(Error::model(folder, format!("there are several models here, {names}; give the file of one")))
+        }
+    }
 }
 
 fn slice(source: &dyn Source, name: &str, all: &Bytes, range: &Range<u64>) -> Result<Bytes> {
@@ -128,7 +192,7 @@ fn truncated(source: &dyn Source, name: &str, len: u64, range: &Range<u64>) -> E
 /// Files compiled into the executable.
 #[derive(Clone, Copy, Debug)]
 pub struct Embedded {
-    /// What messages call the collection.
+    /// Name of the collection in messages.
     pub label: &'static str,
     /// Name and bytes of every file.
     pub files: &'static [(&'static str, &'static [u8])],
@@ -162,17 +226,19 @@ pub use dir::Dir;
 #[cfg(not(target_arch = "wasm32"))]
 mod dir {
     use std::{
-        cell::RefCell,
         collections::HashMap,
         fs::File,
         io::{ErrorKind, Read, Seek, SeekFrom},
         path::{Path, PathBuf},
+        sync::{Mutex, MutexGuard, PoisonError},
     };
 
     use super::*;
 
-    /// How the names of weights end.
-    const MAPPED: &str = ".safetensors";
+    /// The endings of the names of weights.
+    const MAPPED: [&str; 2] = [".safetensors", GGUF];
+    /// The ending of the names of files that are whole models.
+    const GGUF: &str = ".gguf";
 
     /// A directory. Each file of weights is mapped into memory once, on first use, and every read is a part of that map; all
     /// other files are small and are read.
@@ -182,20 +248,31 @@ mod dir {
     #[derive(Debug)]
     pub struct Dir {
         path: PathBuf,
-        maps: RefCell<HashMap<String, Bytes>>,
+        /// The file that was named instead of the directory.
+        file: Option<String>,
+        maps: Mutex<HashMap<String, Bytes>>,
     }
 
     impl Dir {
-        /// The files of the directory `path`; nothing is read yet.
+        /// The files of the directory `path`, or of that of a GGUF file; nothing is read yet.
         ///
         /// # Errors
-        /// [`Error::BadModel`] if `path` is not a directory, [`Error::Io`] if it cannot be looked at.
+        /// [`Error::BadModel`] if `path` is neither, [`Error::Io`] if it cannot be looked at.
         pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
             let path = path.into();
             let fault = |why: &str| Err(Error::model(path.display().to_string(), why));
             match std::fs::metadata(&path) {
-                Ok(meta) if meta.is_dir() => Ok(Self { path, maps: RefCell::default() }),
-                Ok(_) => fault("this is a file; give the directory that holds config.json and the weights"),
+                Ok(meta) if meta.is_dir() => Ok(Self { path, file: None, maps: Mutex::default() }),
+                Ok(_) if path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf")) => {
+                    let Some(file) = path.file_name().and_then(|name| name.to_str()).map(str::to_owned) else {
+                        return fault("the name of this file is not UTF-8");
+                    };
+                    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+                    Ok(Self { path: folder.into(), file: Some(file), maps: Mutex::default() })
+                }
+                Ok(_) => {
+                    fault("this is a file; give a GGUF file, or the directory that holds config.json and the weights")
+                }
                 Err(e) if e.kind() == ErrorKind::NotFound => {
                     fault("no such directory; give the directory of a downloaded Hugging Face model")
                 }
@@ -223,9 +300,13 @@ mod dir {
             }
         }
 
+        fn maps(&self) -> MutexGuard<'_, HashMap<String, Bytes>> {
+            self.maps.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+
         /// All of a file of weights.
         fn map(&self, name: &str, path: &Path, len: u64) -> Result<Bytes> {
-            if let Some(bytes) = self.maps.borrow().get(name) {
+            if let Some(bytes) = self.maps().get(name) {
                 return Ok(bytes.clone());
             }
             let io = |e| Error::io(path, e);
@@ -238,14 +319,14 @@ mod dir {
                 // would change these bytes under us; like every engine that maps its weights we require that none does.
                 Bytes::new(Arc::new(unsafe { memmap2::Mmap::map(&file) }.map_err(io)?))
             };
-            self.maps.borrow_mut().insert(name.to_owned(), bytes.clone());
+            self.maps().insert(name.to_owned(), bytes.clone());
             Ok(bytes)
         }
 
         fn part(&self, name: &str, range: &Range<u64>) -> Result<Bytes> {
             let missing = || Error::io(self.path.join(name), ErrorKind::NotFound.into());
             let (path, len) = self.find(name)?.ok_or_else(missing)?;
-            if name.ends_with(MAPPED) {
+            if MAPPED.iter().any(|end| name.ends_with(end)) {
                 return slice(self, name, &self.map(name, &path, len)?, range);
             }
             if range.start > range.end || range.end > len {
@@ -265,7 +346,24 @@ mod dir {
 
     impl Source for Dir {
         fn label(&self) -> String {
-            self.path.display().to_string()
+            self.file.as_ref().map_or(self.path.clone(), |file| self.path.join(file)).display().to_string()
+        }
+
+        fn path(&self, name: &str) -> String {
+            self.path.join(name).display().to_string()
+        }
+
+        fn gguf(&self) -> Result<Option<String>> {
+            if self.file.is_some() {
+                return Ok(self.file.clone());
+            }
+            let io = |e| Error::io(&self.path, e);
+            let mut names = Vec::new();
+            for entry in std::fs::read_dir(&self.path).map_err(io)? {
+                names.extend(entry.map_err(io)?.file_name().to_str().filter(|n| n.ends_with(GGUF)).map(str::to_owned));
+            }
+            names.sort();
+            only_gguf(&self.label(), &names)
         }
 
         fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {
@@ -301,13 +399,13 @@ mod tests {
         let a = block_on(dir.read(weights, 0..10)).unwrap();
         let b = block_on(dir.read(weights, 2..4)).unwrap();
         assert_eq!(a[2..].as_ptr(), b.as_ptr());
-        // What is small is a copy, which nobody can truncate.
+        // Small files are copies, which no other process can truncate.
         let a = block_on(dir.read("config.json", 0..10)).unwrap();
         let b = block_on(dir.read("config.json", 2..4)).unwrap();
         assert!(a[2..4] == *b && a[2..].as_ptr() != b.as_ptr());
         assert_eq!(block_on(dir.size("nothing.json")).unwrap(), None);
         assert!(matches!(block_on(dir.read("nothing.json", 0..1)), Err(Error::Io { .. })));
-        // A directory in the place of a file is there, but it is no file.
+        // A directory in the place of a file exists, but is not a file.
         assert!(matches!(block_on(dir.size("training")), Err(Error::Io { .. })));
         let size = block_on(dir.size("config.json")).unwrap().unwrap();
         assert!(block_on(dir.read("config.json", size - 1..size + 1)).unwrap_err().to_string().contains("truncated"));

@@ -12,9 +12,9 @@ use crate::tensor::{DType, Tensor};
 pub const PAGE: usize = 64;
 /// "No such thing" in any integer of a step: the row of a padding token, an unused output.
 pub const NONE: u32 = u32::MAX;
-/// A chunk's `src`: go on from the previous chunk of the same row.
+/// A chunk's `src`: continue from the previous chunk of the same row.
 pub const CARRY: u32 = u32::MAX;
-/// Bit set in a token id that says: take what lane `id & !FROM_DEVICE` sampled last.
+/// Bit set in a token id that says: take the last sampled token of lane `id & !FROM_DEVICE`.
 pub const FROM_DEVICE: u32 = 1 << 31;
 /// Words of a chunk-table entry: row, start (in the packed batch), len, src slot or [`CARRY`], dst slot (0 = nowhere).
 pub const CHUNK_WORDS: usize = 5;
@@ -150,7 +150,7 @@ impl AsRef<Row> for Row {
 pub enum TokenRef {
     /// The id.
     Known(u32),
-    /// What this lane sampled last, which the host has not read yet.
+    /// The last sampled token of this lane, which the host has not read yet.
     FromDevice(u32),
 }
 

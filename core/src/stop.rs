@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 
-/// Looks for stop strings in text that arrives in pieces; what might be the beginning of one is held back.
+/// Looks for stop strings in text that arrives in pieces. A possible beginning of one is held back.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     stops: Vec<String>,
@@ -19,8 +19,9 @@ impl StopStrings {
         Ok(Self { stops, held: String::new() })
     }
 
-    /// Takes the next piece of text. Returns what can be shown, and whether a stop string was found; the stop string and
-    /// what follows it are dropped. The one that is complete first counts, of several the longest, however the text is cut.
+    /// Takes the next piece of text. Returns the text that can be shown, and whether a stop string was found; the stop
+    /// string and everything after it are dropped. The first one that is complete counts, of several the longest,
+    /// however the text is cut.
     pub fn push(&mut self, text: &str) -> (String, bool) {
         for c in text.chars() {
             self.held.push(c);
@@ -39,7 +40,7 @@ impl StopStrings {
         (std::mem::replace(&mut self.held, keep), false)
     }
 
-    /// The text ends: what was held back turned out to be text.
+    /// The text ends, so the held-back text is not a stop string.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }

@@ -1,4 +1,4 @@
-//! Calls into libraries that panic on some of what they are given.
+//! Calls into libraries that panic on some inputs.
 
 use std::{
     cell::Cell,
@@ -7,13 +7,14 @@ use std::{
 };
 
 thread_local! {
-    /// Panics of this thread are somebody's result, and nothing is said about them.
+    /// Panics of this thread are caught, and not reported on stderr.
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `call` returns; `None` if it panicked, which is not told on stderr. Where panics end the process they still do.
+/// The result of `call`; `None` if it panicked, which is not reported on stderr. Where panics end the process they
+/// still do.
 ///
-/// What `call` changes may be left half changed.
+/// Values that `call` changes may be left half changed.
 pub(crate) fn survived<T>(call: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     if cfg!(panic = "abort") {

@@ -11,6 +11,8 @@ pub enum DType {
     F16,
     /// Unsigned 32-bit integer.
     U32,
+    /// A byte of a coded weight, see [`crate::format`].
+    U8,
 }
 
 impl DType {
@@ -19,6 +21,7 @@ impl DType {
         match self {
             Self::F32 | Self::U32 => 4,
             Self::Bf16 | Self::F16 => 2,
+            Self::U8 => 1,
         }
     }
 
@@ -30,6 +33,7 @@ impl DType {
             Self::U32 => words.iter().map(|b| u32::from_le_bytes(*b) as f32).collect(),
             Self::Bf16 => halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
             Self::F16 => halves.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
+            Self::U8 => bytes.iter().map(|b| f32::from(*b)).collect(),
         }
     }
 }
@@ -105,6 +109,17 @@ impl<Buf: Clone> Tensor<Buf> {
         let mut t = self.clone();
         t.dims[0] = n;
         t.offset += from * self.row_stride;
+        t
+    }
+
+    /// `n` rows, every `step`th from row `from` on.
+    pub fn every(&self, from: usize, step: usize, n: usize) -> Self {
+        let last = n.checked_sub(1).map_or(from, |n| from + n * step);
+        assert!(last < self.rows(), "rows up to {last} of a tensor of {} rows", self.rows());
+        let mut t = self.clone();
+        t.dims[0] = n;
+        t.offset += from * self.row_stride;
+        t.row_stride *= step;
         t
     }
 

@@ -1,22 +1,23 @@
 //! Text to token ids and back.
 //!
 //! # Text that must not act
-//! A message may contain the text of a special token (`<|end|>`). Encoded as it stands it would become that token, and a user
-//! could end a turn and begin another in somebody else's name. Such text is *guarded* before the chat template sees it: a
-//! character that occurs nowhere else is put behind its first character, so it is no special token any more. After rendering,
-//! the template's own special tokens are found in the text that contains the guards, and the guards are removed by a
-//! normaliser, that is after special tokens were split off and before anything else looks at the text. So the rest is encoded
-//! exactly as if special tokens did not exist.
+//! A message may contain the text of a special token (`<|end|>`). Encoded unchanged it would become that token, and a
+//! user could end a turn and begin another in another role. Such text is *guarded* before the chat template sees it: a
+//! character that occurs nowhere else is inserted after its first character, so it is no longer a special token. After
+//! rendering, the template's own special tokens are found in the text with the guards. Then a normaliser removes the
+//! guards, after special tokens were split off and before any other rule sees the text. So the rest is encoded exactly
+//! as if special tokens did not exist.
 //!
-//! A normaliser may make the text of a special token out of another text (`<|END|>` in lower case). Where special tokens are
-//! looked for in normalised text and the normaliser could do that, they are looked for in the text as it is instead. And
-//! whatever the rules are: a special token whose place in the text does not hold its own text is an error.
+//! A normaliser may turn other text into the text of a special token (`<|END|>` in lower case). If special tokens are
+//! looked for in normalised text and the normaliser could do that, they are looked for in the original text instead.
+//! With all rules, a special token whose place in the text does not hold its own text is an error.
 //!
 //! # Bounds
-//! A file is checked before the library reads it ([`file`]): no rule may take memory out of proportion. What the library panics on
-//! is an error that names the file. Encoding takes some 170 bytes of memory per byte of text, so a text is measured first
-//! ([`Tokenizer::most_bytes`]).
+//! A file is checked before the library reads it ([`file`]): no rule may take memory out of proportion. A panic of the
+//! library becomes an error that names the file. Encoding takes some 170 bytes of memory per byte of text, so a text is
+//! measured first ([`Tokenizer::most_bytes`]).
 
+mod bytes;
 mod file;
 
 use std::{collections::HashMap, sync::OnceLock};
@@ -30,7 +31,7 @@ use tokenizers::{
 use self::file::Lengths;
 use crate::{Error, Result, config::parse_object, survive};
 
-/// A tokenizer as `tokenizer.json` describes it, with what `tokenizer_config.json` adds.
+/// A tokenizer as `tokenizer.json` describes it, with the additions of `tokenizer_config.json`.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// Special tokens of two characters or more, by their first character.
@@ -74,7 +75,7 @@ impl Tokenizer {
             )
         };
         let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
-        // Parsed here first: the library's own message for text that is no JSON does not say where it breaks.
+        // Parsed here first: the library's own message for text that is not JSON does not say where it breaks.
         let mut parsed = parse_object(file, bytes)?;
         let (lengths, changed) = file::check(&mut parsed).map_err(|why| bad(&why))?;
         let normalizer = parsed.get("normalizer").cloned();
@@ -83,7 +84,7 @@ impl Tokenizer {
         let bytes = rewritten.as_ref().map_or(bytes, |text| text.as_bytes());
         let mut inner = survived(|| {
             let inner = tokenizers::Tokenizer::from_bytes(bytes)?;
-            // Some faults show only now; what a rule refuses is told when a text needs it.
+            // Some faults appear only here. A text that a rule refuses is reported when it occurs.
             let _ = inner.encode("Hello, world! 1 + 2", true).and_then(|e| inner.decode(e.get_ids(), true));
             Ok(inner)
         })
@@ -116,8 +117,9 @@ impl Tokenizer {
         &self.file
     }
 
-    /// Bytes of text beyond which a text is sure to have more than `tokens` tokens, or takes more memory than is sensible. Where
-    /// rules drop or join text nothing is sure; then it is what `tokens` of the longest token have, and no less than 1 MiB.
+    /// Bytes of text beyond which a text certainly has more than `tokens` tokens, or takes more memory than is
+    /// sensible. Where rules drop or join text, nothing is certain: then it is the length of `tokens` of the longest
+    /// token, and at least 1 MiB.
     pub fn most_bytes(&self, tokens: usize) -> usize {
         let bytes = match self.lengths.per_token {
             Some(bytes) => tokens.saturating_mul(bytes),
@@ -171,7 +173,7 @@ impl Tokenizer {
         for (id, (start, end)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
             let Some(special) = self.special_ids.get(id) else { continue };
             if text.get(*start..*end).is_none_or(|there| there.trim() != special.trim()) {
-                let why = "this tokenizer makes a special token of a text that is none; change the message";
+                let why = "this tokenizer turns ordinary text into a special token; change the message";
                 let there: String = text.get(*start..*end).unwrap_or_default().replace(GUARD, "");
                 return Err(Error::model(&self.file, format!("{there:?} became {special:?}: {why}")));
             }
@@ -180,8 +182,8 @@ impl Tokenizer {
         Ok(Encoded { ids: encoding.get_ids().to_vec(), ends })
     }
 
-    /// Puts the guard behind the first character of every special token in `text`, complete or cut off by the end of the
-    /// text (what follows could complete it).
+    /// Inserts the guard after the first character of every special token in `text`, complete or cut off by the end of
+    /// the text (the text after it could complete it).
     pub(crate) fn guard(&self, text: &str) -> String {
         let text = text.replace(GUARD, "");
         let mut out = String::with_capacity(text.len());
@@ -209,14 +211,14 @@ impl Tokenizer {
         let remove = NormalizerWrapper::from(Replace::new(GUARD.to_string(), "").map_err(|e| self.fault(&e))?);
         let first = [remove].into_iter().chain(self.inner.get_normalizer().cloned());
         tokenizer.with_normalizer(Some(Sequence::new(first.collect()))).map_err(|e| self.fault(&e))?;
-        // Tokens that are looked for in normalised text would be found again once the guards are gone.
+        // Otherwise tokens that are looked for in normalised text would be found again after the guards are removed.
         let added = self.inner.get_added_tokens_decoder().into_values();
         let normalized = added.filter(|t| t.special && t.normalized).map(|t| AddedToken { normalized: false, ..t });
         tokenizer.add_special_tokens(normalized).map_err(|e| self.fault(&e))?;
         Ok(self.guarded.get_or_init(|| tokenizer))
     }
 
-    /// The text of `ids`, without special tokens. Bytes that are no UTF-8 come out as U+FFFD, unknown ids as nothing.
+    /// The text of `ids`, without special tokens. Bytes that are not UTF-8 become U+FFFD, unknown ids become nothing.
     ///
     /// # Errors
     /// [`Error::BadModel`] if the tokenizer's own rules fail.
@@ -232,7 +234,7 @@ impl Tokenizer {
     }
 }
 
-/// What the library makes of a file or a text; it panics on some.
+/// Runs the library on a file or a text; it panics on some.
 fn survived<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
     survive::survived(call).unwrap_or_else(|| Err("its parts contradict each other".into()))
 }
@@ -278,7 +280,7 @@ pub struct TextStream {
     shown: usize,
 }
 
-/// Tokens that are held back at most; a character has four bytes, so by then it is clear that they are no characters.
+/// Most tokens that are held back; a character has four bytes, so more tokens cannot be a part of one.
 const MAX_HELD: usize = 16;
 
 impl TextStream {
@@ -297,7 +299,7 @@ impl TextStream {
         self.flush(tokenizer, self.window.len() - self.shown >= MAX_HELD)
     }
 
-    /// What is left at the end: bytes of a character that never came, as U+FFFD.
+    /// The text that is left at the end: bytes of an incomplete character, as U+FFFD.
     ///
     /// # Errors
     /// As for [`Tokenizer::decode`].
@@ -310,7 +312,7 @@ impl TextStream {
         let now = tokenizer.decode(&self.window)?;
         let new = now.get(before.len()..).unwrap_or_default();
         if new.is_empty() || (new.ends_with('\u{fffd}') && !all) {
-            // Special tokens have no text; without this a run of them would be decoded again and again.
+            // Special tokens have no text; without this a run of them would be decoded repeatedly.
             if new.is_empty() && self.window.len() - self.shown >= MAX_HELD {
                 self.window.drain(..self.shown);
                 self.shown = self.window.len();

@@ -57,7 +57,7 @@ fn special_tokens_that_are_matched_after_normalising_cannot_be_forged_either() {
     let t = metaspace();
     assert_eq!(t.encode("a</s>").unwrap(), [2, 0]);
     assert_eq!(t.encode_plain("a</s>").unwrap(), [2, 5, 6, 7, 8]);
-    // The template's own token beside the forged one.
+    // The template's own token and the forged one.
     let prompt = format!("{}</s>", t.guard("a</s>"));
     let encoded = t.encode_guarded(&prompt).unwrap();
     assert_eq!(encoded.ids, [2, 5, 6, 7, 8, 0]);
@@ -136,18 +136,18 @@ fn rules_that_take_memory_out_of_proportion_are_refused() {
     let charsmap = |text: &str| json!({"type": "Precompiled", "precompiled_charsmap": text});
     for (normalizer, expected) in [
         (several(replace("l", "ll"), 30), "normalizer`: together the rules may make a text more than 64 times longer"),
-        (several(json!({"type": "Prepend", "prepend": "x".repeat(1 << 20)}), 40), "it may have 4096"),
+        (several(json!({"type": "Prepend", "prepend": "x".repeat(1 << 20)}), 40), "at most 4096 are allowed"),
         (several(json!({"type": "NFC"}), 65), "more than 64 rules"),
         (replace("", "x").as_object().map(|r| json!([r])).unwrap(), "not a valid tokenizer"),
-        (charsmap("/////w=="), "the table is said to have 4294967295 bytes, and 0 follow"),
+        (charsmap("/////w=="), "the table claims 4294967295 bytes, but 0 follow"),
         (charsmap("AAAA"), "too short"),
         (charsmap("BAAAAAEAAAA="), ""),
-        (charsmap("CAAAAAEAAAA="), "the table is said to have 8 bytes, and 4 follow"),
+        (charsmap("CAAAAAEAAAA="), "the table claims 8 bytes, but 4 follow"),
     ] {
         let result = changed(json!({"normalizer": normalizer}));
         if expected.is_empty() {
             // Whatever else is wrong with it, its size is right.
-            assert!(result.err().is_none_or(|e| !e.to_string().contains("the table is said")), "{normalizer}");
+            assert!(result.err().is_none_or(|e| !e.to_string().contains("the table claims")), "{normalizer}");
             continue;
         }
         let message = result.err().unwrap().to_string();
@@ -276,4 +276,23 @@ proptest! {
         prop_assert!(ids.iter().all(|id| *id > 5));
         prop_assert_eq!(t.decode(&ids).unwrap(), text);
     }
+}
+
+#[test]
+fn the_bytes_of_tokens_make_the_text() {
+    for (tokenizer, text) in [(demo(), "Hé, 17 + 25?\n\t東 <b>"), (metaspace(), "a €b a")] {
+        let bytes = tokenizer.token_bytes(tokenizer.vocab_size() + 2);
+        let ids = tokenizer.encode_plain(text).unwrap();
+        let joined: Vec<u8> = ids.iter().flat_map(|id| bytes[*id as usize].clone()).collect();
+        let shown = String::from_utf8(joined).unwrap();
+        // The decoder drops the first space, which a token has.
+        assert_eq!(shown.trim_start_matches(' '), tokenizer.decode(&ids).unwrap().trim_start_matches(' '));
+        assert!(bytes[bytes.len() - 2..].iter().all(Vec::is_empty));
+        for (id, text) in tokenizer.special_tokens() {
+            assert!(bytes[id as usize].is_empty());
+            assert_eq!(tokenizer.special_text(id), Some(text));
+        }
+    }
+    let bytes = metaspace().token_bytes(12);
+    assert_eq!((&bytes[0][..], &bytes[4][..], &bytes[9][..]), (&b""[..], &b" a"[..], &[0xe2][..]));
 }

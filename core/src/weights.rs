@@ -10,13 +10,16 @@ use std::{collections::HashMap, ops::Range};
 use crate::{
     Error, Result,
     backend::Backend,
-    checkpoint::{Checkpoint, RawTensor, StoredTensor},
-    ops::{ExpertRange, RowBlock, Weight},
+    checkpoint::{Checkpoint, RawTensor, Run, StoredTensor},
+    format::Format,
+    ops::{RowBlock, Weight},
     tensor::{DType, Tensor},
 };
 
+mod experts;
+
 /// Bytes of one read and one write to a device: small enough to report progress and to bound staging memory, which a
-/// page's module would never give back.
+/// page's module never releases.
 const PIECE: usize = if cfg!(target_arch = "wasm32") { 4 << 20 } else { 16 << 20 };
 
 /// Rows of a stored matrix that become output columns.
@@ -94,7 +97,7 @@ pub struct Linear<Buf> {
     pub scale: f32,
 }
 
-/// How far a load has come.
+/// Progress of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes placed on the device.
@@ -107,11 +110,11 @@ pub struct Progress {
 pub struct Loader<'a, B: Backend> {
     backend: &'a B,
     checkpoint: &'a Checkpoint,
-    /// In front of every relative name.
+    /// Prefix of every relative name.
     prefix: String,
     progress: Progress,
     report: &'a mut dyn FnMut(Progress),
-    /// Matrices so far by the name of their first part, with their parts, for layers that share them.
+    /// Loaded matrices by the name of their first part, with their parts, for layers that share them.
     matrices: HashMap<String, Vec<Shared<B::Buf>>>,
 }
 
@@ -119,7 +122,7 @@ pub struct Loader<'a, B: Backend> {
 type Shared<Buf> = (Vec<Part>, Weight<Buf>);
 
 impl<'a, B: Backend> Loader<'a, B> {
-    /// A loader that tells `report` after every piece how far it is.
+    /// A loader that reports its progress to `report` after every piece.
     pub fn new(backend: &'a B, checkpoint: &'a Checkpoint, report: &'a mut dyn FnMut(Progress)) -> Self {
         let progress = Progress { done: 0, total: checkpoint.bytes() };
         Self { backend, checkpoint, prefix: String::new(), progress, report, matrices: HashMap::new() }
@@ -135,8 +138,8 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.checkpoint
     }
 
-    /// Takes the first of `prefixes` under which one of `names` is stored; the first of all if none is, so that the error
-    /// about the missing tensor names it.
+    /// Uses the first of `prefixes` under which one of `names` is stored. If none is stored it uses the first prefix,
+    /// so that the error about the missing tensor names it.
     pub fn set_prefix(&mut self, prefixes: &[&str], names: &[&str]) {
         let stored = |p: &&&str| names.iter().any(|n| self.checkpoint.contains(&format!("{p}{n}")));
         self.prefix = prefixes.iter().find(stored).or(prefixes.first()).map_or(String::new(), |p| (*p).into());
@@ -184,7 +187,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// The whole name of a relative one, which may be several separated by `|`: the first that is stored.
     fn full(&self, name: &str) -> String {
-        // The output matrix stands outside of the prefix.
+        // The output matrix lies outside of the prefix.
         let whole = |n: &str| n.strip_prefix('/').map_or_else(|| format!("{}{n}", self.prefix), str::to_owned);
         let mut names = name.split('|').map(whole);
         let first = names.next().unwrap_or_default();
@@ -198,8 +201,24 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.checkpoint.get(&self.full(name), shape).await
     }
 
-    fn stored(&self, name: &str, shape: &[usize]) -> Result<StoredTensor> {
-        self.checkpoint.tensor(&self.full(name), shape)
+    /// The stored rows that a weight is made of, in formats that the backend multiplies.
+    fn runs(&self, name: &str, shape: &[usize]) -> Result<Vec<Run>> {
+        let name = self.full(name);
+        let runs = self.checkpoint.runs(&name, shape)?;
+        runs.iter().try_for_each(|run| self.refuse_format(&name, run.tensor.format))?;
+        Ok(runs)
+    }
+
+    /// # Errors
+    /// [`Error::Unsupported`] for a format that the backend does not multiply.
+    fn refuse_format(&self, name: &str, format: Format) -> Result<()> {
+        if self.backend.multiplies(format) {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: format!("tensor `{name}` of type {} on {}", format.name(), self.backend.caps().backend),
+            why: "this backend has no kernels for it; choose another one (--backend wgpu or --backend cpu)".into(),
+        })
     }
 
     fn advance(&mut self, bytes: usize) {
@@ -216,21 +235,54 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(())
     }
 
-    /// Copies bytes `from` of a tensor to `dst` from byte `at` on, never holding more than a piece of them.
-    async fn copy(&mut self, tensor: &StoredTensor, from: Range<usize>, dst: &B::Buf, at: usize) -> Result<()> {
-        for start in from.clone().step_by(PIECE) {
-            let piece = tensor.read(start..from.end.min(start + PIECE)).await?;
-            self.write(dst, (at + start - from.start) as u64, &piece)?;
+    /// Copies rows of a tensor to `to`, never holding more than two pieces of them.
+    async fn copy(&mut self, tensor: &StoredTensor, p: Piece, to: &mut Stream<B::Buf>) -> Result<()> {
+        let row = tensor.row_bytes();
+        if p.step == 1 {
+            let from = p.first * row..(p.first + p.count) * row;
+            for start in from.clone().step_by(PIECE) {
+                to.push(self, &tensor.read(start..from.end.min(start + PIECE)).await?)?;
+            }
+            return Ok(());
+        }
+        let most = (PIECE / (row * p.step)).max(1);
+        for done in (0..p.count).step_by(most) {
+            let (first, count) = (p.first + done * p.step, most.min(p.count - done));
+            let bytes = tensor.read(first * row..(first + (count - 1) * p.step + 1) * row).await?;
+            for row in bytes.chunks(row).step_by(p.step) {
+                to.push(self, row)?;
+            }
         }
         Ok(())
     }
 
-    /// A matrix with inner dimension `k` out of `parts`, which cover the output columns once. One that is asked for again is not
-    /// loaded again.
+    /// A matrix with inner dimension `k` out of `parts`, which cover the output columns once. A matrix is loaded only
+    /// once.
     ///
     /// # Errors
     /// Those of [`Checkpoint::get`], naming the tensor, and of the backend's allocations and writes.
     pub async fn matrix(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
+        for p in parts {
+            self.refuse_factor(&p.name).await?;
+        }
+        self.unfactored(k, parts).await
+    }
+
+    /// # Errors
+    /// [`Error::Unsupported`] for a weight that has a factor, where there is no place for one.
+    async fn refuse_factor(&self, name: &str) -> Result<()> {
+        let name = self.full(name);
+        match self.checkpoint.factor(&name).await? {
+            1.0 => Ok(()),
+            factor => Err(Error::Unsupported {
+                what: format!("tensor `{name}` with a factor of {factor} beside it"),
+                why: "embeddings and experts are supported without".into(),
+            }),
+        }
+    }
+
+    /// [`Loader::matrix`] without the factors that the parts may have.
+    async fn unfactored(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
         let mut parts: Vec<Part> = parts.iter().map(|p| p.clone().scaled(1.0)).collect();
         parts.sort_by_key(|p| p.col);
         parts.dedup_by(|b, a| {
@@ -254,33 +306,69 @@ impl<'a, B: Backend> Loader<'a, B> {
         if let Some(w) = self.random_matrix(n, k, &parts[0].name)? {
             return Ok(w);
         }
-        let mut tensors: HashMap<&str, StoredTensor> = HashMap::new();
-        for p in parts {
-            if !tensors.contains_key(p.name.as_str()) {
-                tensors.insert(&p.name, self.stored(&p.name, &[p.of, k])?);
-            }
-        }
+        let (tensors, pieces) = self.pieces(k, parts)?;
         if !self.backend.adopts() {
-            return self.gather(n, k, parts, &tensors).await;
+            return self.gather((n, k), &parts[0].name, &tensors, &pieces).await;
         }
-        let mut adopted: HashMap<&str, Tensor<B::Buf>> = HashMap::new();
-        for (name, tensor) in tensors {
-            adopted.insert(name, self.adopt(tensor).await?);
+        let mut adopted = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            let format = tensor.format;
+            adopted.push((self.adopt(tensor).await?, format));
         }
-        let view = |p: &Part| adopted[p.name.as_str()].slice_rows(p.rows.start, p.rows.len());
-        let blocks = parts.iter().map(|p| RowBlock { w: view(p), col: p.col }).collect();
-        Ok(Weight { blocks, n, k })
+        let block = |p: &Piece| {
+            let (w, format) = &adopted[p.tensor];
+            RowBlock { w: w.every(p.first, p.step, p.count), format: *format, col: p.col }
+        };
+        Ok(Weight { blocks: pieces.iter().map(block).collect(), n, k })
     }
 
-    /// A tensor where it lies in host memory.
+    /// The stored tensors that `parts`, sorted by column, lie in, and which of their rows they are.
+    fn pieces(&self, k: usize, parts: &[Part]) -> Result<(Vec<StoredTensor>, Vec<Piece>)> {
+        let mut tensors: Vec<StoredTensor> = Vec::new();
+        let mut pieces: Vec<Piece> = Vec::new();
+        // Each name is looked up once, whatever the number of its parts.
+        let mut names: HashMap<&str, Vec<(usize, Run)>> = HashMap::new();
+        for part in parts {
+            if !names.contains_key(part.name.as_str()) {
+                let mut runs = Vec::new();
+                for run in self.runs(&part.name, &[part.of, k])? {
+                    let known = tensors.iter().position(|t| t.same(&run.tensor));
+                    let tensor = known.unwrap_or_else(|| {
+                        tensors.push(run.tensor.clone());
+                        tensors.len() - 1
+                    });
+                    runs.push((tensor, run));
+                }
+                names.insert(&part.name, runs);
+            }
+            let mut start = 0;
+            for (tensor, run) in &names[part.name.as_str()] {
+                let (from, to) = (part.rows.start.max(start), part.rows.end.min(start + run.count));
+                if from < to {
+                    let first = run.first + (from - start) * run.step;
+                    let col = part.col + from - part.rows.start;
+                    let piece = Piece { tensor: *tensor, first, step: run.step, count: to - from, col };
+                    match pieces.last_mut() {
+                        Some(last) if last.goes_on_as(&piece) => last.count += piece.count,
+                        _ => pieces.push(piece),
+                    }
+                }
+                start += run.count;
+            }
+        }
+        Ok((tensors, pieces))
+    }
+
+    /// A tensor used in place in host memory.
     async fn adopt(&mut self, tensor: StoredTensor) -> Result<Tensor<B::Buf>> {
+        let dims = tensor.dims();
         let raw = tensor.whole().await?;
         self.advance(raw.bytes.len());
         let buf = self.backend.adopt(&raw.bytes).expect("a backend that adopts");
-        Ok(Tensor::new(buf, raw.dtype, &raw.shape))
+        Ok(Tensor::new(buf, raw.dtype, &dims))
     }
 
-    /// Random values made on the device, if nothing is stored and it can make them.
+    /// Random values made on the device, if the checkpoint is random and the device can make them.
     fn random_matrix(&mut self, n: usize, k: usize, name: &str) -> Result<Option<Weight<B::Buf>>> {
         let name = self.full(name);
         let Some((seed, half)) = self.checkpoint.random_matrix(&name, &[n, k]) else { return Ok(None) };
@@ -294,57 +382,51 @@ impl<'a, B: Backend> Loader<'a, B> {
                 return Ok(None);
             }
             self.advance(bytes);
-            blocks.push(RowBlock { w, col });
+            blocks.push(RowBlock::plain(w, col));
         }
         Ok(Some(Weight { blocks, n, k }))
     }
 
-    /// The same for the matrices of all experts.
-    fn random_experts(&mut self, e: usize, n: usize, k: usize, name: &str) -> Result<Option<Vec<ExpertRange<B::Buf>>>> {
-        let Some((seed, half)) = self.checkpoint.random_matrix(&self.full(name), &[e, n, k]) else { return Ok(None) };
-        let gather = ExpertGather::new(self, name, DType::Bf16, e, n, k)?;
-        for (i, block) in gather.ranges.iter().flat_map(|r| &r.blocks).enumerate() {
-            if !self.backend.fill_random(&block.w, seed.wrapping_add(i as u32), half)? {
-                return Ok(None);
-            }
-            self.advance(block.w.len() * DType::Bf16.bytes());
-        }
-        Ok(Some(gather.ranges))
-    }
-
-    /// Copies the rows of `parts`, sorted by column, into buffers of one dtype within the binding limit.
+    /// Copies the rows of `pieces`, sorted by column, into buffers of one format within the binding limit.
     async fn gather(
         &mut self,
-        n: usize,
-        k: usize,
-        parts: &[Part],
-        stored: &HashMap<&str, StoredTensor>,
+        (n, k): (usize, usize),
+        name: &str,
+        tensors: &[StoredTensor],
+        pieces: &[Piece],
     ) -> Result<Weight<B::Buf>> {
         let mut blocks = Vec::new();
-        // What is left of the current part.
+        // The rest of the current piece.
         let (mut next, mut taken) = (0, 0);
-        while next < parts.len() {
-            let dtype = stored[parts[next].name.as_str()].dtype;
-            let col = parts[next].col + taken;
-            let row = k * dtype.bytes();
-            let most = self.rows_per_binding(row, &parts[next].name)?;
-            let mut copies: Vec<(&StoredTensor, Range<usize>, usize)> = Vec::new();
+        while next < pieces.len() {
+            let like = &tensors[pieces[next].tensor];
+            let (dtype, format) = (like.dtype, like.format);
+            let col = pieces[next].col + taken;
+            let row = like.row_bytes();
+            let most = self.rows_per_binding(row, name)?.min(most_rows(k));
+            let mut copies: Vec<Piece> = Vec::new();
             let mut rows = 0;
-            while next < parts.len() && rows < most && stored[parts[next].name.as_str()].dtype == dtype {
-                let p = &parts[next];
-                let count = (p.rows.len() - taken).min(most - rows);
-                let from = p.rows.start + taken;
-                copies.push((&stored[p.name.as_str()], from * row..(from + count) * row, rows * row));
+            while next < pieces.len() && rows < most {
+                let p = pieces[next];
+                let tensor = &tensors[p.tensor];
+                if (tensor.dtype, tensor.format) != (dtype, format) {
+                    break;
+                }
+                let count = (p.count - taken).min(most - rows);
+                copies.push(Piece { first: p.first + taken * p.step, count, ..p });
                 (rows, taken) = (rows + count, taken + count);
-                if taken == p.rows.len() {
+                if taken == p.count {
                     (next, taken) = (next + 1, 0);
                 }
             }
-            let buf = self.backend.alloc(&self.full(&parts[0].name), (rows * row) as u64)?;
-            for (tensor, from, at) in copies {
-                self.copy(tensor, from, &buf, at).await?;
+            let buf = self.backend.alloc(&self.full(name), (rows * row) as u64)?;
+            let mut to = Stream::new(buf.clone(), 0);
+            for piece in copies {
+                self.copy(&tensors[piece.tensor], piece, &mut to).await?;
             }
-            blocks.push(RowBlock { w: Tensor::new(buf, dtype, &[rows, k]), col });
+            to.finish(self)?;
+            let w = Tensor::new(buf, dtype, &[rows, row / dtype.bytes()]);
+            blocks.push(RowBlock { w, format, col });
         }
         Ok(Weight { blocks, n, k })
     }
@@ -360,22 +442,27 @@ impl<'a, B: Backend> Loader<'a, B> {
         }
     }
 
-    /// [`Loader::matrix`] with the factors of the parts and, if asked for, the biases that belong to them: `x.bias` to `x.weight`.
-    /// `input` is a factor on what the layer reads, which its biases do not see.
+    /// [`Loader::matrix`] with the factors of the parts and, if requested, their biases: `x.bias` for `x.weight`.
+    /// `input` is a factor on the layer's input, which does not apply to the biases.
     ///
     /// # Errors
     /// As [`Loader::matrix`].
     pub async fn linear(&mut self, k: usize, parts: &[Part], bias: bool, input: f32) -> Result<Linear<B::Buf>> {
-        let w = self.matrix(k, parts).await?;
+        let w = self.unfactored(k, parts).await?;
         let bias = match bias {
             true => Some(self.biases(w.n, parts).await?),
             false => None,
         };
+        // Biases have their factors by now, and those of stored matrices do not concern them.
+        let mut parts = parts.to_vec();
+        for p in &mut parts {
+            p.scale *= self.checkpoint.factor(&self.full(&p.name)).await?;
+        }
         if parts.iter().all(|p| p.scale == parts[0].scale) {
             return Ok(Linear { w, columns: None, bias, scale: input * parts[0].scale });
         }
         let mut columns = vec![0.0; w.n];
-        for p in parts {
+        for p in &parts {
             columns[p.col..p.col + p.rows.len()].fill(input * p.scale);
         }
         let columns = self.upload(&format!("factors of {}", parts[0].name), &columns, &[w.n])?;
@@ -392,82 +479,6 @@ impl<'a, B: Backend> Loader<'a, B> {
             }
         }
         self.upload(&parts[0].name, &all, &[n])
-    }
-
-    /// The matrices `[n, k]` of `experts` experts.
-    ///
-    /// # Errors
-    /// As [`Loader::matrix`], and [`Error::Unsupported`] if the experts have several dtypes on a device that gathers them.
-    pub async fn experts(
-        &mut self,
-        experts: usize,
-        n: usize,
-        k: usize,
-        parts: &ExpertParts,
-    ) -> Result<Vec<ExpertRange<B::Buf>>> {
-        let name = parts.stacked.first().or(parts.each.first().map(|(name, _)| name));
-        if let Some(name) = name
-            && let Some(ranges) = self.random_experts(experts, n, k, name)?
-        {
-            return Ok(ranges);
-        }
-        let stacked = parts.stacked.iter().find(|name| self.stores(name));
-        match stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {
-            Some(name) => {
-                let tensor = self.stored(name, &[experts, n, k])?;
-                if self.backend.adopts() {
-                    let w = self.adopt(tensor).await?;
-                    return Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock { w, col: 0 }] }]);
-                }
-                let each = tensor.bytes() / experts;
-                let mut gather = ExpertGather::new(self, name, tensor.dtype, experts, n, k)?;
-                for e in 0..experts {
-                    let bytes = tensor.read(e * each..(e + 1) * each).await?;
-                    gather.put(self, e, 0, &bytes)?;
-                }
-                Ok(gather.ranges)
-            }
-            None => self.separate_experts(experts, n, k, &parts.each).await,
-        }
-    }
-
-    async fn separate_experts(
-        &mut self,
-        experts: usize,
-        n: usize,
-        k: usize,
-        each: &[(String, usize)],
-    ) -> Result<Vec<ExpertRange<B::Buf>>> {
-        let mut adopted = Vec::new();
-        let mut gather: Option<ExpertGather<B>> = None;
-        for e in 0..experts {
-            let (mut col, mut blocks) = (0, Vec::new());
-            for (pattern, rows) in each {
-                let name = pattern.replace("{}", &e.to_string());
-                let tensor = self.stored(&name, &[*rows, k])?;
-                if self.backend.adopts() {
-                    let w = self.adopt(tensor).await?;
-                    blocks.push(RowBlock { w: Tensor::new(w.buf, w.dtype, &[1, *rows, k]), col });
-                } else {
-                    if gather.is_none() {
-                        gather = Some(ExpertGather::new(self, &name, tensor.dtype, experts, n, k)?);
-                    }
-                    let gather = gather.as_mut().expect("it was just made");
-                    if tensor.dtype != gather.dtype {
-                        return Err(Error::Unsupported {
-                            what: format!("tensor `{}` of dtype {:?}", self.full(&name), tensor.dtype),
-                            why: format!("the experts before it are {:?}", gather.dtype),
-                        });
-                    }
-                    gather.put(self, e, col, &tensor.whole().await?.bytes)?;
-                }
-                col += rows;
-            }
-            if gather.is_none() {
-                adopted.push(ExpertRange { first: e, experts: 1, blocks });
-            }
-        }
-        Ok(gather.map_or(adopted, |g| g.ranges))
     }
 
     /// The elements of a small tensor.
@@ -500,47 +511,63 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 }
 
-/// Device buffers of all experts, filled expert by expert.
-struct ExpertGather<B: Backend> {
-    ranges: Vec<ExpertRange<B::Buf>>,
-    dtype: DType,
-    per_range: usize,
-    row_bytes: usize,
+/// Rows of a stored tensor that become output columns.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    /// Place in a list of tensors.
+    tensor: usize,
+    first: usize,
+    step: usize,
+    count: usize,
+    col: usize,
 }
 
-impl<B: Backend> ExpertGather<B> {
-    fn new(l: &Loader<'_, B>, name: &str, dtype: DType, experts: usize, n: usize, k: usize) -> Result<Self> {
-        let row_bytes = k * dtype.bytes();
-        let most = l.rows_per_binding(row_bytes, name)?;
-        let per_range = (most / n).clamp(1, experts);
-        let rows = most.min(n);
-        let mut ranges = Vec::new();
-        for first in (0..experts).step_by(per_range) {
-            let count = per_range.min(experts - first);
-            let mut blocks = Vec::new();
-            for col in (0..n).step_by(rows) {
-                let dims = [count, rows.min(n - col), k];
-                let bytes = dims.iter().product::<usize>() * dtype.bytes();
-                let buf = l.backend.alloc(&l.full(name), bytes as u64)?;
-                blocks.push(RowBlock { w: Tensor::new(buf, dtype, &dims), col });
-            }
-            ranges.push(ExpertRange { first, experts: count, blocks });
-        }
-        Ok(Self { ranges, dtype, per_range, row_bytes })
+impl Piece {
+    /// Whether `next` are the rows and columns that follow.
+    fn goes_on_as(&self, next: &Self) -> bool {
+        (self.tensor, self.step, self.first + self.count * self.step, self.col + self.count)
+            == (next.tensor, next.step, next.first, next.col)
+    }
+}
+
+/// Most rows of a matrix on a device, whose kernels count elements in 32 bits.
+fn most_rows(k: usize) -> usize {
+    (u32::MAX as usize / k).max(1)
+}
+
+/// Bytes on their way into a buffer from a place on. Devices write whole words, which rows of codes are not.
+struct Stream<Buf> {
+    buf: Buf,
+    at: u64,
+    held: Vec<u8>,
+}
+
+impl<Buf: Clone> Stream<Buf> {
+    fn new(buf: Buf, at: u64) -> Self {
+        Self { buf, at, held: Vec::new() }
     }
 
-    /// Writes rows of expert `e` that become output columns from `col` on.
-    fn put(&mut self, l: &mut Loader<'_, B>, e: usize, col: usize, bytes: &[u8]) -> Result<()> {
-        let range = &self.ranges[e / self.per_range];
-        let end = col + bytes.len() / self.row_bytes;
-        for b in &range.blocks {
-            let n = b.w.dims()[1];
-            let (from, to) = (col.max(b.col), end.min(b.col + n));
-            if from < to {
-                let at = ((e - range.first) * n + from - b.col) * self.row_bytes;
-                l.write(&b.w.buf, at as u64, &bytes[(from - col) * self.row_bytes..(to - col) * self.row_bytes])?;
-            }
+    fn push<B: Backend<Buf = Buf>>(&mut self, l: &mut Loader<'_, B>, bytes: &[u8]) -> Result<()> {
+        if self.held.is_empty() && bytes.len().is_multiple_of(4) && bytes.len() >= PIECE / 16 {
+            l.write(&self.buf, self.at, bytes)?;
+            self.at += bytes.len() as u64;
+            return Ok(());
         }
+        self.held.extend_from_slice(bytes);
+        if self.held.len() < PIECE {
+            return Ok(());
+        }
+        let rest = self.held.split_off(self.held.len() / 4 * 4);
+        self.finish(l)?;
+        self.held = rest;
+        Ok(())
+    }
+
+    /// Writes what is held.
+    fn finish<B: Backend<Buf = Buf>>(&mut self, l: &mut Loader<'_, B>) -> Result<()> {
+        let held = std::mem::take(&mut self.held);
+        l.write(&self.buf, self.at, &held)?;
+        self.at += held.len() as u64;
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-use std::rc::Rc;
+use std::sync::Arc;
 
 use pollster::block_on;
 
@@ -11,7 +11,7 @@ use crate::{cpu::CpuBackend, source::Dir};
 fn biases_follow_the_rows_of_their_parts_and_the_scale() {
     const NAME: &str = "model.layers.0.self_attn.q_proj.weight";
     let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama_bias3")).unwrap();
-    let checkpoint = block_on(Checkpoint::open(Rc::new(dir))).unwrap();
+    let checkpoint = block_on(Checkpoint::open(Arc::new(dir))).unwrap();
     let shape = checkpoint.info(NAME).unwrap().shape.clone();
     let (backend, mut report) = (CpuBackend::new(), |_| ());
     let mut loader = Loader::new(&backend, &checkpoint, &mut report);

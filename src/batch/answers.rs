@@ -1,6 +1,8 @@
 //! The output of answers: a file that is complete or can be resumed with `--resume`, or a stream.
 
-use std::{collections::BTreeMap, io::Write};
+use std::{collections::BTreeMap, io::Write, path::Path};
+
+use selkie_core::units::thousands;
 
 use super::{journal::Journal, request::Line};
 use crate::{
@@ -42,22 +44,22 @@ impl Answers {
     ///
     /// # Errors
     /// If it cannot be written or, to resume an earlier run, cannot be read.
-    pub fn open(args: &BatchArgs, lines: &[Line]) -> Outcome<Self> {
+    pub fn open(args: &BatchArgs, output: &Path, lines: &[Line]) -> Outcome<Self> {
         let stream = |to| Sink::Stream(Stream { to, ready: BTreeMap::new(), next: 0, written: 0 });
-        let stdout = args.output.as_os_str() == "-";
-        if args.resume && (stdout || output_file::is_special(&args.output)) {
+        let stdout = output.as_os_str() == "-";
+        if args.resume && (stdout || output_file::is_special(output)) {
             return Err(Failure::Usage(
                 "--resume needs a file as --output, in which the answers of the earlier run are".into(),
             ));
         }
         let sink = if stdout {
             stream(To::Stdout(Output::new()))
-        } else if output_file::is_special(&args.output) && !args.output.is_dir() {
-            stream(To::Special(OutputFile::create(&args.output)?))
+        } else if output_file::is_special(output) && !output.is_dir() {
+            stream(To::Special(OutputFile::create(output)?))
         } else if args.resume {
-            Sink::Journal(Journal::resume(&args.output, lines)?)
+            Sink::Journal(Journal::resume(output, lines)?)
         } else {
-            Sink::Journal(Journal::start(&args.output)?)
+            Sink::Journal(Journal::start(output)?)
         };
         Ok(Self { sink, ordered: !args.unordered, of: lines.len() })
     }
@@ -106,11 +108,12 @@ impl Answers {
 
     /// Ends a run that has not answered everything: says how many answers there are, and where.
     pub fn stop(self) -> String {
-        let of = self.of;
+        let of = thousands(self.of);
         match self.sink {
             Sink::Journal(journal) => match journal.len() {
                 0 => format!("none of {of} requests was answered"),
                 n => {
+                    let n = thousands(n);
                     let path = journal.path().display();
                     format!("{n} of {of} requests are answered, in {path}; --resume goes on from there")
                 }
@@ -122,7 +125,7 @@ impl Answers {
                         break;
                     }
                 }
-                format!("{} of {of} answers were written", stream.written)
+                format!("{} of {of} answers were written", thousands(stream.written))
             }
         }
     }

@@ -161,7 +161,7 @@ impl Journal {
         let mut out = OutputFile::beside(self.target.clone(), Some(mode))?;
         copy(&mut self.file, &self.answers, &mut out).map_err(|e| out.error(e))?;
         out.commit()?;
-        // The output is complete, whatever becomes of this file.
+        // The output is complete even if this fails.
         let _ = fs::remove_file(&self.partial);
         Ok(())
     }
@@ -197,7 +197,7 @@ fn copy(from: &mut File, answers: &[Place], to: &mut OutputFile) -> io::Result<V
     let mut reader = BufReader::new(from);
     let mut at = 0;
     for a in answers {
-        // Reads on in what is buffered where the next answer is near.
+        // Keeps the buffer if it holds the next answer.
         reader.seek_relative((a.start as i64).wrapping_sub(at))?;
         let bytes = io::copy(&mut io::Read::take(&mut reader, a.len), to)?;
         if bytes < a.len {
@@ -210,7 +210,7 @@ fn copy(from: &mut File, answers: &[Place], to: &mut OutputFile) -> io::Result<V
     Ok(copied)
 }
 
-/// The first answer to each of `lines` that is no error, in the order of the file, and how many belong to none of them.
+/// The first answer to each of `lines` that is not an error, in the order of the file, and the number of answers to other lines.
 fn keep(file: &File, lines: &[Line]) -> io::Result<(Vec<Place>, usize)> {
     let requests = Requests::new(lines);
     let mut done = vec![false; lines.len()];
@@ -221,7 +221,7 @@ fn keep(file: &File, lines: &[Line]) -> io::Result<(Vec<Place>, usize)> {
         let len = line.len() as u64;
         // A killed run may have left a part of its last answer.
         let known = line.ends_with(b"\n").then(|| serde_json::from_slice::<Known>(&line).ok()).flatten();
-        if let Some(known) = known.filter(|k| k.finish_reason != "error") {
+        if let Some(known) = known.filter(Known::is_answer) {
             match requests.find(&known) {
                 Some(request) if !done[request] => {
                     done[request] = true;
@@ -257,7 +257,7 @@ impl Requests {
     }
 
     fn find(&self, known: &Known) -> Option<usize> {
-        let by_id = known.id.as_ref().and_then(|id| *self.by_id.get(id.get())?);
+        let by_id = known.key().and_then(|id| *self.by_id.get(id.get())?);
         by_id.or_else(|| self.by_line.get(&(known.line?, known.line_hash.clone()?)).copied())
     }
 }

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::{
     args::BenchOpsArgs,
-    backend::{self, Job},
+    backend::{self, on},
     failure::{Failure, Outcome},
     terminal::{self, Output},
 };
@@ -36,11 +36,7 @@ const HEAVY: f64 = 2e9;
 
 /// Measures and prints.
 pub fn run(args: &BenchOpsArgs) -> Outcome {
-    backend::run(&args.backend, Speed { args })
-}
-
-struct Speed<'a> {
-    args: &'a BenchOpsArgs,
+    on!(backend::open(&args.backend.place()?, false)?, b => measure_all(b, args))
 }
 
 /// The largest rates of a device, in bytes and operations per second.
@@ -74,77 +70,73 @@ struct Row {
     floor: Option<f64>,
 }
 
-impl Job for Speed<'_> {
-    type Out = ();
-
-    fn run<B: Timer>(self, backend: B) -> Outcome {
-        let caps = backend.caps().clone();
-        let mut all = shapes();
-        if caps.act == DType::Bf16 {
-            all.extend(shapes().iter().filter_map(|s| s.with_state(DType::Bf16)));
-            all.sort_by_key(|s| shapes().iter().position(|other| other.op == s.op));
-        }
-        all.retain(|s| self.args.filter.as_ref().is_none_or(|f| s.id().contains(f)));
-        if all.is_empty() {
-            return Err(Failure::Other("no op or shape has a name that contains this text".into()));
-        }
-        let mut out = Output::new();
-        let ceilings = Ceilings::of(&caps);
-        let (mut rows, mut checked, mut failed) = (Vec::new(), Vec::<(Checked, OpReport)>::new(), false);
-        let empty = pollster::block_on(empty(&backend))?;
-        let mut idle = Instant::now();
-        if !self.args.json {
-            out.line(&format!("{} ({}): an empty step takes {empty:.2} µs", caps.backend, caps.device))?;
-            out.line(&Row::header())?;
-        }
-        for shape in &all {
-            let key = Checked { op: shape.op, state: shape.state.unwrap_or(caps.state) };
-            if !checked.iter().any(|(k, _)| *k == key) {
-                let report = pollster::block_on(check(&backend, &key))?;
-                for (case, why) in &report.failures {
-                    terminal::note(format!("{case}: {why}"));
-                }
-                checked.push((key, report));
-            }
-            let wrong = checked.iter().find(|(k, _)| *k == key).map_or(0, |(_, r)| r.failures.len());
-            let measured = match wrong {
-                0 => pollster::block_on(measure(&backend, shape, empty, ceilings.as_ref(), self.args.all, idle))?,
-                n => {
-                    failed = true;
-                    Measured::Not(format!("failed its cases ({n} of them)"))
-                }
-            };
-            idle = Instant::now();
-            match measured {
-                Measured::Row(row) => {
-                    if !self.args.json {
-                        out.line(&row.text())?;
-                    }
-                    rows.push(row.json());
-                }
-                Measured::Not(why) => {
-                    if !self.args.json {
-                        out.line(&format!("{}: {why}", shape.id()))?;
-                    }
-                    rows.push(json!({ "op": shape.op, "shape": shape.name, "not_measured": why }));
-                }
-            }
-        }
-        if self.args.json {
-            let cases: Vec<Value> = checked.iter().map(|(k, r)| k.json(r)).collect();
-            out.json(&json!({
-                "backend": caps.backend,
-                "device": caps.device,
-                "version": env!("CARGO_PKG_VERSION"),
-                "empty_us": empty,
-                "bytes_per_second_at_best": ceilings.as_ref().map(|c| c.read),
-                "flops_per_second_at_best": ceilings.as_ref().map(|c| c.matmul),
-                "cases": cases,
-                "shapes": rows,
-            }))?;
-        }
-        if failed { Err(Failure::Reported) } else { Ok(()) }
+fn measure_all<B: Timer>(backend: B, args: &BenchOpsArgs) -> Outcome {
+    let caps = backend.caps().clone();
+    let mut all = shapes();
+    if caps.act == DType::Bf16 {
+        all.extend(shapes().iter().filter_map(|s| s.with_state(DType::Bf16)));
+        all.sort_by_key(|s| shapes().iter().position(|other| other.op == s.op));
     }
+    all.retain(|s| args.filter.as_ref().is_none_or(|f| s.id().contains(f)));
+    if all.is_empty() {
+        return Err(Failure::Other("no op or shape has a name that contains this text".into()));
+    }
+    let mut out = Output::new();
+    let ceilings = Ceilings::of(&caps);
+    let (mut rows, mut checked, mut failed) = (Vec::new(), Vec::<(Checked, OpReport)>::new(), false);
+    let empty = pollster::block_on(empty(&backend))?;
+    let mut idle = Instant::now();
+    if !args.json {
+        out.line(&format!("{} ({}): an empty step takes {empty:.2} µs", caps.backend, caps.device))?;
+        out.line(&Row::header())?;
+    }
+    for shape in &all {
+        let key = Checked { op: shape.op, state: shape.state.unwrap_or(caps.state) };
+        if !checked.iter().any(|(k, _)| *k == key) {
+            let report = pollster::block_on(check(&backend, &key))?;
+            for (case, why) in &report.failures {
+                terminal::note(format!("{case}: {why}"));
+            }
+            checked.push((key, report));
+        }
+        let wrong = checked.iter().find(|(k, _)| *k == key).map_or(0, |(_, r)| r.failures.len());
+        let measured = match wrong {
+            0 => pollster::block_on(measure(&backend, shape, empty, ceilings.as_ref(), args.all, idle))?,
+            n => {
+                failed = true;
+                Measured::Not(format!("failed its cases ({n} of them)"))
+            }
+        };
+        idle = Instant::now();
+        match measured {
+            Measured::Row(row) => {
+                if !args.json {
+                    out.line(&row.text())?;
+                }
+                rows.push(row.json());
+            }
+            Measured::Not(why) => {
+                if !args.json {
+                    out.line(&format!("{}: {why}", shape.id()))?;
+                }
+                rows.push(json!({ "op": shape.op, "shape": shape.name, "not_measured": why }));
+            }
+        }
+    }
+    if args.json {
+        let cases: Vec<Value> = checked.iter().map(|(k, r)| k.json(r)).collect();
+        out.json(&json!({
+            "backend": caps.backend,
+            "device": caps.device,
+            "version": env!("CARGO_PKG_VERSION"),
+            "empty_us": empty,
+            "bytes_per_second_at_best": ceilings.as_ref().map(|c| c.read),
+            "flops_per_second_at_best": ceilings.as_ref().map(|c| c.matmul),
+            "cases": cases,
+            "shapes": rows,
+        }))?;
+    }
+    if failed { Err(Failure::Reported) } else { Ok(()) }
 }
 
 /// The op and state dtype that a run of cases covers.
@@ -165,7 +157,8 @@ impl Checked {
 async fn check<B: Backend>(backend: &B, of: &Checked) -> Result<OpReport> {
     // The shapes of published models take long on a CPU and have the same kernels there.
     let largest = if backend.caps().backend == "cpu" { Size::Large } else { Size::Bench };
-    let cases: Vec<Case> = cases::all().into_iter().filter(|c| c.op == of.op && c.size <= largest).collect();
+    let takes = |c: &Case| c.op == of.op && c.size <= largest && backend.multiplies(c.format);
+    let cases: Vec<Case> = cases::all().into_iter().filter(takes).collect();
     let dtypes = Dtypes { state: of.state, ..backend.caps().into() };
     cases::run_all(backend, &cases, dtypes).await
 }
@@ -219,7 +212,7 @@ async fn measure<B: Timer>(
         Err(e @ (Error::Unsupported { .. } | Error::OutOfMemory { .. })) => return Ok(Measured::Not(e.to_string())),
         Err(e) => return Err(e),
     };
-    let (bytes, flops) = (timed.cost.bytes as f64, timed.cost.flops as f64);
+    let (bytes, flops) = (timed.bytes as f64, timed.flops as f64);
     if backend.caps().backend == "cpu" && !all && bytes.max(flops / 8.0) > HEAVY {
         return Ok(Measured::Not("skipped on a CPU; --all includes it".into()));
     }
@@ -236,7 +229,7 @@ async fn measure<B: Timer>(
     let warm = median(backend, &many, WARM, false).await? / calls as f64;
     let floor = ceilings.map(|c| (bytes / c.read).max(flops / c.matmul) * 1e6);
     let net = cold - empty;
-    let (bytes, flops) = (timed.cost.bytes, timed.cost.flops);
+    let (bytes, flops) = (timed.bytes, timed.flops);
     Ok(Measured::Row(Box::new(Row { shape: shape.clone(), cold, net, warm, bytes, flops, floor })))
 }
 

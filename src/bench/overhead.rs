@@ -1,12 +1,11 @@
 //! `selkie bench prefix --overhead`: the cost of the prefix cache without hits, and the time to the first token of a hit compared
 //! with a prompt of only the tokens that the hit must compute.
 
-use std::{rc::Rc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 use selkie_core::{
     Result,
-    backend::Backend,
-    engine::{Engine, EngineOptions, Event, Request},
+    engine::{AnyEngine, EngineOptions, Event, Request},
     model_dir::ModelFiles,
     step::PAGE,
 };
@@ -14,8 +13,7 @@ use serde_json::json;
 
 use super::{Random, SEED};
 use crate::{
-    args::BenchPrefixArgs,
-    backend::{self, Job},
+    args::{BackendArgs, BenchPrefixArgs},
     failure::Outcome,
     model,
     terminal::Output,
@@ -39,10 +37,10 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     for round in 0..2 * ROUNDS {
         // The order alternates, so that neither kind is always first.
         let prefix_cache = (round + round / 2) % 2 == 1;
-        let seconds = backend::run(&args.target.model.backend, Misses { files: &files, prefix_cache })?;
+        let seconds = misses(&args.target.model.backend, &files, prefix_cache)?;
         if prefix_cache { on.push(seconds) } else { off.push(seconds) }
     }
-    let (hit, alone) = backend::run(&args.target.model.backend, Hits { files: &files })?;
+    let (hit, alone) = hits(&args.target.model.backend, &files)?;
     let (off, on) = (median(off), median(on));
     let tokens = (REQUESTS * (PROMPT + ANSWER)) as f64;
     let mut out = Output::new();
@@ -73,70 +71,50 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Runs requests that share no prefix; returns seconds.
-struct Misses<'a> {
-    files: &'a Rc<ModelFiles>,
-    prefix_cache: bool,
-}
-
-impl Job for Misses<'_> {
-    type Out = f64;
-
-    fn run<B: Backend>(self, backend: B) -> Outcome<f64> {
-        let options =
-            EngineOptions { max_batch: MAX_BATCH, prefix_cache: self.prefix_cache, ..EngineOptions::default() };
-        let mut session = model::load(backend, self.files, &options)?;
-        let engine = session.engine_mut();
-        let vocab = engine.spec().vocab;
-        let mut random = Random(SEED);
-        let mut seconds = 0.0;
-        // The first pass is a warm-up.
-        for _ in 0..2 {
-            for _ in 0..REQUESTS {
-                let prompt = random.ids(PROMPT, vocab);
-                engine.submit(Request { prompt, max_tokens: ANSWER, ..Request::default() })?;
-            }
-            let start = Instant::now();
-            while !engine.is_idle() {
-                pollster::block_on(engine.step())?;
-            }
-            seconds = start.elapsed().as_secs_f64();
+fn misses(args: &BackendArgs, files: &Arc<ModelFiles>, prefix_cache: bool) -> Outcome<f64> {
+    let options = EngineOptions { max_batch: MAX_BATCH, prefix_cache, ..EngineOptions::default() };
+    let mut engine = model::load_engine(model::backend(args, files)?, files, &options)?;
+    let vocab = engine.spec().vocab;
+    let mut random = Random(SEED);
+    let mut seconds = 0.0;
+    // The first pass is a warm-up.
+    for _ in 0..2 {
+        for _ in 0..REQUESTS {
+            let prompt = random.ids(PROMPT, vocab);
+            engine.submit(Request { prompt, max_tokens: ANSWER, ..Request::default() })?;
         }
-        Ok(seconds)
+        let start = Instant::now();
+        while !engine.is_idle() {
+            pollster::block_on(engine.step())?;
+        }
+        seconds = start.elapsed().as_secs_f64();
     }
+    Ok(seconds)
 }
 
 /// Times to the first token of hits and of the tokens that hits must compute; returns milliseconds of both.
-struct Hits<'a> {
-    files: &'a Rc<ModelFiles>,
-}
-
-impl Job for Hits<'_> {
-    type Out = (f64, f64);
-
-    fn run<B: Backend>(self, backend: B) -> Outcome<(f64, f64)> {
-        let options = EngineOptions { max_batch: 1, slots: Some(64), kv_pages: Some(256), ..EngineOptions::default() };
-        let mut session = model::load(backend, self.files, &options)?;
-        let engine = session.engine_mut();
-        let vocab = engine.spec().vocab;
-        let mut random = Random(SEED);
-        let prefix = random.ids(PREFIX, vocab);
-        let (mut hits, mut alone) = (Vec::new(), Vec::new());
-        for round in 0..=ROUNDS {
-            let suffix = random.ids(SUFFIX, vocab);
-            let hit = pollster::block_on(first_token(engine, [&prefix[..], &suffix].concat()))?;
-            let bare = pollster::block_on(first_token(engine, suffix.iter().rev().copied().collect()))?;
-            // The first request puts the prefix into the cache.
-            if round > 0 {
-                hits.push(hit);
-                alone.push(bare);
-            }
+fn hits(args: &BackendArgs, files: &Arc<ModelFiles>) -> Outcome<(f64, f64)> {
+    let options = EngineOptions { max_batch: 1, slots: Some(64), kv_pages: Some(256), ..EngineOptions::default() };
+    let mut engine = model::load_engine(model::backend(args, files)?, files, &options)?;
+    let vocab = engine.spec().vocab;
+    let mut random = Random(SEED);
+    let prefix = random.ids(PREFIX, vocab);
+    let (mut hits, mut alone) = (Vec::new(), Vec::new());
+    for round in 0..=ROUNDS {
+        let suffix = random.ids(SUFFIX, vocab);
+        let hit = pollster::block_on(first_token(&mut *engine, [&prefix[..], &suffix].concat()))?;
+        let bare = pollster::block_on(first_token(&mut *engine, suffix.iter().rev().copied().collect()))?;
+        // The first request puts the prefix into the cache.
+        if round > 0 {
+            hits.push(hit);
+            alone.push(bare);
         }
-        Ok((median(hits), median(alone)))
     }
+    Ok((median(hits), median(alone)))
 }
 
 /// Milliseconds from submission to the first token.
-async fn first_token<B: Backend>(engine: &mut Engine<B>, prompt: Vec<u32>) -> Result<f64> {
+async fn first_token(engine: &mut dyn AnyEngine, prompt: Vec<u32>) -> Result<f64> {
     let start = Instant::now();
     engine.submit(Request { prompt, max_tokens: 1, ..Request::default() })?;
     let mut first = 0.0;

@@ -1,11 +1,10 @@
 //! `selkie bench prefix`: the tokens that a fixed list of requests reuses under each capture policy.
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use selkie_core::{
     Result,
-    backend::Backend,
-    engine::{Engine, EngineOptions, Event, Finished, Request},
+    engine::{AnyEngine, EngineOptions, Event, Finished, Request},
     model_dir::ModelFiles,
     state::CapturePolicy,
 };
@@ -13,8 +12,7 @@ use serde_json::{Value, json};
 
 use super::{Random, SEED};
 use crate::{
-    args::BenchPrefixArgs,
-    backend::{self, Job},
+    args::{BackendArgs, BenchPrefixArgs},
     failure::{Failure, Outcome},
     model,
     terminal::Output,
@@ -37,15 +35,10 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     let files = super::open(&args.target)?;
     let columns = POLICIES
         .iter()
-        .map(|(policy, _)| backend::run(&args.target.model.backend, Scenario { files: &files, policy: *policy }))
+        .map(|(policy, _)| scenario(&args.target.model.backend, &files, *policy))
         .collect::<Outcome<Vec<Column>>>()?;
     let mut out = Output::new();
     if args.target.json { out.json(&json(&columns)) } else { out.text(&text(&columns)) }
-}
-
-struct Scenario<'a> {
-    files: &'a Rc<ModelFiles>,
-    policy: CapturePolicy,
 }
 
 /// The results under one policy.
@@ -55,32 +48,27 @@ struct Column {
     states: usize,
 }
 
-impl Job for Scenario<'_> {
-    type Out = Column;
-
-    fn run<B: Backend>(self, backend: B) -> Outcome<Column> {
-        // Memory for everything: the table compares policies without evictions.
-        let (slots, kv_pages) = (Some(16), Some(128));
-        let options = EngineOptions { max_batch: 1, slots, kv_pages, policy: self.policy, ..EngineOptions::default() };
-        let mut session = model::load(backend, self.files, &options)?;
-        let engine = session.engine_mut();
-        let vocab = engine.spec().vocab;
-        let mut random = Random(SEED);
-        let (before, after) = (random.ids(BEFORE, vocab), random.ids(AFTER, vocab));
-        let digits: Vec<Vec<u32>> = (0..10).map(|_| random.ids(DIGIT_TOKENS, vocab)).collect();
-        let mut cells = Vec::new();
-        for request in REQUESTS {
-            let body = request.bytes().filter(u8::is_ascii_digit).flat_map(|d| &digits[usize::from(d - b'0')]);
-            let prompt = before.iter().chain(body).chain(&after).copied().collect();
-            let end = pollster::block_on(answer(engine, prompt))?;
-            let cache = end.and_then(|end| end.cache).ok_or_else(|| Failure::Other("a request got lost".into()))?;
-            cells.push((cache.reused, cache.reason.name()));
-        }
-        Ok(Column { cells, states: engine.scheduler().cached_states() })
+fn scenario(args: &BackendArgs, files: &Arc<ModelFiles>, policy: CapturePolicy) -> Outcome<Column> {
+    // Memory for everything: the table compares policies without evictions.
+    let (slots, kv_pages) = (Some(16), Some(128));
+    let options = EngineOptions { max_batch: 1, slots, kv_pages, policy, ..EngineOptions::default() };
+    let mut engine = model::load_engine(model::backend(args, files)?, files, &options)?;
+    let vocab = engine.spec().vocab;
+    let mut random = Random(SEED);
+    let (before, after) = (random.ids(BEFORE, vocab), random.ids(AFTER, vocab));
+    let digits: Vec<Vec<u32>> = (0..10).map(|_| random.ids(DIGIT_TOKENS, vocab)).collect();
+    let mut cells = Vec::new();
+    for request in REQUESTS {
+        let body = request.bytes().filter(u8::is_ascii_digit).flat_map(|d| &digits[usize::from(d - b'0')]);
+        let prompt = before.iter().chain(body).chain(&after).copied().collect();
+        let end = pollster::block_on(answer(&mut *engine, prompt))?;
+        let cache = end.and_then(|end| end.cache).ok_or_else(|| Failure::Other("a request got lost".into()))?;
+        cells.push((cache.reused, cache.reason.name()));
     }
+    Ok(Column { cells, states: engine.scheduler().cached_states() })
 }
 
-async fn answer<B: Backend>(engine: &mut Engine<B>, prompt: Vec<u32>) -> Result<Option<Finished>> {
+async fn answer(engine: &mut dyn AnyEngine, prompt: Vec<u32>) -> Result<Option<Finished>> {
     engine.submit(Request { prompt, max_tokens: ANSWER_TOKENS, ..Request::default() })?;
     while !engine.is_idle() {
         for event in engine.step().await? {
@@ -97,7 +85,13 @@ fn sum(column: &Column) -> usize {
 }
 
 fn text(columns: &[Column]) -> String {
-    let mut lines = vec!["reused tokens per request, in order; each digit stands for 256 tokens".to_owned()];
+    let mut lines = vec![
+        "Tokens of each request that were reused, and why not more, under both capture policies. The requests come one"
+            .to_owned(),
+        "after another; 1+3+5 is a prompt of the texts 1, 3 and 5, of 256 tokens each, so it begins as 1+3 does."
+            .to_owned(),
+        String::new(),
+    ];
     let names = POLICIES.map(|(_, name)| format!("{name:>16}               "));
     lines.push(format!("{:<10}{}", "request", names.concat()).trim_end().to_owned());
     for (i, request) in REQUESTS.iter().enumerate() {

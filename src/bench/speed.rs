@@ -1,44 +1,45 @@
 //! `selkie bench model`: tokens per second, compared with the limits of the machine's memory and arithmetic.
 
-use std::{rc::Rc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use selkie_core::{
     Error, Result,
-    backend::{Backend, Handle, Ops},
     cpu::probe,
-    engine::{EngineOptions, Event, Request},
+    engine::{AnyEngine, EngineOptions, Event, Request},
     model_dir::ModelFiles,
-    ops::Op,
-    session::Session,
     state::budget::RUNNING_SLOTS,
-    step::{Bucket, PAGE, Step},
-    tensor::{DType, Tensor},
-    timer::Timer,
+    step::{Bucket, PAGE},
 };
 use serde_json::{Value, json};
 
-use super::{Random, SEED};
+use super::{
+    Random, SEED,
+    bound::{Rates, Work},
+};
 use crate::{
     args::BenchModelArgs,
-    backend::{self, Job},
+    backend::Loaded,
     failure::Outcome,
     model,
     terminal::{Output, size, thousands},
 };
+
+/// Repetitions after the warm-up, if the user does not say.
+const RUNS: usize = 3;
+/// There are no more repetitions after this time, if the user does not say.
+const LONG: Duration = Duration::from_secs(2);
 
 /// Measures and prints.
 pub fn run(args: &BenchModelArgs) -> Outcome {
     let tokens = args.batch.saturating_mul(args.prompt_tokens.saturating_add(args.decode_tokens));
     super::check_tokens(tokens, "--batch, --prompt-tokens and --decode-tokens")?;
     let files = super::open(&args.target)?;
-    let facts = backend::run(&args.target.model.backend, Speed { args, files: &files })?;
+    let facts = measure(args, &files)?;
     let mut out = Output::new();
     if args.target.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
-}
-
-struct Speed<'a> {
-    args: &'a BenchModelArgs,
-    files: &'a Rc<ModelFiles>,
 }
 
 struct Facts {
@@ -55,10 +56,10 @@ struct Facts {
     /// Tokens per second of all sequences together.
     prefill: f64,
     decode: f64,
-    /// Bytes of weights that a step of one token per sequence reads.
-    step_bytes: u64,
-    /// Operations of one prompt.
-    prompt_flops: u64,
+    /// A step of one token per sequence, halfway through decoding.
+    step: Work,
+    /// All steps of one prompt.
+    prompt: Work,
     /// Loading time in seconds.
     load: f64,
     /// Lines from the backend.
@@ -76,69 +77,68 @@ struct Machine {
     matmul: f64,
 }
 
-impl Job for Speed<'_> {
-    type Out = Facts;
-
-    fn run<B: Timer>(self, backend: B) -> Outcome<Facts> {
-        let (prompt, decode) = (self.args.prompt_tokens, self.args.decode_tokens);
-        let batch = self.args.batch;
-        let step_tokens = self.args.step_tokens.min(batch * prompt).max(batch);
-        // The first sequence continues while the other prompts are computed.
-        let longest = decode + 1 + (batch * prompt).div_ceil(step_tokens) + batch;
-        let options = EngineOptions {
-            max_batch: batch,
-            step_tokens,
-            context: Some(prompt + longest),
-            prefix_cache: false,
-            // Memory for all sequences at once, also if the device does not report its memory.
-            slots: Some(batch.saturating_mul(RUNNING_SLOTS as usize)),
-            kv_pages: Some(batch.saturating_mul((prompt + longest).div_ceil(PAGE))),
-            ..EngineOptions::default()
-        };
-        let start = Instant::now();
-        let mut session = model::load(backend, self.files, &options)?;
-        let load = start.elapsed().as_secs_f64();
-        let is_cpu = session.engine().caps().backend == "cpu";
-        let mut best = Times { prefill: f64::INFINITY, decode: f64::INFINITY };
-        // The first run is a warm-up: it reads the weights once and triggers lazy compilation.
-        for run in 0..=self.args.runs {
-            let times = pollster::block_on(generate(&mut session, self.args, longest))?;
-            if run > 0 {
-                best.prefill = best.prefill.min(times.prefill);
-                best.decode = best.decode.min(times.decode);
-            }
+fn measure(args: &BenchModelArgs, files: &Arc<ModelFiles>) -> Outcome<Facts> {
+    let (prompt, decode) = (args.prompt_tokens, args.decode_tokens);
+    let batch = args.batch;
+    let step_tokens = args.step_tokens.min(batch * prompt).max(batch);
+    // The first sequence continues while the other prompts are computed.
+    let longest = decode + 1 + (batch * prompt).div_ceil(step_tokens) + batch;
+    let options = EngineOptions {
+        max_batch: batch,
+        step_tokens,
+        context: Some(prompt + longest),
+        prefix_cache: false,
+        // Memory for all sequences together, also if the device does not report its memory.
+        slots: Some(batch.saturating_mul(RUNNING_SLOTS as usize)),
+        kv_pages: Some(batch.saturating_mul((prompt + longest).div_ceil(PAGE))),
+        ..EngineOptions::default()
+    };
+    let backend = model::backend(&args.target.model.backend, files)?;
+    let start = Instant::now();
+    let mut engine = model::load_engine(backend, files, &options)?;
+    let load = start.elapsed().as_secs_f64();
+    let is_cpu = engine.caps().backend == "cpu";
+    let mut best = Times { prefill: f64::INFINITY, decode: f64::INFINITY };
+    // The first run is a warm-up, unless it takes so long that it is the only one: it reads the weights once and
+    // triggers lazy compilation.
+    let start = Instant::now();
+    for run in 0..=args.runs.unwrap_or(RUNS) {
+        let times = pollster::block_on(generate(&mut *engine, args, longest))?;
+        let last = args.runs.is_none() && start.elapsed() > LONG;
+        if run > 0 || last {
+            best.prefill = best.prefill.min(times.prefill);
+            best.decode = best.decode.min(times.decode);
         }
-        let (step_bytes, _) = work(&session, batch, batch)?;
-        let step = step_tokens.min(prompt);
-        let mut prompt_flops = (prompt / step) as u64 * work(&session, step, 1)?.1;
-        if !prompt.is_multiple_of(step) {
-            prompt_flops += work(&session, prompt % step, 1)?.1;
+        if last {
+            break;
         }
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let machine =
-            is_cpu.then(|| Machine { threads, read: probe::read_bandwidth(threads), matmul: probe::matmul_rate() });
-        let engine = session.engine();
-        let notes = pollster::block_on(engine.runner().backend().facts())?;
-        Ok(Facts {
-            load,
-            notes,
-            model: self.files.label().to_owned(),
-            family: engine.spec().family.clone(),
-            parameters: engine.spec().parameters,
-            weight_bytes: engine.weight_bytes(),
-            backend: engine.caps().backend,
-            device: engine.caps().device.clone(),
-            batch,
-            step_tokens,
-            prompt_tokens: prompt,
-            decode_tokens: decode,
-            prefill: (batch * prompt) as f64 / best.prefill,
-            decode: (batch * decode) as f64 / best.decode,
-            step_bytes,
-            prompt_flops,
-            machine,
-        })
     }
+    let pages = (prompt + decode / 2).div_ceil(PAGE);
+    let step = engine.work(Bucket { tokens: batch, rows: batch, chunks: batch, outputs: batch, pages })?;
+    let of_prompt = of_prompt(&*engine, prompt, step_tokens)?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let machine =
+        is_cpu.then(|| Machine { threads, read: probe::read_bandwidth(threads), matmul: probe::matmul_rate() });
+    let notes = engine.notes()?;
+    Ok(Facts {
+        load,
+        notes,
+        model: files.label().to_owned(),
+        family: engine.spec().family.clone(),
+        parameters: engine.spec().parameters,
+        weight_bytes: engine.weight_bytes(),
+        backend: engine.caps().backend,
+        device: engine.caps().device.clone(),
+        batch,
+        step_tokens,
+        prompt_tokens: prompt,
+        decode_tokens: decode,
+        prefill: (batch * prompt) as f64 / best.prefill,
+        decode: (batch * decode) as f64 / best.decode,
+        step,
+        prompt: of_prompt,
+        machine,
+    })
 }
 
 /// Seconds of the two phases of a run.
@@ -150,8 +150,7 @@ struct Times {
 }
 
 /// Runs sequences of at most `longest` new tokens; times the tokens generated while every sequence decodes.
-async fn generate<B: Backend>(session: &mut Session<B>, args: &BenchModelArgs, longest: usize) -> Result<Times> {
-    let engine = session.engine_mut();
+async fn generate(engine: &mut dyn AnyEngine, args: &BenchModelArgs, longest: usize) -> Result<Times> {
     let mut random = Random(SEED);
     let vocab = engine.spec().vocab;
     let start = Instant::now();
@@ -173,8 +172,9 @@ async fn generate<B: Backend>(session: &mut Session<B>, args: &BenchModelArgs, l
                         prefill = start.elapsed().as_secs_f64();
                     }
                 }
-                Event::Finished(_) => {
-                    return Err(Error::Device { op: "bench".into(), why: "a request ended too early".into() });
+                Event::Finished(end) => {
+                    let early = || Error::Device { op: "bench".into(), why: "a request ended too early".into() };
+                    return Err(end.error.and_then(Arc::into_inner).unwrap_or_else(early));
                 }
             }
         }
@@ -189,46 +189,43 @@ async fn generate<B: Backend>(session: &mut Session<B>, args: &BenchModelArgs, l
     Ok(Times { prefill, decode: decode.unwrap_or_default() })
 }
 
-/// An [`Ops`] that runs nothing and adds up the cost of the ops.
-#[derive(Default)]
-struct Tally {
-    weight_bytes: u64,
-    flops: u64,
-}
-
-impl<Buf: Handle> Ops<Buf> for Tally {
-    fn op(&mut self, op: Op<Buf>) -> Result<()> {
-        let cost = op.cost();
-        // Their bytes are the weights, plus an activation that is small in comparison.
-        if ["matmul", "expert_matmul"].contains(&op.name()) {
-            self.weight_bytes += cost.bytes;
-        }
-        self.flops += cost.flops;
-        Ok(())
+/// All steps of a prompt, each counted as if it were the first.
+fn of_prompt(engine: &dyn Loaded, prompt: usize, step_tokens: usize) -> Result<Work> {
+    let of = |tokens: usize| {
+        let pages = tokens.div_ceil(PAGE);
+        engine.work(Bucket::holding(tokens, 1, pages, 1, pages))
+    };
+    let step = step_tokens.min(prompt);
+    let mut work = of(step)?.times((prompt / step) as u64);
+    if !prompt.is_multiple_of(step) {
+        let rest = of(prompt % step)?;
+        work.flops += rest.flops;
+        work.products += rest.products;
     }
-}
-
-/// Bytes of weights and operations of a step of `tokens` tokens in `rows` sequences.
-fn work<B: Backend>(session: &Session<B>, tokens: usize, rows: usize) -> Result<(u64, u64)> {
-    let runner = session.engine().runner();
-    let pages = (tokens / rows).div_ceil(PAGE);
-    let bucket = Bucket::holding(tokens, rows, rows * pages, rows, pages);
-    let ints = runner.backend().alloc("step integers", 4 * bucket.words() as u64)?;
-    let last = Tensor::new(runner.backend().alloc("last ids", 4 * rows as u64)?, DType::U32, &[rows]);
-    let mut tally = Tally::default();
-    runner.model().forward(&mut tally, &Step::new(ints, bucket), runner.pools(), &last)?;
-    Ok((tally.weight_bytes, tally.flops))
+    Ok(work)
 }
 
 impl Facts {
     /// Bytes of weights per second while decoding.
     fn decode_bytes(&self) -> f64 {
-        self.step_bytes as f64 * self.decode / self.batch as f64
+        self.step.weights as f64 * self.decode / self.batch as f64
+    }
+
+    /// What the device reaches in kernels that do one thing only.
+    fn rates(&self) -> Option<Rates> {
+        let measured = |m: &Machine| Rates { read: m.read, products: m.matmul, attention: m.matmul };
+        self.machine.as_ref().map(measured).or_else(|| Rates::of(&self.device))
+    }
+
+    /// Most tokens per second of both phases at these rates: (prefill, decode).
+    fn bounds(&self, rates: &Rates) -> (f64, f64) {
+        let prefill = self.prompt_tokens as f64 / self.prompt.prompt_seconds(self.prompt_tokens, rates);
+        (prefill, self.batch as f64 / self.step.decode_seconds(rates))
     }
 
     /// Operations per second while prefilling.
     fn prefill_flops(&self) -> f64 {
-        self.prompt_flops as f64 / self.prompt_tokens as f64 * self.prefill
+        self.prompt.flops as f64 / self.prompt_tokens as f64 * self.prefill
     }
 
     fn text(&self) -> String {
@@ -258,6 +255,17 @@ impl Facts {
             );
         }
         lines.extend([prefill, decode]);
+        if let Some(rates) = self.rates() {
+            let (prefill, decode) = self.bounds(&rates);
+            lines.push(format!(
+                "bound    prefill {} tokens/s ({} reached), decode {} ({} reached): {} per step",
+                thousands(prefill),
+                share(self.prefill, prefill),
+                thousands(decode),
+                share(self.decode, decode),
+                size(self.step.held)
+            ));
+        }
         let sequences = if self.batch == 1 { String::new() } else { format!("{} sequences: ", self.batch) };
         lines.push(format!(
             "({sequences}{} prompt tokens in steps of {}, {} generated)",
@@ -285,7 +293,20 @@ impl Facts {
             "decode_tokens": self.decode_tokens,
             "prefill_tokens_per_second": self.prefill,
             "decode_tokens_per_second": self.decode,
-            "decode_weight_bytes_per_step": self.step_bytes,
+            "decode_weight_bytes_per_step": self.step.weights,
+            "decode_bytes_per_step": self.step.held,
+            "bound": self.rates().map(|rates| {
+                let (prefill, decode) = self.bounds(&rates);
+                json!({
+                    "read_bytes_per_second": rates.read,
+                    "product_flops_per_second": rates.products,
+                    "attention_flops_per_second": rates.attention,
+                    "prefill_tokens_per_second": prefill,
+                    "decode_tokens_per_second": decode,
+                    "prefill_share": self.prefill / prefill,
+                    "decode_share": self.decode / decode,
+                })
+            }),
             "decode_bytes_per_second": self.decode_bytes(),
             "prefill_flops_per_second": self.prefill_flops(),
             "machine": self.machine.as_ref().map(|m| json!({

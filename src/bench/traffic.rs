@@ -1,10 +1,9 @@
 //! `selkie bench prefix --traffic`: chats that share a system prompt and agents that branch, with memory for all or a part of
 //! their states and pages.
 
-use std::{collections::HashMap, io::Write, rc::Rc, time::Instant};
+use std::{collections::HashMap, io::Write, sync::Arc, time::Instant};
 
 use selkie_core::{
-    backend::Backend,
     engine::{EngineOptions, Event, Request, SeqId},
     model_dir::ModelFiles,
     state::CapturePolicy,
@@ -15,14 +14,13 @@ use serde_json::{Value, json};
 use super::{Random, SEED, chart};
 use crate::{
     args::BenchPrefixArgs,
-    backend::{self, Job},
     failure::{Failure, Outcome},
     model,
     output_file::OutputFile,
     terminal::{self, Output, thousands},
 };
 
-/// Number of sequences that run at once.
+/// Number of sequences that run at a time.
 const MAX_BATCH: usize = 16;
 /// Chats per agent, and the tokens of an agent's task. An agent works for two turns, then continues in several branches of two
 /// turns each.
@@ -45,10 +43,7 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     super::check_tokens(args.chats.saturating_mul(chat), "--chats, --turns and --system-tokens")?;
     let files = super::open(&args.target)?;
     let svg = args.svg.as_deref().map(OutputFile::create).transpose()?;
-    let work = |policy, room| {
-        let job = Traffic { args, files: &files, policy, room };
-        backend::run(&args.target.model.backend, job)
-    };
+    let work = |policy, room| Traffic { args, files: &files, policy, room }.run();
     let all = work(Some(CapturePolicy::Default), None)?;
     let mut results = Vec::new();
     for budget in BUDGETS {
@@ -91,7 +86,7 @@ struct Room {
 
 struct Traffic<'a> {
     args: &'a BenchPrefixArgs,
-    files: &'a Rc<ModelFiles>,
+    files: &'a Arc<ModelFiles>,
     /// `None`: no prefix cache.
     policy: Option<CapturePolicy>,
     /// `None`: as much as half of the free memory holds.
@@ -227,10 +222,9 @@ impl Script {
     }
 }
 
-impl Job for Traffic<'_> {
-    type Out = Totals;
-
-    fn run<B: Backend>(self, backend: B) -> Outcome<Totals> {
+impl Traffic<'_> {
+    fn run(&self) -> Outcome<Totals> {
+        let backend = model::backend(&self.args.target.model.backend, self.files)?;
         let mut options = EngineOptions {
             max_batch: MAX_BATCH,
             prefix_cache: self.policy.is_some(),
@@ -238,7 +232,7 @@ impl Job for Traffic<'_> {
             ..EngineOptions::default()
         };
         match self.room {
-            // The longest conversation must fit, whatever the share.
+            // The longest conversation must fit with any share.
             Some(room) => {
                 let longest = self.args.system_tokens
                     + TASK_TOKENS
@@ -248,8 +242,7 @@ impl Job for Traffic<'_> {
             }
             None => options.memory = backend.free_memory().map(|free| free / 2),
         }
-        let mut session = model::load(backend, self.files, &options)?;
-        let engine = session.engine_mut();
+        let mut engine = model::load_engine(backend, self.files, &options)?;
         let mut script = Script::new(self.args, engine.spec().vocab);
         let order = std::mem::take(&mut script.order);
         let mut next = 0;

@@ -7,18 +7,27 @@ use std::{
     time::UNIX_EPOCH,
 };
 
-/// The folder that is served.
+use crate::embedded;
+
+/// The files that are served.
 #[derive(Debug)]
-pub struct Site {
-    /// Canonical: without symbolic links.
-    root: PathBuf,
+pub enum Site {
+    /// A folder: its canonical path, without symbolic links.
+    Folder(PathBuf),
+    /// The page that is part of the program.
+    Program,
 }
+
+/// The files of the page that is part of the program, with a hash of each; none if it was built without.
+const PAGE: &[(&str, u64, &[u8])] = include!(concat!(env!("OUT_DIR"), "/page.rs"));
+/// Where the page looks for the demo model.
+const DEMO: &str = "models/demo/";
 
 /// A file that may be sent.
 #[derive(Debug)]
 pub struct Found {
-    /// Opened for reading.
-    pub file: File,
+    /// Its content.
+    pub body: Body,
     /// Its bytes.
     pub len: u64,
     /// Changes when the file does; with its quotes.
@@ -27,7 +36,21 @@ pub struct Found {
     pub mime: &'static str,
 }
 
+/// The content of a file.
+#[derive(Debug)]
+pub enum Body {
+    /// Opened for reading.
+    File(File),
+    /// A part of the program.
+    Bytes(&'static [u8]),
+}
+
 impl Site {
+    /// The page that is part of the program, if there is one.
+    pub fn program() -> Option<Self> {
+        (!PAGE.is_empty()).then_some(Self::Program)
+    }
+
     /// The page in the folder `dir`, which has an `index.html`.
     ///
     /// # Errors
@@ -37,22 +60,40 @@ impl Site {
         if !root.join("index.html").is_file() {
             return Err(io::Error::new(io::ErrorKind::NotFound, "no index.html in it"));
         }
-        Ok(Self { root })
+        Ok(Self::Folder(root))
     }
 
     /// The file that the target of a request (`/path?query`) names; `None` if there is none or it lies elsewhere.
     pub fn find(&self, target: &str) -> Option<Found> {
-        // Symbolic links may lead out, so the question is where the file is and not what it is called.
-        let path = self.root.join(relative(target)?).canonicalize().ok()?;
-        if !path.starts_with(&self.root) {
+        let relative = relative(target)?;
+        let Self::Folder(root) = self else { return part_of_program(&relative) };
+        // Symbolic links may lead out of the folder, so the check is on the real path.
+        let path = root.join(relative).canonicalize().ok()?;
+        if !path.starts_with(root) {
             return None;
         }
-        // Before it is opened: opening a pipe waits for somebody who writes to it.
+        // Checked before opening: opening a pipe waits for a writer.
         fs::metadata(&path).ok().filter(Metadata::is_file)?;
         let file = File::open(&path).ok()?;
         let meta = file.metadata().ok().filter(Metadata::is_file)?;
-        Some(Found { len: meta.len(), etag: etag(&meta), mime: mime(&path), file })
+        Some(Found { len: meta.len(), etag: etag(&meta), mime: mime(&path), body: Body::File(file) })
     }
+}
+
+/// A file of the page that is part of the program, or of the demo model.
+fn part_of_program(path: &Path) -> Option<Found> {
+    let name = path.to_str()?.replace('\\', "/");
+    let (bytes, etag) = match name.strip_prefix(DEMO) {
+        Some(file) => {
+            let (_, bytes) = embedded::DEMO.files.iter().find(|(name, _)| *name == file)?;
+            (*bytes, format!("\"{}-{:x}\"", env!("SELKIE_COMMIT"), bytes.len()))
+        }
+        None => {
+            let (_, hash, bytes) = PAGE.iter().find(|(known, ..)| *known == name)?;
+            (*bytes, format!("\"{hash:x}\""))
+        }
+    };
+    Some(Found { len: bytes.len() as u64, etag, mime: mime(path), body: Body::Bytes(bytes) })
 }
 
 /// The path below the root that a target names. Every part must be the plain name of a visible file on every system.
@@ -130,6 +171,18 @@ mod tests {
         ] {
             assert_eq!(relative(target), Some(path.into()), "{target}");
         }
+    }
+
+    #[test]
+    fn the_program_has_the_demo_model_of_its_page() {
+        let found = part_of_program("models/demo/config.json".as_ref()).unwrap();
+        let Body::Bytes(bytes) = found.body else { panic!("a part of the program") };
+        assert_eq!((found.len, found.mime), (bytes.len() as u64, "application/json"));
+        for name in ["models/demo/", "models/demo/other.json", "config.json", "models/demo/../demo/config.json"] {
+            assert!(part_of_program(name.as_ref()).is_none(), "{name}");
+        }
+        // With the page in it, or without.
+        assert_eq!(Site::program().is_some(), part_of_program("index.html".as_ref()).is_some());
     }
 
     #[test]

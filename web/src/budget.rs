@@ -16,7 +16,7 @@ const MOST: u64 = 256 * MIB;
 const LEAST: u64 = 64 * MIB;
 
 /// Bytes for states and pages: half the size of the weights, between 64 and 256 MiB, at most a 32nd of the machine's memory if the
-/// browser reports it (`memory`, in bytes), and at most what batch and context can use; but always enough for one whole
+/// browser reports it (`memory`, in bytes), and at most the bytes that batch and context can use; but always enough for one whole
 /// sequence.
 pub fn memory(shape: &StateShape, options: &EngineOptions, weights: u64, memory: Option<u64>) -> u64 {
     let limits = Limits { max_batch: options.max_batch, prefix_cache: options.prefix_cache, ..Limits::default() };

@@ -7,9 +7,12 @@ use selkie_core::{
     Error,
     backend::{Backend, Caps},
     cpu::CpuBackend,
-    engine::{EngineOptions, SeqId},
+    engine::{AnyEngine, Engine, EngineOptions, SeqId},
+    model_dir::ModelFiles,
     models,
+    session::{Facts, Local, Model, Text},
 };
+use selkie_wgpu::Queue;
 use serde_json::{Value, json};
 use wasm_bindgen::prelude::*;
 
@@ -17,11 +20,10 @@ use crate::{
     device::{self, Device},
     error,
     files::ModelFile,
-    js, model,
+    js, model, options,
     pace::Pace,
     report,
     request::{LoadOptions, Request},
-    session::{self, AnySession},
 };
 
 /// Maximum and initial tokens of a step on a GPU, on a software adapter and on the CPU.
@@ -33,7 +35,9 @@ const CPU_STEP: (usize, usize) = (256, 32);
 #[wasm_bindgen]
 pub struct WasmEngine {
     /// `None` while a step runs.
-    session: RefCell<Option<AnySession>>,
+    session: RefCell<Option<Local>>,
+    /// Of the GPU, if it runs on one.
+    queue: Option<Queue>,
     pace: Cell<Pace>,
     /// When the last step was completed.
     landed: Cell<f64>,
@@ -55,6 +59,7 @@ impl WasmEngine {
         let (source, files) = model::open(files, asked.label.clone()).await?;
         let fail = |e: Error| source.error(&e);
         let spec = models::spec(&files.config).map_err(fail)?;
+        let text = Text::new(&files).map_err(fail)?;
         let progress = |stage: &str, loaded: u64, total: u64| {
             if let Some(f) = &on_progress {
                 let p = json!({ "stage": stage, "loaded": loaded, "total": total });
@@ -64,7 +69,7 @@ impl WasmEngine {
         };
         let weights = files.checkpoint.bytes();
         let fitting = |caps: &Caps, (most, _): (usize, usize)| -> Result<EngineOptions, JsValue> {
-            let options = session::options(&spec, caps, weights, &asked, most).map_err(fail)?;
+            let options = options::for_page(&spec, caps, weights, &asked, most).map_err(fail)?;
             let sizes = options.sizes(&spec, caps, None).map_err(fail)?;
             match model::problem(&files, &spec, caps, &sizes) {
                 Some(why) => Err(error::error("too_large", &why)),
@@ -72,30 +77,32 @@ impl WasmEngine {
             }
         };
         let mut weights_loaded = |loaded, total| progress("weights", loaded, total);
-        let (session, step, device, fallback) = match device::open(asked.backend).await? {
+        let (engine, step, device, fallback, queue, software) = match device::open(asked.backend).await? {
             Device::Wgpu(backend, name) => {
                 let step = if backend.is_software() { SOFTWARE_STEP } else { GPU_STEP };
                 let options = fitting(backend.caps(), step)?;
-                source.feed(backend.queue());
-                let session =
-                    session::load(backend, files.clone(), &options, &mut weights_loaded).await.map_err(fail)?;
-                let gpu = session.engine().runner().backend();
+                let (queue, software) = (backend.queue(), backend.is_software());
+                source.feed(queue.clone());
+                let engine = load(backend, &files, &options, &mut weights_loaded).await.map_err(fail)?;
+                let gpu = engine.runner().backend();
                 gpu.settle(&mut |done, of| progress("pipelines", done as u64, of as u64)).await.map_err(fail)?;
-                (AnySession::Wgpu(session), step, name, None)
+                (Box::new(engine) as Box<dyn AnyEngine>, step, name, None, Some(queue), software)
             }
             Device::Cpu(fallback) => {
                 let backend = CpuBackend::new();
                 let options = fitting(backend.caps(), CPU_STEP)?;
-                let session =
-                    session::load(backend, files.clone(), &options, &mut weights_loaded).await.map_err(fail)?;
-                let name = session.engine().caps().device.clone();
-                (AnySession::Cpu(session), CPU_STEP, name, fallback)
+                let engine = load(backend, &files, &options, &mut weights_loaded).await.map_err(fail)?;
+                let name = engine.caps().device.clone();
+                (Box::new(engine) as Box<dyn AnyEngine>, CPU_STEP, name, fallback, None, false)
             }
         };
         progress("weights", weights, weights);
-        let info = report::info(&session, &device, fallback.as_deref());
+        let facts = Facts::new(&files, &*engine).await.map_err(fail)?;
+        let session = Local::new(Model::new(text, facts, engine));
+        let info = report::info(session.model(), &device, fallback.as_deref(), software);
         Ok(Self {
             session: RefCell::new(Some(session)),
+            queue,
             pace: Cell::new(Pace::new(step.1, step.0)),
             landed: Cell::new(0.0),
             enqueued: RefCell::default(),
@@ -113,11 +120,7 @@ impl WasmEngine {
     pub fn submit(&self, request: JsValue) -> Result<f64, JsValue> {
         let request: Request = js::parse(&request).map_err(|e| error::error("bad_request", &e))?;
         let seed = (js_sys::Math::random() * 9_007_199_254_740_992.0) as u64;
-        self.with(|s| {
-            let ask = request.ask(&s.files().generation, seed);
-            s.submit(ask).map(|id| id.0 as f64)
-        })?
-        .map_err(|e| error::from_core(&e))
+        self.with(|s| s.submit(request.ask(seed)).map(|id| id.0 as f64))?.map_err(|e| error::from_core(&e))
     }
 
     /// Runs one step and returns its updates; none if there is nothing to do.
@@ -142,32 +145,32 @@ impl WasmEngine {
     /// Empties the prefix cache.
     #[wasm_bindgen(js_name = clearCache)]
     pub fn clear_cache(&self) -> Result<(), JsValue> {
-        self.with(AnySession::clear_cache)
+        self.with(|s| s.engine_mut().clear_cache())
     }
 
     /// Turns the prefix cache on or off. Fails while a request runs.
     #[wasm_bindgen(js_name = setPrefixCache)]
     pub fn set_prefix_cache(&self, on: bool) -> Result<(), JsValue> {
-        self.with(|s| s.set_prefix_cache(on))?.map_err(|e| error::from_core(&e))
+        self.with(|s| s.engine_mut().set_prefix_cache(on))?.map_err(|e| error::from_core(&e))
     }
 
     /// Counters, pools and the prefix tree.
     pub fn stats(&self) -> Result<JsValue, JsValue> {
-        self.with(|s| js::object(&report::stats(s, &self.device)))
+        self.with(|s| js::object(&report::stats(s.engine(), &self.device)))
     }
 }
 
 impl WasmEngine {
-    fn with<T>(&self, f: impl FnOnce(&mut AnySession) -> T) -> Result<T, JsValue> {
+    fn with<T>(&self, f: impl FnOnce(&mut Local) -> T) -> Result<T, JsValue> {
         self.session.borrow_mut().as_mut().map(f).ok_or_else(busy)
     }
 
-    async fn step_of(&self, session: &mut AnySession) -> selkie_core::Result<Vec<Value>> {
+    async fn step_of(&self, session: &mut Local) -> selkie_core::Result<Vec<Value>> {
         let mut pace = self.pace.get();
-        session.set_step_tokens(pace.tokens());
+        session.engine_mut().set_step_tokens(pace.tokens());
         let updates = session.step().await?;
         if updates.is_empty()
-            && let Some(queue) = session.queue()
+            && let Some(queue) = &self.queue
         {
             // Without a wait, steps without output would queue up on the device, and a stop would take effect after all of them.
             let before = self.enqueued.replace(Some(Box::pin(queue.done())));
@@ -175,14 +178,24 @@ impl WasmEngine {
                 before.await;
             }
         }
-        if let Some((tokens, enqueued)) = session.landed() {
+        if let Some((tokens, enqueued)) = session.engine().landed() {
             // The step started when it was enqueued, or when the previous one ended.
             let now = js::now();
             pace.took(tokens, now - enqueued.max(self.landed.replace(now)));
             self.pace.set(pace);
         }
-        Ok(updates.into_iter().map(report::update).collect())
+        Ok(updates.into_iter().filter_map(report::update).collect())
     }
+}
+
+/// Loads onto a backend.
+async fn load<B: Backend>(
+    backend: B,
+    files: &ModelFiles,
+    options: &EngineOptions,
+    report: &mut dyn FnMut(u64, u64),
+) -> selkie_core::Result<Engine<B>> {
+    selkie_core::session::load(backend, files, options, &mut |p| report(p.done, p.total)).await
 }
 
 fn busy() -> JsValue {

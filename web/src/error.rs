@@ -24,7 +24,7 @@ pub fn parts(e: &Error) -> (&'static str, String) {
     match e {
         Error::Io { .. } => ("missing_file", e.to_string()),
         Error::BadModel { .. } | Error::NotFinite => ("bad_model", e.to_string()),
-        Error::BadRequest(_) => ("bad_request", e.to_string()),
+        Error::BadRequest(_) | Error::TooLong { .. } => ("bad_request", e.to_string()),
         Error::Unsupported { .. } | Error::NoDevice { .. } => ("unsupported", e.to_string()),
         Error::OutOfMemory { what, asked, .. } => {
             let asked = *asked as f64 / MIB;
@@ -33,6 +33,7 @@ pub fn parts(e: &Error) -> (&'static str, String) {
         Error::Device { op, .. } if op == "device" => {
             ("device_lost", "the browser took the GPU away (a driver reset, sleep, or too little memory)".into())
         }
-        Error::Compile { .. } | Error::Device { .. } => ("internal", e.to_string()),
+        Error::Ended(e) => parts(e),
+        Error::Compile { .. } | Error::Device { .. } | Error::Panicked(_) => ("internal", e.to_string()),
     }
 }

@@ -1,8 +1,8 @@
-//! The engine in a web page: core and the wgpu or CPU backend behind a JavaScript class.
+//! The engine in a web page: a JavaScript class over core and the wgpu or CPU backend.
 //!
 //! The page runs it in a worker. Nothing here depends on the page: files are objects with a `read` method, answers are plain
-//! objects, and errors are `Error` objects with a `code`. [`budget`] and [`pace`] add what a page needs: a memory budget that suits a
-//! phone, and steps so short that a stop takes effect at once.
+//! objects, and errors are `Error` objects with a `code`. A page also needs [`budget`] and [`pace`]: a memory budget that suits a
+//! phone, and steps so short that a stop takes effect immediately.
 
 pub mod budget;
 pub mod pace;
@@ -20,8 +20,8 @@ mod js;
 #[cfg(target_arch = "wasm32")]
 mod model;
 #[cfg(target_arch = "wasm32")]
+mod options;
+#[cfg(target_arch = "wasm32")]
 mod report;
 #[cfg(target_arch = "wasm32")]
 mod request;
-#[cfg(target_arch = "wasm32")]
-mod session;

@@ -1,6 +1,6 @@
 //! A model before it is loaded: its facts, and whether it fits.
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use selkie_core::{
     backend::{Backend, Caps},
@@ -16,9 +16,8 @@ use crate::{
     device::{self, Device, Wanted},
     error,
     files::{Files, ModelFile},
-    js,
+    js, options,
     request::LoadOptions,
-    session,
 };
 
 const MIB: f64 = 1048576.0;
@@ -28,11 +27,11 @@ const MODULE_BYTES: u64 = 3584 << 20;
 const MEMORY_TOLD: u64 = 8 << 30;
 
 /// Reads everything but the weights.
-pub async fn open(files: Vec<ModelFile>, label: Option<String>) -> Result<(Rc<Files>, Rc<ModelFiles>), JsValue> {
-    let files = Rc::new(Files::new(label.unwrap_or_else(|| "the model".into()), files));
+pub async fn open(files: Vec<ModelFile>, label: Option<String>) -> Result<(Arc<Files>, Arc<ModelFiles>), JsValue> {
+    let files = Arc::new(Files::new(label.unwrap_or_else(|| "the model".into()), files));
     files.complete()?;
     let model = ModelFiles::open(files.clone(), js::unix_time).await.map_err(|e| files.error(&e))?;
-    Ok((files, Rc::new(model)))
+    Ok((files, Arc::new(model)))
 }
 
 /// Why a model cannot run on a device, with numbers; `None` if it fits.
@@ -92,7 +91,7 @@ pub async fn inspect(files: Vec<ModelFile>, backend: Option<String>) -> Result<J
         }
     };
     let weights = model.checkpoint.bytes();
-    let options = session::options(&spec, &caps, weights, &LoadOptions::default(), 64).map_err(fail)?;
+    let options = options::for_page(&spec, &caps, weights, &LoadOptions::default(), 64).map_err(fail)?;
     let sizes = options.sizes(&spec, &caps, None).map_err(fail)?;
     let problem = problem(&model, &spec, &caps, &sizes).or_else(|| scarce(weights, &sizes));
     Ok(js::object(&json!({

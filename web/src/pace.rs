@@ -1,4 +1,4 @@
-//! Chooses the tokens of the next step from the times of the last ones, so that steps are short and a stop takes effect at once.
+//! Chooses the tokens of the next step from the times of the last ones, so that steps are short and a stop takes effect immediately.
 
 /// Target time of a step in milliseconds. Two steps may be in flight, one may be twice as slow as the previous one, and a stop
 /// must take effect within 200 ms.

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use selkie_core::{
-    engine::FinishReason,
-    session::{Completion, Update},
+    engine::{AnyEngine, FinishReason, SeqId},
+    session::{Completion, Model, Update},
     state::{
         GRID, Reason,
         prefix::{NONE, NodeId, Tree},
@@ -12,32 +12,31 @@ use selkie_core::{
 };
 use serde_json::{Value, json};
 
-use crate::session::AnySession;
-
 /// Maximum nodes of the tree in a report.
 const MOST_NODES: usize = 200;
 
 /// Facts fixed at load.
-pub fn info(session: &AnySession, device: &str, fallback: Option<&str>) -> Value {
-    let (spec, sizes, files) = (session.spec(), session.sizes(), session.files());
-    let sampling = files.generation.sampling(0);
+pub fn info(model: &Model, device: &str, fallback: Option<&str>, software: bool) -> Value {
+    let (facts, text) = (model.facts(), model.text());
+    let sizes = &facts.sizes;
+    let sampling = text.generation().sampling(0);
     json!({
-        "backend": session.caps().backend,
+        "backend": facts.backend,
         "device": device,
         "fallback": fallback,
-        "software": session.gpu().is_some_and(|gpu| gpu.is_software()),
-        "label": files.label(),
-        "family": spec.family,
-        "layerMap": spec.layer_map,
-        "parameters": spec.parameters,
-        "weightBytes": session.weight_bytes(),
-        "contextTokens": sizes.longest(),
-        "slots": sizes.split.slots,
-        "pages": sizes.split.pages,
+        "software": software,
+        "label": facts.label,
+        "family": facts.family,
+        "layerMap": facts.layer_map,
+        "parameters": facts.parameters,
+        "weightBytes": facts.weight_bytes,
+        "contextTokens": facts.context,
+        "slots": facts.slots,
+        "pages": facts.pages,
         "bytesPerSlot": sizes.shape.slot_bytes,
         "bytesPerPage": sizes.shape.page_bytes,
         "memoryBytes": sizes.split.bytes(&sizes.shape),
-        "chat": files.chat.is_some(),
+        "chat": text.has_chat(),
         "defaults": {
             "temperature": sampling.temperature,
             "topK": sampling.top_k,
@@ -49,13 +48,13 @@ pub fn info(session: &AnySession, device: &str, fallback: Option<&str>) -> Value
 }
 
 /// Counters, pools and the prefix tree.
-pub fn stats(session: &AnySession, device: &str) -> Value {
-    let scheduler = session.scheduler();
-    let (stats, split) = (scheduler.stats(), session.sizes().split);
+pub fn stats(engine: &dyn AnyEngine, device: &str) -> Value {
+    let scheduler = engine.scheduler();
+    let (stats, split) = (scheduler.stats(), engine.sizes().split);
     let reasons: serde_json::Map<String, Value> =
         Reason::ALL.iter().map(|r| (r.name().to_owned(), stats.reason(*r).into())).collect();
     json!({
-        "backend": session.caps().backend,
+        "backend": engine.caps().backend,
         "device": device,
         "slots": { "total": split.slots, "used": scheduler.slots().used(), "cached": scheduler.cached_states() },
         "pages": {
@@ -63,7 +62,7 @@ pub fn stats(session: &AnySession, device: &str) -> Value {
             "used": scheduler.pages().used(),
             "cached": if split.pages == 0 { 0 } else { scheduler.cached_pages() },
         },
-        "tree": tree(scheduler.tree(), session.sizes().shape.slot_bytes > 0),
+        "tree": tree(scheduler.tree(), engine.sizes().shape.slot_bytes > 0),
         "treeNodes": scheduler.tree().len(),
         "requests": stats.reasons.iter().sum::<u64>(),
         "reusedTokens": stats.tokens_reused,
@@ -107,11 +106,12 @@ fn tree(tree: &Tree, slots: bool) -> Vec<Value> {
     shown.iter().map(node).collect()
 }
 
-/// An update of a step.
-pub fn update(update: Update) -> Value {
+/// An update of a step; `None` if it has nothing to show.
+pub fn update((id, update): (SeqId, Update)) -> Option<Value> {
     match update {
-        Update::Text { id, text } => json!({ "type": "text", "id": id.0, "text": text }),
-        Update::Done { id, completion } => done(id.0, completion),
+        Update::Text { text, .. } if text.is_empty() => None,
+        Update::Text { text, .. } => Some(json!({ "type": "text", "id": id.0, "text": text })),
+        Update::Done(completion) => Some(done(id.0, completion)),
     }
 }
 
@@ -137,6 +137,7 @@ fn done(id: u64, c: Completion) -> Value {
             FinishReason::Failed => "error",
         },
         "error": error,
+        "leftOutMessages": c.dropped,
         "usage": {
             "promptTokens": end.prompt_tokens,
             "completionTokens": end.completion_tokens,

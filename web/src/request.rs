@@ -2,8 +2,7 @@
 
 use selkie_core::{
     chat::Message,
-    generation::GenerationConfig,
-    session::{Ask, Overrides, Prompt},
+    session::{Ask, Overrides, Prompt, WhenFull},
 };
 use serde::Deserialize;
 
@@ -36,6 +35,16 @@ pub struct Request {
     seed: Option<u64>,
     stop: Vec<String>,
     namespace: String,
+    when_full: Policy,
+}
+
+/// See [`WhenFull`].
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(rename_all = "kebab-case", expecting = "`whenFull` must be \"error\" or \"drop-oldest\"")]
+enum Policy {
+    #[default]
+    Error,
+    DropOldest,
 }
 
 #[derive(Debug, Deserialize)]
@@ -45,27 +54,32 @@ struct Turn {
 }
 
 impl Request {
-    /// The request with the model's defaults for missing sampling values, and `seed` if it has none.
-    pub fn ask(self, generation: &GenerationConfig, seed: u64) -> Ask {
-        let overrides = Overrides {
+    /// The request, with `seed` if it has none.
+    pub fn ask(self, seed: u64) -> Ask {
+        let sampling = Overrides {
             temperature: self.temperature,
             top_k: self.top_k,
             top_p: self.top_p,
             min_p: self.min_p,
             repetition_penalty: self.repetition_penalty,
-            seed: self.seed,
+            seed: Some(self.seed.unwrap_or(seed)),
         };
-        let message = |turn: Turn| Message { role: turn.role, content: turn.content };
+        let message = |turn: Turn| Message::new(&turn.role, turn.content);
         let prompt = match self.messages {
             Some(messages) => Prompt::Messages(messages.into_iter().map(message).collect()),
             None => Prompt::Text(self.prompt.unwrap_or_default()),
         };
         Ask {
             prompt,
-            sampling: overrides.over(generation.sampling(seed)),
+            sampling,
             max_tokens: self.max_tokens,
             stop: self.stop,
             namespace: self.namespace,
+            when_full: match self.when_full {
+                Policy::Error => WhenFull::Error,
+                Policy::DropOldest => WhenFull::DropOldest,
+            },
+            ..Ask::default()
         }
     }
 }

@@ -14,7 +14,7 @@ const MAX_SPLITS: usize = 64;
 /// Keys of a slice of the decode kernel.
 const KEYS: usize = 16;
 
-/// What computes an attention op.
+/// The kernel of an attention op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Variant {
     /// Any shape: a block per query head.
@@ -38,7 +38,7 @@ struct Decode {
     splits: usize,
 }
 
-/// Most warps of a decode block: as many as a multiprocessor runs at once.
+/// Most warps of a decode block: as many as a multiprocessor runs concurrently.
 const MOST_WARPS: usize = 8;
 
 impl Decode {
@@ -76,12 +76,14 @@ fn prefill_shared(head_dim: usize, tiles: usize) -> usize {
     (64 * tiles + 4 * PAGE) * (head_dim + 8) * 2
 }
 
-/// Tokens of a tile of the warpgroup kernel, and keys.
+/// Tokens of a tile of the warpgroup kernel.
 const WGMMA_TILE: usize = 128;
 
-/// Queries, two stages of keys and values, and room to start at a multiple of 1024.
+/// Queries, two stages of keys and values, and room to start at a multiple of 1024. The kernel takes tiles of half as many keys
+/// for heads of 256.
 fn wgmma_shared(head_dim: usize) -> usize {
-    5 * WGMMA_TILE * head_dim * 2 + 1024
+    let keys = if head_dim == 256 { 64 } else { 128 };
+    (WGMMA_TILE + 4 * keys) * head_dim * 2 + 1024
 }
 
 /// Runs that the keys of a query are cut into, so that there are about `blocks` of them.
@@ -98,7 +100,7 @@ fn variant<B: Address>(a: &Attention<B>, device: &Device) -> Variant {
     let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= device.shared);
     let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), (hd, group), device);
     let many = tokens > PAGE && tokens > a.step.bucket.rows;
-    if tensor_cores && many && device.wgmma && matches!(hd, 64 | 128) && wgmma_shared(hd) <= device.shared {
+    if tensor_cores && many && device.wgmma && matches!(hd, 64 | 128 | 256) && wgmma_shared(hd) <= device.shared {
         return Variant::Wgmma;
     }
     match (tiles, decode) {
@@ -215,6 +217,7 @@ mod tests {
     #[test]
     fn warpgroup_tiles_fit_where_they_are_taken() {
         assert!(wgmma_shared(128) <= 227 << 10);
+        assert!(wgmma_shared(256) <= 227 << 10);
         assert!(wgmma_shared(128) > SHARED);
     }
 }

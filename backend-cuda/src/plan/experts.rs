@@ -1,4 +1,4 @@
-//! Products of the experts that tokens chose: grouped by expert on tensor cores, or pair by pair.
+//! Products of the experts that tokens chose: streamed for few pairs, grouped by expert on tensor cores, or pair by pair.
 
 use selkie_core::{
     Result,
@@ -6,56 +6,22 @@ use selkie_core::{
     tensor::{DType, Tensor},
 };
 
-use super::{Arena, Device, Hazards, SMEM_LEFT_FREE, act, same_view, vector, wide};
+use super::{
+    Arena, Device, Hazards, SMEM_LEFT_FREE, act,
+    grouped::{self, FEW_PAIRS},
+    same_view, vector, wide,
+};
 use crate::{
-    arguments::{self, At, Rows},
+    arguments::{self, Rows},
     launch::{Address, Launch, Work, address},
     spec::{File, Spec},
 };
 
-/// Fewer pairs than this are cheaper one by one.
-const FEW_PAIRS: usize = 32;
-
 /// How many experts there are and their weights, if those are in one block.
-fn in_one_block<B: Address>(a: &ExpertMatmul<B>) -> Option<(usize, &RowBlock<B>)> {
+pub(super) fn in_one_block<B: Address>(a: &ExpertMatmul<B>) -> Option<(usize, &RowBlock<B>)> {
     let [ExpertRange { experts, blocks, .. }] = &a.experts[..] else { return None };
     let [block] = &blocks[..] else { return None };
     Some((*experts, block))
-}
-
-/// The one block of weights, and pairs of a tile, if the grouped kernel takes this op.
-fn grouped<'a, B: Address>(a: &'a ExpertMatmul<B>, device: &Device) -> Option<(&'a RowBlock<B>, usize)> {
-    let (experts, block) = in_one_block(a)?;
-    let pairs = a.ids.len();
-    let fits = device.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x, &block.w]);
-    fits.then(|| (block, pair_tile(pairs, experts)))
-}
-
-/// Pairs of a tile, from the mean number of pairs of an expert.
-fn pair_tile(pairs: usize, experts: usize) -> usize {
-    match pairs / experts {
-        0..=12 => 16,
-        13..=64 => 64,
-        _ => 128,
-    }
-}
-
-/// Copies in flight, and shared memory of a block of the grouped kernel.
-fn tile_shared(bm: usize) -> (usize, usize) {
-    let stages = if bm == 16 { 4 } else { 3 };
-    (stages, stages * (bm + 128) * 72 * 2)
-}
-
-/// Bytes of the list of pairs by expert, and where the products begin.
-fn list_bytes<B: Address>(a: &ExpertMatmul<B>) -> usize {
-    let experts: usize = a.experts.iter().map(|r| r.experts).sum();
-    (4 * (2 * (experts + 1) + a.ids.len())).next_multiple_of(256)
-}
-
-/// The list, and the products of all pairs before they are combined.
-pub(super) fn scratch<B: Address>(a: &ExpertMatmul<B>) -> u64 {
-    let products = if a.combine.is_some() { 4 * a.ids.len() * a.out.row_len() } else { 0 };
-    (list_bytes(a) + products) as u64
 }
 
 /// Warps of a block of the kernel that streams W.
@@ -152,16 +118,22 @@ fn streamed<B: Address>(
 
 /// Whether the kernel of `a` may compute the activation after it too.
 pub(super) fn may_fuse<B: Address>(a: &ExpertMatmul<B>, device: &Device) -> bool {
-    a.combine.is_none() && stream_cut(a, 1, device).is_some()
+    a.combine.is_none() && stream_cut(a, 1, device).is_some() || grouped::may_fuse(a, device)
 }
 
-/// Products and the activation that reads all of them, as one kernel.
+/// Whether the second half of the experts may be computed from the tables of `a`, the first one.
+pub(super) fn may_share_tables<B: Address>(a: &ExpertMatmul<B>, device: &Device) -> bool {
+    grouped::may_fuse(a, device)
+}
+
+/// Products and the activation that reads all of them, as one kernel (after the sort, if they are grouped).
 pub(super) fn with_activation<B: Address>(
     a: &ExpertMatmul<B>,
     then: &Activation<B>,
     device: &Device,
+    arena: &Arena,
     hazards: &Hazards,
-) -> Option<Work> {
+) -> Option<Vec<Work>> {
     let n = a.out.row_len();
     let reads = match &then.up {
         Some(up) => {
@@ -172,9 +144,26 @@ pub(super) fn with_activation<B: Address>(
     };
     let read = [&a.x, &a.ids].into_iter().chain(a.experts.iter().flat_map(|r| &r.blocks).map(|b| &b.w));
     let apart = read.chain([&a.out]).all(|t| t.buf.id() != then.out.buf.id());
-    (a.combine.is_none() && then.row_gate.is_none() && reads && apart)
-        .then(|| streamed(a, Some(then), device, hazards))
-        .flatten()
+    if a.combine.is_some() || then.row_gate.is_some() || !reads || !apart {
+        return None;
+    }
+    let work = streamed(a, Some(then), device, hazards).map(|work| vec![work]);
+    work.or_else(|| grouped::with_activation(a, then, device, arena))
+}
+
+/// Both halves of the experts with the activation in between, if the second one is computed from the tables of the first.
+pub(super) fn both_halves<B: Address>(
+    up: &ExpertMatmul<B>,
+    then: &Activation<B>,
+    down: &ExpertMatmul<B>,
+    device: &Device,
+    arena: &Arena,
+    hazards: &Hazards,
+) -> Option<Vec<Work>> {
+    if !may_share_tables(up, device) {
+        return None;
+    }
+    grouped::both_halves(up, with_activation(up, then, device, arena, hazards)?, down, device, arena)
 }
 
 pub(super) fn expert_matmul<B: Address>(
@@ -186,80 +175,46 @@ pub(super) fn expert_matmul<B: Address>(
     if let Some(work) = streamed(a, None, device, hazards) {
         return Ok(vec![work]);
     }
-    let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
-    let products = arena.scratch + list_bytes(a) as u64;
-    let grouped = grouped(a, device);
-    // Where the products go before they are combined: rounded like any activation in the grouped case.
-    let product = if grouped.is_some() { DType::Bf16 } else { DType::F32 };
-    let (to, to_stride, to_dtype) = match a.combine {
-        Some(_) => (products, n as u64, product),
+    if let Some((block, form)) = grouped::form(a, device) {
+        let mut work = vec![grouped::sort(a, form, arena)];
+        work.extend(grouped::second_half(a, (block, form), device, arena));
+        return Ok(work);
+    }
+    let mut work = pair_by_pair(a, arena);
+    work.extend(grouped::combine(a, DType::F32, arena));
+    Ok(work)
+}
+
+/// The products of each pair on its own.
+fn pair_by_pair<B: Address>(a: &ExpertMatmul<B>, arena: &Arena) -> Vec<Work> {
+    let (pairs, top, k, n) = (a.ids.len(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
+    let (to, stride, dtype) = match a.combine {
+        Some(_) => (grouped::products(a, arena), n as u64, DType::F32),
         None => (address(&a.out), a.out.row_stride as u64, a.out.dtype),
     };
-    let mut work = Vec::new();
-    if let Some((block, bm)) = grouped {
-        let experts = block.w.rows();
-        let spec = Spec::new(File::ExpertSort).int("E", experts).int("TOP", top).int("BM", bm);
-        let list = At(arena.scratch);
-        let args = arguments::ExpertSort { ids: (&a.ids).into(), pairs: a.ids.len() as u32, list };
-        work.push(Work::Kernel(Launch::new(spec, [1, 1, 1], 1024, &args)));
-        let (stages, shared) = tile_shared(bm);
-        let spec = Spec::new(File::ExpertGrouped)
+    let blocks = a.experts.iter().flat_map(|range| range.blocks.iter().map(move |block| (range, block)));
+    let launch = |(range, block): (&ExpertRange<B>, &RowBlock<B>)| {
+        let rows = block.w.dims()[1];
+        let spec = Spec::new(File::ExpertMatmul)
+            .int("VEC", pair_vector(&a.x, &block.w, k))
             .int("K", k)
-            .int("N", n)
-            .int("E", experts)
-            .int("BM", bm)
-            .int("STAGES", stages)
             .int("TOP", top)
             .flag("X_PER_PAIR", a.combine.is_some())
-            .ty("out_t", to_dtype);
-        let out = Rows { at: to, stride: to_stride };
-        let args = arguments::ExpertGrouped { x: (&a.x).into(), w: (&block.w).into(), list, out };
-        let grid = [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
-        work.push(Work::Kernel(Launch::new(spec, grid, 128, &args).with_shared(shared)));
-    } else {
-        for range in &a.experts {
-            for block in &range.blocks {
-                let rows = block.w.dims()[1];
-                let spec = Spec::new(File::ExpertMatmul)
-                    .int("VEC", pair_vector(&a.x, &block.w, k))
-                    .int("K", k)
-                    .int("TOP", top)
-                    .flag("X_PER_PAIR", a.combine.is_some())
-                    .ty("x_t", a.x.dtype)
-                    .ty("w_t", block.w.dtype)
-                    .ty("out_t", to_dtype);
-                let args = arguments::ExpertMatmul {
-                    x: (&a.x).into(),
-                    w: (&block.w).into(),
-                    first: range.first as u32,
-                    experts: range.experts as u32,
-                    n: rows as i32,
-                    ids: (&a.ids).into(),
-                    out: Rows { at: to + (block.col * to_dtype.bytes()) as u64, stride: to_stride },
-                };
-                work.push(Work::Kernel(Launch::new(spec, [tokens * top, rows.div_ceil(32), 1], 256, &args)));
-            }
-        }
-    }
-    if let Some(weights) = &a.combine {
-        let vec = vector(n, &[&a.out]).min(4);
-        let spec = Spec::new(File::ExpertCombine)
-            .int("VEC", vec)
-            .int("N", n)
-            .int("TOP", top)
-            .flag("ACCUMULATE", a.accumulate)
-            .ty("product_t", product)
-            .ty("out_t", a.out.dtype);
-        let args = arguments::ExpertCombine {
-            products: At(products),
+            .ty("x_t", a.x.dtype)
+            .ty("w_t", block.w.dtype)
+            .ty("out_t", dtype);
+        let args = arguments::ExpertMatmul {
+            x: (&a.x).into(),
+            w: (&block.w).into(),
+            first: range.first as u32,
+            experts: range.experts as u32,
+            n: rows as i32,
             ids: (&a.ids).into(),
-            weights: weights.into(),
-            out: (&a.out).into(),
-            scale: a.scale,
+            out: Rows { at: to + (block.col * dtype.bytes()) as u64, stride },
         };
-        work.push(Work::Kernel(Launch::new(spec, [tokens, n.div_ceil(256 * vec), 1], 256, &args)));
-    }
-    Ok(work)
+        Work::Kernel(Launch::new(spec, [pairs, rows.div_ceil(32), 1], 256, &args))
+    };
+    blocks.map(launch).collect()
 }
 
 /// Width of the loads along k, for rows that follow each other without a gap.
@@ -271,14 +226,6 @@ fn pair_vector<B: Address>(x: &Tensor<B>, w: &Tensor<B>, k: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tiles_follow_the_load_of_an_expert() {
-        assert_eq!(pair_tile(64 * 6, 128), 16);
-        assert_eq!(pair_tile(512 * 6, 128), 64);
-        assert_eq!(pair_tile(8192 * 6, 128), 128);
-        assert!([16, 64, 128].iter().all(|&bm| tile_shared(bm).1 <= 120 << 10));
-    }
 
     #[test]
     fn streams_fit_beside_their_inputs() {

@@ -1,5 +1,6 @@
 //! Ops of one token as one kernel: a prologue (RMS norm or activation), the product that reads it, and the convolution after
-//! the product. Launches bound a decode step of a small model, and the product's weights arrive while the prologue runs.
+//! the product. Launches bound a decode step of a small model, and the product's weights arrive while the prologue runs. Experts compute
+//! their activation too, and those of many tokens sort once for both halves.
 
 use selkie_core::{
     ops::{Act, Activation, Conv1d, Matmul, Op, RmsNorm},
@@ -7,7 +8,7 @@ use selkie_core::{
 };
 
 use super::{
-    Device, Hazards, act, experts,
+    Arena, Device, Hazards, act, experts,
     pick::{self, Product},
     pointwise::norm_access,
     same_view, wide,
@@ -23,6 +24,8 @@ pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
     device.tuned
         && device.bulk_copies
         && match ops {
+            // The second half of the experts takes over the tables of the first.
+            [Op::ExpertMatmul(a), Op::Activation(_)] => experts::may_share_tables(a, device),
             [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
             [Op::Activation(a)] => a.gate.rows() == 1,
             [Op::ExpertMatmul(a)] => experts::may_fuse(a, device),
@@ -31,11 +34,20 @@ pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
         }
 }
 
-/// One kernel for several ops. It writes everything that they write one by one, to the same bits.
-pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, hazards: &Hazards) -> Option<Work> {
-    if let [Op::ExpertMatmul(a), Op::Activation(act)] = ops {
-        return experts::with_activation(a, act, device, hazards);
+/// The kernels of several ops, fewer than those of the ops one by one. They write everything that those write, to the same bits.
+/// `arena` has the scratch memory that any of the ops needs.
+pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards: &Hazards) -> Option<Vec<Work>> {
+    match ops {
+        [Op::ExpertMatmul(a), Op::Activation(act)] => experts::with_activation(a, act, device, arena, hazards),
+        [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] => {
+            experts::both_halves(a, act, b, device, arena, hazards)
+        }
+        _ => one_kernel(ops, device, hazards).map(|work| vec![work]),
     }
+}
+
+/// A product with the ops around it.
+fn one_kernel<B: Address>(ops: &[Op<B>], device: &Device, hazards: &Hazards) -> Option<Work> {
     let (prologue, product, conv) = match ops {
         [first, Op::Matmul(p)] => (Some(prologue(first, p)?), p, None),
         [Op::Matmul(p), Op::Conv1d(c)] => (None, p, Some(c)),

@@ -106,7 +106,7 @@ pub(super) fn prefers_row_dealing(m: usize, k: usize, n: usize, device: &Device)
 /// The launch, if the device has bulk copies and the kernel takes the shape.
 pub(super) fn launch<B: Address>(
     p: &Product<B>,
-    around: &Neighbours<B>,
+    neighbours: &Neighbours<B>,
     device: &Device,
     hazards: &Hazards,
 ) -> Option<Launch> {
@@ -121,9 +121,9 @@ pub(super) fn launch<B: Address>(
         .flag("SPLIT", shape.split)
         .int("ROWS", shape.rows)
         .flag("EVICT_FIRST", evict_first(n, k, device));
-    let spec = around.constants(spec, p);
+    let spec = neighbours.constants(spec, p);
     let grid = [shape.blocks(n, device.sms), 1, 1];
-    Some(Launch::new(spec, grid, 32 * shape.warps, &around.arguments(p, hazards)).with_shared(shape.shared))
+    Some(Launch::new(spec, grid, 32 * shape.warps, &neighbours.arguments(p, hazards)).with_shared(shape.shared))
 }
 
 #[cfg(test)]

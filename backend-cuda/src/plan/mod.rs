@@ -5,6 +5,7 @@ mod attention;
 mod experts;
 mod fused;
 mod gemv;
+mod grouped;
 mod pick;
 mod pointwise;
 mod sequence;
@@ -20,6 +21,7 @@ use selkie_core::{
 use crate::launch::{Address, Work, address};
 
 pub use fused::{fused, may_fuse};
+pub(crate) use pointwise::sample_spec;
 pub use sequence::{Planned, Sequencer};
 
 /// Facts about the device that plans depend on.
@@ -48,7 +50,7 @@ pub struct Arena {
     pub tickets: u64,
 }
 
-/// What earlier ops of the same step mean for an op's inputs.
+/// Effects of earlier ops of the same step on an op's inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hazards {
     /// No earlier op of the step wrote what this one updates in place, so it may be read before `griddepcontrol.wait`.
@@ -84,7 +86,9 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::Route(a) => pointwise::route(a),
         Op::ExpertMatmul(a) => experts::expert_matmul(a, device, arena, hazards),
         Op::Gather(a) => pointwise::gather(a),
+        Op::Adjust(a) => pointwise::adjust(a),
         Op::Sample(a) => pointwise::sample(a),
+        Op::Logprobs(a) => pointwise::logprobs(a),
     }
 }
 
@@ -92,7 +96,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
 pub fn scratch<B: Address>(op: &Op<B>, device: &Device) -> u64 {
     match op {
         Op::Attention(a) => attention::scratch(a, device),
-        Op::ExpertMatmul(a) => experts::scratch(a),
+        Op::ExpertMatmul(a) => grouped::scratch(a),
         Op::GatedDelta(a) => state::delta_scratch(a, device),
         _ => 0,
     }

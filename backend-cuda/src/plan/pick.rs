@@ -6,7 +6,7 @@ use selkie_core::{
     tensor::Tensor,
 };
 
-use super::{Device, Hazards, fused::Neighbours, gemv, skinny, wide};
+use super::{Device, Hazards, fused::Neighbours, gemv, skinny, vector, wide};
 use crate::{
     arguments::{At, MatmulBias, MatmulPlain},
     launch::{Address, Gemm, Launch, Work, address},
@@ -79,35 +79,59 @@ impl<B: Address> Product<'_, B> {
     }
 
     /// One of the kernels with bulk copies, if the device has them and one takes the shape.
-    fn bulk(&self, around: &Neighbours<B>, device: &Device, hazards: &Hazards) -> Option<Launch> {
+    fn bulk(&self, neighbours: &Neighbours<B>, device: &Device, hazards: &Hazards) -> Option<Launch> {
         // Short products depend on the kernels around them: several small blocks per multiprocessor let those start sooner.
         let (m, k, n) = (self.m(), self.k(), self.n());
         let rows = exceeds_l2(n, k, device) || gemv::prefers_row_dealing(m, k, n, device);
-        let by_rows = if rows { gemv::launch(self, around, device, hazards) } else { None };
-        by_rows.or_else(|| skinny::bulk(self, around, device, hazards))
+        let by_rows = if rows { gemv::launch(self, neighbours, device, hazards) } else { None };
+        by_rows.or_else(|| skinny::bulk(self, neighbours, device, hazards))
     }
 
     fn library(&self) -> Vec<Work> {
         let Self { op, block, out } = self;
         let (m, n) = (self.m(), self.n());
-        let mut work = vec![Work::Gemm(Gemm {
-            mnk: [m, n, self.k()],
-            at: [address(&op.x), address(&block.w), address(out)],
-            strides: [op.x.row_stride, block.w.row_stride, out.row_stride],
-            out: out.dtype,
-            scale: op.scale,
-            accumulate: op.accumulate,
-        })];
+        let gemm = |first: usize, n: usize| {
+            Work::Gemm(Gemm {
+                mnk: [m, n, self.k()],
+                at: [
+                    address(&op.x),
+                    address(&block.w) + (2 * first * block.w.row_stride) as u64,
+                    address(out) + (first * out.dtype.bytes()) as u64,
+                ],
+                strides: [op.x.row_stride, block.w.row_stride, out.row_stride],
+                out: out.dtype,
+                scale: op.scale,
+                accumulate: op.accumulate,
+            })
+        };
+        // The library's fast kernels take multiples of 8 rows of W.
+        let last = if n > 64 { n % 8 } else { 0 };
+        let mut work = vec![gemm(0, n - last)];
+        work.extend((last > 0).then(|| gemm(n - last, last)));
         if op.columns.is_some() || op.bias.is_some() {
-            let spec = Spec::new(File::MatmulBias)
-                .int("N", n)
-                .flag("HAS_COLUMNS", op.columns.is_some())
-                .flag("HAS_BIAS", op.bias.is_some())
-                .ty("out_t", out.dtype);
-            let args = MatmulBias { columns: self.columns(), bias: self.bias(), out: (*out).into() };
-            work.push(Work::Kernel(Launch::new(spec, [m, n.div_ceil(256), 1], 256, &args)));
+            work.push(Work::Kernel(self.columns_and_bias()));
         }
         work
+    }
+
+    /// Factors and bias of the columns, over what the library has written.
+    fn columns_and_bias(&self) -> Launch {
+        const THREADS: usize = 128;
+        const ROWS: usize = 8;
+        let Self { op, out, .. } = self;
+        let (m, n, columns, bias) = (self.m(), self.n(), self.columns(), self.bias());
+        // A block of rows of W may start at any column of the factors.
+        let vec = if columns.0.is_multiple_of(16) && bias.0.is_multiple_of(16) { vector(n, &[out]) } else { 1 };
+        let spec = Spec::new(File::MatmulBias)
+            .int("N", n)
+            .int("VEC", vec)
+            .int("THREADS", THREADS)
+            .int("ROWS", ROWS)
+            .flag("HAS_COLUMNS", op.columns.is_some())
+            .flag("HAS_BIAS", op.bias.is_some())
+            .ty("out_t", out.dtype);
+        let args = MatmulBias { m: m as i32, columns, bias, out: (*out).into() };
+        Launch::new(spec, [m.div_ceil(ROWS), n.div_ceil(THREADS * vec), 1], THREADS, &args)
     }
 
     fn plain(&self) -> Launch {
@@ -135,7 +159,7 @@ impl<B: Address> Product<'_, B> {
     }
 }
 
-/// What computes a product.
+/// The kernel of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
     /// A skinny GEMM.
@@ -151,7 +175,7 @@ fn exceeds_l2(n: usize, k: usize, device: &Device) -> bool {
     2 * n * k > (device.sms * 400) << 10
 }
 
-/// Whether W is loaded with the evict-first policy: where it exceeds the L2, up to 256 MiB. What that gains and costs is in
+/// Whether W is loaded with the evict-first policy: if it exceeds the L2 and has at most 256 MiB. The gain and the cost are in
 /// `docs/h200-cuda.md`.
 pub(super) fn evict_first(n: usize, k: usize, device: &Device) -> bool {
     exceeds_l2(n, k, device) && 2 * n * k <= 256 << 20
@@ -160,7 +184,7 @@ pub(super) fn evict_first(n: usize, k: usize, device: &Device) -> bool {
 /// A product of one row with its neighbours, if one kernel computes them all.
 pub(super) fn fuse_neighbours<B: Address>(
     op: &Matmul<B>,
-    around: &Neighbours<B>,
+    neighbours: &Neighbours<B>,
     device: &Device,
     hazards: &Hazards,
 ) -> Option<Work> {
@@ -168,7 +192,7 @@ pub(super) fn fuse_neighbours<B: Address>(
     let out = op.out.cols(block.col, block.w.rows());
     let product = Product { op, block, out: &out };
     let skinny = op.x.rows() == 1 && product.kernel(device) == Kernel::Skinny;
-    skinny.then(|| product.bulk(around, device, hazards)).flatten().map(Work::Kernel)
+    skinny.then(|| product.bulk(neighbours, device, hazards)).flatten().map(Work::Kernel)
 }
 
 pub(super) fn matmul<B: Address>(op: &Matmul<B>, device: &Device, hazards: &Hazards) -> Result<Vec<Work>> {

@@ -1,8 +1,8 @@
-//! Ops that touch each element once: embedding, norms, activations, RoPE, gather, sampling.
+//! Ops that touch each element once: embedding, norms, activations, RoPE, gather, sampling and the ops around it.
 
 use selkie_core::{
     Result,
-    ops::{Activation, Embed, Gather, RmsNorm, RopeKv, Route, Sample},
+    ops::{Activation, Adjust, Embed, Gather, Logprobs, RmsNorm, RopeKv, Route, RuleWords, Sample},
     tensor::DType,
 };
 
@@ -190,14 +190,71 @@ pub(super) fn route<B: Address>(a: &Route<B>) -> Result<Vec<Work>> {
 }
 
 pub(super) fn sample<B: Address>(a: &Sample<B>) -> Result<Vec<Work>> {
-    let spec = Spec::new(File::Sample).int("V", a.logits.row_len());
+    let vocab = a.logits.row_len();
     let args = arguments::Sample {
         st: (&a.step).into(),
         logits: (&a.logits).into(),
+        vocab: vocab as u32,
         lanes: (&a.lanes).into(),
         seen: (&a.seen).into(),
         last: (&a.last).into(),
         ids: (&a.ids).into(),
+    };
+    Ok(vec![Work::Kernel(Launch::new(sample_spec(vocab), [a.step.bucket.outputs, 1, 1], 1024, &args))])
+}
+
+/// The kernel that samples from `vocab` logits: one for all vocabularies up to 262,144.
+pub(crate) fn sample_spec(vocab: usize) -> Spec {
+    /// Logits that a block of `sample.cu` reads at once.
+    const TILE: usize = 4096;
+    let tiles = vocab.div_ceil(TILE).next_power_of_two();
+    Spec::new(File::Sample).int("MOST_TILES", tiles.max(64))
+}
+
+pub(super) fn adjust<B: Address>(a: &Adjust<B>) -> Result<Vec<Work>> {
+    /// Ids per block.
+    const TILE: usize = 1024;
+    let vocab = a.logits.row_len();
+    let at = RuleWords { vocab };
+    let spec = Spec::new(File::Adjust)
+        .int("TILE", TILE)
+        .int("RULED", RuleWords::RULED as usize)
+        .int("MASKED", RuleWords::MASKED as usize)
+        .int("COUNTED", RuleWords::COUNTED as usize)
+        .int("FLAGS", RuleWords::FLAGS)
+        .int("REPETITION", RuleWords::REPETITION)
+        .int("FREQUENCY", RuleWords::FREQUENCY)
+        .int("PRESENCE", RuleWords::PRESENCE)
+        .int("ENTRIES", RuleWords::ENTRIES)
+        .int("FIRST_ENTRY", at.entries());
+    let args = arguments::Adjust {
+        st: (&a.step).into(),
+        logits: (&a.logits).into(),
+        vocab: vocab as u32,
+        rules: (&a.rules).into(),
+        mask: at.mask() as u32,
+        counts: at.counts() as u32,
+        seen: (&a.seen).into(),
+        out: (&a.out).into(),
+    };
+    let grid = [a.step.bucket.outputs, vocab.div_ceil(TILE), 1];
+    Ok(vec![Work::Kernel(Launch::new(spec, grid, 256, &args))])
+}
+
+pub(super) fn logprobs<B: Address>(a: &Logprobs<B>) -> Result<Vec<Work>> {
+    let vocab = a.logits.row_len();
+    let spec = Spec::new(File::Logprobs)
+        .int("COUNTED", RuleWords::COUNTED as usize)
+        .int("FLAGS", RuleWords::FLAGS)
+        .int("TOP", RuleWords::TOP);
+    let args = arguments::Logprobs {
+        st: (&a.step).into(),
+        logits: (&a.logits).into(),
+        vocab: vocab as u32,
+        ids: (&a.ids).into(),
+        rules: (&a.rules).into(),
+        counts: RuleWords { vocab }.counts() as u32,
+        report: (&a.report).into(),
     };
     Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.outputs, 1, 1], 1024, &args))])
 }

@@ -16,20 +16,20 @@ use crate::{
 /// Ops that are computed together and their launches, in order.
 #[derive(Debug)]
 pub struct Planned<B> {
-    /// One op, or several that are one kernel.
+    /// One op, or several that share kernels.
     pub ops: Vec<Op<B>>,
     /// Their launches.
     pub work: Vec<Work>,
 }
 
-/// Plans the ops of one step as they come. Each is planned once; a chain that grows by an op is planned again as one kernel.
+/// Plans the ops of one step as they come. Each is planned once; a chain that grows by an op is planned again as a whole.
 #[derive(Debug)]
 pub struct Sequencer<B> {
     device: Device,
-    /// Ops that may become one kernel with the next.
+    /// Ops that may share kernels with the next.
     pending: Vec<Op<B>>,
-    /// Their kernel, if there are several.
-    pending_kernel: Option<Work>,
+    /// Their kernels, if there are several.
+    pending_work: Option<Vec<Work>>,
     /// Buffers that this step has written.
     written: HashSet<usize>,
     /// Buffers written by kernels that may still run when the next one starts.
@@ -39,7 +39,7 @@ pub struct Sequencer<B> {
 impl<B: Address> Sequencer<B> {
     /// A step without ops.
     pub fn new(device: Device) -> Self {
-        Self { device, pending: Vec::new(), pending_kernel: None, written: HashSet::new(), running: HashSet::new() }
+        Self { device, pending: Vec::new(), pending_work: None, written: HashSet::new(), running: HashSet::new() }
     }
 
     /// Adds `op` and hands over what is complete with it. `arena` provides at least the given bytes of scratch memory.
@@ -54,9 +54,10 @@ impl<B: Address> Sequencer<B> {
     ) -> Result<()> {
         self.pending.push(op);
         if self.pending.len() > 1 {
-            let joined = fused(&self.pending, &self.device, &self.hazards(&self.pending));
+            let bytes = self.pending.iter().map(|op| scratch(op, &self.device)).max().unwrap_or(0);
+            let joined = fused(&self.pending, &self.device, &arena(bytes)?, &self.hazards(&self.pending));
             if joined.is_some() {
-                self.pending_kernel = joined;
+                self.pending_work = joined;
             } else {
                 let op = self.pending.pop();
                 self.finish(arena, emit)?;
@@ -77,8 +78,8 @@ impl<B: Address> Sequencer<B> {
     ) -> Result<()> {
         let ops = std::mem::take(&mut self.pending);
         let Some(last) = ops.last() else { return Ok(()) };
-        let work = match self.pending_kernel.take() {
-            Some(kernel) => vec![kernel],
+        let work = match self.pending_work.take() {
+            Some(work) => work,
             None => {
                 let arena = arena(scratch(last, &self.device))?;
                 plan(last, &self.device, &arena, &self.hazards(&ops))?

@@ -8,7 +8,7 @@ use super::{
     pick::{Product, evict_first},
 };
 use crate::{
-    arguments::MatmulFew,
+    arguments::MatmulSkinny,
     launch::{Address, Launch},
     spec::{File, Spec},
 };
@@ -71,7 +71,7 @@ pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device) -> Result<Laun
             why: format!("its slices do not fit into the {} bytes of shared memory of a block", device.shared),
         });
     };
-    let spec = Spec::new(File::MatmulFew)
+    let spec = Spec::new(File::MatmulSkinny)
         .int("K", k)
         .int("M", m)
         .int("WARPS", f.warps)
@@ -82,7 +82,7 @@ pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device) -> Result<Laun
         .flag("HAS_COLUMNS", p.op.columns.is_some())
         .flag("HAS_BIAS", p.op.bias.is_some())
         .ty("out_t", p.out.dtype);
-    let args = MatmulFew {
+    let args = MatmulSkinny {
         x: (&p.op.x).into(),
         w: (&p.block.w).into(),
         n: n as i32,
@@ -122,14 +122,14 @@ fn bulk_shape(m: usize, k: usize, n: usize, device: &Device) -> Option<Shape> {
 /// The kernel with bulk copies, if the device has them and it takes the shape.
 pub(super) fn bulk<B: Address>(
     p: &Product<B>,
-    around: &Neighbours<B>,
+    neighbours: &Neighbours<B>,
     device: &Device,
     hazards: &Hazards,
 ) -> Option<Launch> {
     let (m, k, n) = (p.m(), p.k(), p.n());
-    let takes = |f: &Shape| device.bulk_copies && (f.resident || around.is_none());
+    let takes = |f: &Shape| device.bulk_copies && (f.resident || neighbours.is_none());
     let f = bulk_shape(m, k, n, device).filter(takes)?;
-    let spec = Spec::new(File::MatmulFewBulk)
+    let spec = Spec::new(File::MatmulSkinnyBulk)
         .int("K", k)
         .int("M", m)
         .int("WARPS", f.warps)
@@ -137,9 +137,9 @@ pub(super) fn bulk<B: Address>(
         .int("DEPTH", f.depth)
         .flag("X_RESIDENT", f.resident)
         .flag("EVICT_FIRST", evict_first(n, k, device));
-    let spec = around.constants(spec, p);
+    let spec = neighbours.constants(spec, p);
     let grid = [n.div_ceil(16).min(device.sms * f.blocks), 1, 1];
-    Some(Launch::new(spec, grid, 32 * (f.warps + 1), &around.arguments(p, hazards)).with_shared(f.shared))
+    Some(Launch::new(spec, grid, 32 * (f.warps + 1), &neighbours.arguments(p, hazards)).with_shared(f.shared))
 }
 
 #[cfg(test)]

@@ -143,6 +143,22 @@ fn scan_block(p: usize, n: usize, blocks: usize, device: &Device) -> Option<Chun
         .find(|s| s.shared + CHUNKED_STATIC <= device.shared)
 }
 
+/// State size that the scan of long rows with parameters per channel takes.
+const CHANNEL_STATES: usize = 16;
+
+/// Cut of that scan over `channels` channels, if it takes them: those of a block, and its shared memory in bytes.
+fn channel_block(channels: usize, n: usize, rows: usize, device: &Device) -> Option<(usize, usize)> {
+    // Two stages of f32 inputs and two of halves of the outputs.
+    let shared = |columns: usize| 2 * PAGE * 4 * (3 * columns + 2 * n) + 2 * 2 * PAGE * 4 * columns;
+    [64, 32]
+        .into_iter()
+        .filter(|columns| n == CHANNEL_STATES && channels.is_multiple_of(*columns))
+        // Narrow where wide blocks leave half of the device empty.
+        .filter(|&columns| columns == 32 || 2 * rows * channels / columns > device.sms)
+        .map(|columns| (columns, shared(columns)))
+        .find(|&(_, shared)| shared + CHUNKED_STATIC <= device.shared)
+}
+
 pub(super) fn selective_scan<B: Address>(
     a: &SelectiveScan<B>,
     device: &Device,
@@ -153,13 +169,14 @@ pub(super) fn selective_scan<B: Address>(
     fours("selective_scan", "state size", n)?;
     let per_channel = a.form == ScanForm::PerChannel;
     let bucket = &a.step.bucket;
-    let long = device.tuned
-        && !per_channel
-        && may_be_long(bucket)
-        && a.dt.dtype == DType::Bf16
-        && wide(&[&a.x, &a.b, &a.c, &a.y]);
+    let long = device.tuned && may_be_long(bucket) && a.dt.dtype == DType::Bf16 && wide(&[&a.x, &a.b, &a.c, &a.y]);
     let blocks = long_rows(bucket) * (heads * p).div_ceil(64);
-    let chunked = scan_block(p, n, blocks, device).filter(|_| long);
+    let chunked = scan_block(p, n, blocks, device).filter(|_| long && !per_channel);
+    // All channels are of one group.
+    let one_group = a.first_head / a.heads_per_group == (a.first_head + heads - 1) / a.heads_per_group;
+    let channels = channel_block(heads, n, long_rows(bucket), device)
+        .filter(|_| long && per_channel && one_group && wide(&[&a.dt]));
+    let splits_rows = chunked.is_some() || channels.is_some();
     let pairs = a.pool.dtype != DType::F32 && !per_channel && wide(&[&a.b, &a.c, &a.pool]);
     let shape = scan_shape(n, heads * p, per_channel, pairs, bucket.chunks, device.sms);
     let tile = shape.threads / shape.lanes * shape.rows;
@@ -182,7 +199,7 @@ pub(super) fn selective_scan<B: Address>(
             (a.first_head * p).is_multiple_of(shape.rows) && (a.heads_per_group * p).is_multiple_of(shape.rows),
         )
         .flag("SHARED_HEAD", p % shape.rows == 0)
-        .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
+        .int("MAX_TOKENS", if splits_rows { SHORT } else { 0 })
         .ty("x_t", a.x.dtype)
         .ty("b_t", a.b.dtype)
         .ty("c_t", a.c.dtype)
@@ -193,7 +210,7 @@ pub(super) fn selective_scan<B: Address>(
     let (par, pool, y, (dt_min, dt_max)) = ((&a.par).into(), (&a.pool).into(), (&a.y).into(), a.dt_limit);
     let state_unwritten = u32::from(hazards.state_unwritten);
     let args = arguments::SelectiveScan { st, x, b, cc, dt, par, pool, y, dt_min, dt_max, state_unwritten };
-    let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
+    let units = if splits_rows { bucket.rows } else { bucket.chunks };
     let grid = [(heads * p).div_ceil(tile) * units + padding_blocks(bucket.tokens, heads * p), 1, 1];
     let launch = Launch::new(spec, grid, shape.threads, &args);
     let mut work = vec![Work::Kernel(launch)];
@@ -215,6 +232,21 @@ pub(super) fn selective_scan<B: Address>(
         let args = arguments::SelectiveScanChunk { st, x, b, cc, dt, par, pool, y, dt_min, dt_max };
         work.push(Work::Kernel(Launch::new(spec, grid, threads, &args).with_shared(shared)));
     }
+    if let Some((columns, shared)) = channels {
+        let spec = Spec::new(File::SelectiveScanChannel)
+            .int("HEADS", heads)
+            .int("N", n)
+            .int("CB", columns)
+            .int("HEADS_PER_GROUP", a.heads_per_group)
+            .int("FIRST_HEAD", a.first_head)
+            .int("MIN_TOKENS", SHORT)
+            .ty("pool_t", a.pool.dtype);
+        let grid = [long_rows(bucket), heads / columns, 1];
+        // Two warps per 32 channels, four that bring inputs, four that write outputs.
+        let threads = 32 * (columns / 32 * 2 + 8);
+        let args = arguments::SelectiveScanChunk { st, x, b, cc, dt, par, pool, y, dt_min, dt_max };
+        work.push(Work::Kernel(Launch::new(spec, grid, threads, &args).with_shared(shared)));
+    }
     Ok(work)
 }
 
@@ -233,26 +265,34 @@ fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> us
     if rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 4 * sms { 1 } else { 7 }
 }
 
-/// Dim of keys that the chunked delta rule takes.
-const DELTA_KEYS: usize = 128;
+/// Dims of keys that the chunked delta rule takes.
+const DELTA_KEYS: [usize; 2] = [96, 128];
+
 /// Bytes that its first half leaves for the second, per chunk and head.
-const DELTA_UNIT: usize = 2 * PAGE * DELTA_KEYS + 2 * PAGE * PAGE + 3 * 4 * PAGE;
+fn delta_unit(dk: usize) -> usize {
+    2 * PAGE * dk + 2 * PAGE * PAGE + 3 * 4 * PAGE
+}
+
 /// Shared memory of the first half.
-const DELTA_PREPARE: usize = 2 * PAGE * (DELTA_KEYS + 8) + 2 * 2 * PAGE * (PAGE + 8) + 4 * PAGE * (PAGE + 4);
+fn delta_prepare(dk: usize) -> usize {
+    2 * PAGE * (dk + 8) + 2 * 2 * PAGE * (PAGE + 8) + 4 * PAGE * (PAGE + 4)
+}
 
 /// Cut of the second half of the chunked delta rule, if it takes this shape; `blocks` of 64 columns would be there.
 fn delta_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<ChunkedShape> {
     let shape = |columns: usize, stages| {
-        let stage = DELTA_UNIT + 2 * PAGE * (2 * dk + columns);
+        let stage = delta_unit(dk) + 2 * PAGE * (2 * dk + columns);
         ChunkedShape { columns, stages, shared: stages * stage + columns / 16 * (dk + PAGE) / 16 * 512 }
     };
-    // Half as wide where that leaves half of the device empty.
+    // Half as wide where that leaves half of the device empty, and three quarters where all blocks still run at once.
     let widest = if 2 * blocks <= device.sms { 32 } else { 64 };
-    [(64, 3), (64, 2), (32, 3), (32, 2)]
+    let three_quarters = 4 * blocks <= 3 * device.sms;
+    [(64, 3), (64, 2), (48, 3), (48, 2), (32, 3), (32, 2)]
         .into_iter()
-        .filter(|&(columns, _)| dk == DELTA_KEYS && columns <= widest && dv.is_multiple_of(columns))
+        .filter(|&(columns, _)| DELTA_KEYS.contains(&dk) && columns <= widest && dv.is_multiple_of(columns))
+        .filter(|&(columns, _)| columns == 32 || (columns == 48) == (three_quarters && dv.is_multiple_of(48)))
         .map(|(columns, stages)| shape(columns, stages))
-        .find(|s| s.shared.max(DELTA_PREPARE) + CHUNKED_STATIC <= device.shared)
+        .find(|s| s.shared.max(delta_prepare(dk)) + CHUNKED_STATIC <= device.shared)
 }
 
 /// Whether the inputs are such as the chunked delta rule reads.
@@ -267,13 +307,13 @@ fn delta_chunked<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<Chunk
     delta_block(dk, dv, blocks, device).filter(|_| long)
 }
 
-/// At most, in steps of as many tokens or fewer: one of more rows may have no long one and take none.
+/// Scratch bytes of any step with this many tokens or fewer: an upper bound, since a step of more rows may have no long row.
 pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, device: &Device) -> u64 {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let b = &a.step.bucket;
     // A shape that fits with any number of blocks fits with the fewest, whose columns are half as wide.
     let takes = b.tokens > PAGE && delta_inputs(a, device) && delta_block(dk, dv, 0, device).is_some();
-    if takes { (b.chunks * heads * DELTA_UNIT) as u64 } else { 0 }
+    if takes { (b.chunks * heads * delta_unit(dk)) as u64 } else { 0 }
 }
 
 pub(super) fn gated_delta<B: Address>(
@@ -327,7 +367,8 @@ pub(super) fn gated_delta<B: Address>(
         let prepare = arguments::GatedDeltaPrepare { st, q, k, a: gates.0, b: gates.1, par, scratch, beta_scale };
         let (first_key, last_key) = (a.first_head / a.heads_per_key, (a.first_head + heads - 1) / a.heads_per_key);
         let grid = [bucket.chunks, last_key - first_key + 1, 1];
-        let launch = Launch::new(constants(File::GatedDeltaPrepare), grid, 128, &prepare).with_shared(DELTA_PREPARE);
+        let launch =
+            Launch::new(constants(File::GatedDeltaPrepare), grid, 128, &prepare).with_shared(delta_prepare(dk));
         work.push(Work::Kernel(launch));
         let spec = constants(File::GatedDeltaChunk)
             .int("DV", dv)
@@ -363,6 +404,21 @@ mod tests {
     }
 
     #[test]
+    fn channels_fill_the_device() {
+        let block = |channels, n, rows, shared| {
+            channel_block(channels, n, rows, &Device::like_h200(shared)).map(|(columns, _)| columns)
+        };
+        assert_eq!(block(8192, 16, 1, 227), Some(64));
+        assert_eq!(block(4096, 16, 1, 227), Some(32));
+        assert_eq!(block(4096, 16, 4, 227), Some(64));
+        assert_eq!(block(1568, 16, 1, 227), Some(32));
+        assert_eq!(block(8192, 16, 1, 163), Some(32));
+        assert_eq!(block(8192, 16, 1, 99), None);
+        assert_eq!(block(8192, 32, 1, 227), None);
+        assert_eq!(block(1544, 16, 1, 227), None);
+    }
+
+    #[test]
     fn chunked_blocks_fit() {
         let scan =
             |p, n, blocks, shared| scan_block(p, n, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages));
@@ -381,5 +437,12 @@ mod tests {
         assert_eq!(delta(96, 128, 227), Some((32, 3)));
         assert_eq!(delta(128, 64, 163), Some((32, 2)));
         assert_eq!(delta(128, 64, 99), None);
+        let olmo =
+            |blocks, shared| delta_block(96, 192, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages));
+        assert_eq!(olmo(90, 227), Some((48, 3)));
+        assert_eq!(olmo(180, 227), Some((64, 3)));
+        assert_eq!(olmo(45, 227), Some((32, 3)));
+        assert_eq!(olmo(90, 163), Some((48, 2)));
+        assert_eq!(delta_block(80, 192, 90, &Device::like_h200(227)), None);
     }
 }

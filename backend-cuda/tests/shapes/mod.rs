@@ -10,7 +10,7 @@ use selkie_core::{
 };
 use selkie_cuda::{
     launch::{Address, Work},
-    plan::{Arena, Device, Hazards, fused, plan, scratch},
+    plan::{Arena, Device, Hazards, Planned, Sequencer, fused, plan, scratch},
     spec::{File, Spec},
 };
 
@@ -64,11 +64,11 @@ impl Maker {
     }
 
     fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Weight<Fake> {
-        Weight { blocks: vec![RowBlock { w: self.of(dtype, &[n, k]), col: 0 }], n, k }
+        Weight { blocks: vec![RowBlock::plain(self.of(dtype, &[n, k]), 0)], n, k }
     }
 }
 
-/// What a model's layers look like.
+/// The shapes of a model's layers.
 struct Shape {
     width: usize,
     /// q heads, kv heads, head dim.
@@ -100,12 +100,12 @@ const OTHERS: &[Shape] = &[
     Shape {
         width: 2048,
         attention: Some([16, 2, 256]),
+        mamba1: Some([8192, 16]),
         delta: Some([16, 32, 128, 128]),
         moe: Some([512, 10, 512]),
         mamba2: None,
         mlp: 512,
         vocab: 151_936,
-        ..BASE
     },
     Shape {
         width: 2688,
@@ -119,6 +119,8 @@ const OTHERS: &[Shape] = &[
         width: 1536,
         attention: Some([12, 4, 128]),
         mamba2: Some([48, 64, 128, 1]),
+        // So many choices of so few experts that their tiles are the largest.
+        moe: Some([72, 10, 768]),
         mlp: 4096,
         vocab: 100_352,
         ..BASE
@@ -139,13 +141,13 @@ const OTHERS: &[Shape] = &[
         vocab: 32_784,
         ..BASE
     },
-    // Falcon-H1-7B; Olmo-Hybrid-7B with a Mamba-1 of Jamba's size; Bamba-9B's attention.
+    // Falcon-H1-7B; Olmo-Hybrid-7B with a narrow Mamba-1; Bamba-9B's attention.
     Shape { width: 3072, attention: Some([12, 2, 128]), mamba2: Some([24, 128, 256, 1]), mlp: 12288, ..BASE },
     Shape {
         width: 3840,
         attention: Some([30, 30, 128]),
         mamba2: None,
-        mamba1: Some([8192, 16]),
+        mamba1: Some([4096, 16]),
         delta: Some([30, 30, 96, 192]),
         mlp: 11008,
         vocab: 100_352,
@@ -173,6 +175,34 @@ pub fn takes_heads_of(hd: usize) -> bool {
     found.iter().all(|op| plan(op, &device, &ARENA, &FREE).is_ok())
 }
 
+/// Kernels of both halves of Nemotron-3-Nano's experts with the activation in between, for `tokens` tokens.
+pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
+    let mut m = Maker::new(DType::Bf16, DType::F32, Bucket::holding(tokens, 1, 1, 1, 1));
+    let (d, inner, ids) = (2688, 1856, m.of(DType::U32, &[tokens, 6]));
+    let up = experts(&mut m, 128, inner, d, &ids);
+    let mid = m.act(&[tokens * 6, inner]);
+    let act = Activation { gate: up.out.clone(), up: None, row_gate: None, out: mid.clone(), act: Act::Relu2 };
+    let w = RowBlock::plain(m.of(DType::Bf16, &[128, d, inner]), 0);
+    let (x, experts) = (mid, vec![ExpertRange { first: 0, experts: 128, blocks: vec![w] }]);
+    let (combine, out) = (Some(m.f32(&[tokens, 6])), m.act(&[tokens, d]));
+    let down = ExpertMatmul { x, experts, ids, combine, out, scale: 1.0, accumulate: true };
+    let mut files = Vec::new();
+    let mut sequencer = Sequencer::new(device(arch, 227 << 10, true));
+    let arena = &mut |_: u64| Ok(ARENA);
+    let emit = &mut |planned: Planned<Fake>| {
+        files.extend(planned.work.iter().filter_map(|w| match w {
+            Work::Kernel(l) => Some(l.spec.file()),
+            Work::Gemm(_) => None,
+        }));
+        Ok(())
+    };
+    for op in [up.into(), act.into(), down.into()] {
+        sequencer.push(op, arena, emit).expect("a shape of a supported model");
+    }
+    sequencer.finish(arena, emit).expect("a shape of a supported model");
+    files
+}
+
 /// A device with the multiprocessors of an H200.
 fn device(arch: &str, shared: usize, tuned: bool) -> Device {
     let bulk_copies = !arch.starts_with("sm_8");
@@ -183,7 +213,8 @@ const ARENA: Arena = Arena { scratch: 1 << 60, tickets: 1 << 50 };
 const FREE: Hazards = Hazards { state_unwritten: true, inputs_complete: true };
 
 /// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block. Unless `all`,
-/// those of the base shape, and of Qwen3-Next the kernels that the base shape does not take: experts, routing, delta rule.
+/// those of the base shape, and of Qwen3-Next (with a Mamba-1 of Jamba's size) the kernels that the base shape does not take: experts,
+/// routing, delta rule, scan of channels.
 pub fn specs(arch: &str, all: bool, shared: usize) -> BTreeSet<Spec> {
     let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
     let mut found = BTreeSet::from([Spec::new(File::Empty)]);
@@ -220,8 +251,10 @@ fn specs_of(shape: &Shape, arch: &str, shared: usize) -> Vec<Spec> {
                 }
             }
             for chain in chains(shape, &mut maker) {
-                if let Some(Work::Kernel(l)) = fused(&chain, &device, &FREE) {
-                    found.push(l.spec);
+                for work in fused(&chain, &device, &ARENA, &FREE).into_iter().flatten() {
+                    if let Work::Kernel(l) = work {
+                        found.push(l.spec);
+                    }
                 }
             }
         }
@@ -242,7 +275,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         ops.push(matmul(m, t, w, false, false));
         let w = m.weight(dtype, d, s.mlp);
         ops.push(matmul(m, t, w, true, true));
-        // The library's product takes columns and bias only where it does not add to what is there.
+        // The library's product takes columns and bias only if it does not accumulate.
         let w = m.weight(dtype, d, d);
         ops.push(matmul(m, t, w, false, true));
     }
@@ -261,6 +294,11 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
     let (logits, lanes) = (m.f32(&[o, s.vocab]), m.of(DType::U32, &[64, LANE_WORDS]));
     let (seen, last, ids) =
         (m.of(DType::U32, &[64, s.vocab.div_ceil(32)]), m.of(DType::U32, &[64]), m.of(DType::U32, &[o]));
+    let (rules, out) = (m.of(DType::U32, &[64, RuleWords { vocab: s.vocab }.words()]), m.f32(&[o, s.vocab]));
+    let adjust = Adjust { step: step.clone(), logits: logits.clone(), rules, seen: seen.clone(), out };
+    let (rules, report) = (adjust.rules.clone(), m.f32(&[o, REPORT_WORDS]));
+    ops.push(adjust.into());
+    ops.push(Logprobs { step: step.clone(), logits: logits.clone(), ids: ids.clone(), rules, report }.into());
     ops.push(Sample { step: step.clone(), logits, lanes, seen, last, ids }.into());
     let add = Some((m.act(&[t, d]), 1.0));
     for add in [None, add] {
@@ -440,7 +478,7 @@ fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd
 /// The experts' first half, with `n` columns.
 fn experts(m: &mut Maker, e: usize, n: usize, d: usize, ids: &Tensor<Fake>) -> ExpertMatmul<Fake> {
     let (t, k) = (ids.rows(), ids.row_len());
-    let up = RowBlock { w: m.of(DType::Bf16, &[e, n, d]), col: 0 };
+    let up = RowBlock::plain(m.of(DType::Bf16, &[e, n, d]), 0);
     let (x, experts) = (m.act(&[t, d]), vec![ExpertRange { first: 0, experts: e, blocks: vec![up] }]);
     let (ids, out) = (ids.clone(), m.act(&[t * k, n]));
     ExpertMatmul { x, experts, ids, combine: None, out, scale: 1.0, accumulate: false }
@@ -461,7 +499,7 @@ fn moe(m: &mut Maker, ops: &mut Vec<Op<Fake>>, e: usize, k: usize, inner: usize,
     let ids = m.of(DType::U32, &[t, k]);
     ops.push(experts(m, e, inner, d, &ids).into());
     let w = m.of(DType::Bf16, &[e, d, inner]);
-    let down = ExpertRange { first: 0, experts: e, blocks: vec![RowBlock { w, col: 0 }] };
+    let down = ExpertRange { first: 0, experts: e, blocks: vec![RowBlock::plain(w, 0)] };
     let (x, combine, out) = (m.act(&[t * k, inner]), Some(m.f32(&[t, k])), m.act(&[t, d]));
     ops.push(ExpertMatmul { x, experts: vec![down], ids, combine, out, scale: 1.0, accumulate: true }.into());
 }

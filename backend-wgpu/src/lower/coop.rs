@@ -14,7 +14,7 @@ const ROWS: usize = 128;
 /// Whether a block of weights can be read in slices of 32 of K, 8 elements at a time.
 pub(super) fn takes<B: Handle>(block: &RowBlock<B>, k: usize) -> bool {
     let w = &block.w;
-    w.dtype != DType::F32
+    matches!(w.dtype, DType::Bf16 | DType::F16)
         && k.is_multiple_of(32)
         && w.offset.is_multiple_of(8)
         && (w.rows() <= 1 || w.row_stride.is_multiple_of(8))

@@ -18,7 +18,7 @@ pub(super) fn embed<B: Handle>(op: &Embed<B>, facts: &Facts) -> Result<Vec<Kerne
             .float("scale", op.scale)
             .step(&op.step)
             .view("last", Read, &op.last)
-            .vectors("table", Read, &block.w)
+            .weight("table", block)
             .vectors("out", Write, &op.out)
             .build("embed", op.step.bucket.tokens, facts.max_binding))
     };
@@ -144,13 +144,13 @@ fn operands<B: Handle>(b: Builder<B>, op: &Matmul<B>, block: &RowBlock<B>, grid:
         .float("scale", op.scale)
         .param(grid.0, grid.1)
         .vectors("x", Read, &op.x)
-        .vectors("w", Read, &block.w)
+        .weight("w", block)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
     let b = op.columns.iter().fold(b, |b, columns| b.view("columns", Read, columns));
     op.bias.iter().fold(b, |b, bias| b.view("bias", Read, bias))
 }
 
-/// What no other shader takes, element by element: see `matmul_odd.wgsl`.
+/// Products that no other shader takes, element by element: see `matmul_odd.wgsl`.
 fn odd<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Kernel<B> {
     let items = op.x.rows() * block.w.rows();
     let b = operands(Builder::new(shader!("matmul_odd")), op, block, ("items", items));

@@ -49,7 +49,7 @@ fn product<B: Handle>(
         .float("scale", if op.combine.is_some() { op.scale } else { 1.0 })
         .vectors("x", Read, &op.x)
         .view("ids", Read, &op.ids)
-        .vectors("w", Read, &block.w)
+        .weight("w", block)
         .view("out", if accumulate { InPlace } else { Write }, &op.out);
     if let Some(combine) = &op.combine {
         b = b.view("combine", Read, combine);
@@ -164,7 +164,7 @@ impl Grouped {
             .param("share", if combine { 1 } else { op.ids.row_len() })
             .float("scale", 1.0)
             .vectors("x", Read, &op.x)
-            .vectors("w", Read, &block.w);
+            .weight("w", block);
         let dims = [self.entries, op.out.row_len()];
         let b =
             if combine { b.scratch_words("out", Write, self.products_at, dims) } else { b.view("out", Write, &op.out) };

@@ -154,7 +154,7 @@ pub(super) fn product<B: Handle>(
         .param("col", block.col)
         .float("scale", op.scale)
         .vectors("x", Read, norm.map_or(&op.x, |norm| &norm.x))
-        .vectors("w", Read, &block.w)
+        .weight("w", block)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
     if let Some(columns) = &op.columns {
         b = b.view("columns", Read, columns);

@@ -50,7 +50,9 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::SelectiveScan(op) => scan::selective_scan(op, facts)?,
         Op::GatedDelta(op) => scan::gated_delta(op, facts)?,
         Op::Route(op) => choice::route(op, facts)?,
+        Op::Adjust(op) => vec![choice::adjust(op, facts)],
         Op::Sample(op) => choice::sample(op, facts),
+        Op::Logprobs(op) => choice::logprobs(op, facts),
         Op::ExpertMatmul(op) => experts::expert_matmul(op, facts)?,
     };
     for k in &kernels {
@@ -124,7 +126,7 @@ fn quads(op: &str, name: &str, n: usize) -> Result<()> {
 /// Whether rows of a weight can be read eight elements at a time. Fails if a row does not start at a word boundary.
 fn eights<B: Handle>(op: &str, block: &RowBlock<B>, k: usize) -> Result<bool> {
     quads(op, "the inner dimension", k)?;
-    let halves = block.w.dtype != DType::F32;
+    let halves = matches!(block.w.dtype, DType::Bf16 | DType::F16);
     let odd = halves && !(block.w.offset.is_multiple_of(2) && block.w.row_stride.is_multiple_of(2));
     demand(!odd, op, || "a row of a 16-bit weight starts inside a word".into())?;
     Ok(k.is_multiple_of(8))

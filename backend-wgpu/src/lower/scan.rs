@@ -87,9 +87,12 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
                 .constant("PARTS", n / 64)
                 .constant("PART_QUADS", 512 / n)
                 .constant("C_FETCHES", 512 / n)
+                .constant("B_TOKENS", if n > 128 { 8 } else { 16 })
+                .constant("B_FETCHES", if n > 128 { 2 } else { 4 })
                 .constant("PAIR_FETCHES", 256 / n)
-                .constant("X_FETCHES", 128 / n)
+                .constant("X_FETCHES", 128_usize.div_ceil(n))
                 .flag("TWO_PARTS", n == 128)
+                .flag("FOUR_PARTS", n == 256)
                 .param("heads", heads)
                 .param("short", chunks.short)
                 .param("first_group", chunks.first_group)
@@ -274,6 +277,7 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
         );
         kernels.push(
             base(shader!("gated_delta_chunk"))
+                .constant("KEY", dk)
                 .constant("VALUE", dv)
                 .constant("BLOCKS", dv / CHUNK_COLUMNS)
                 .param("short", keys.short)
@@ -309,18 +313,28 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
 /// Words per token and head that `gated_delta_prepare.wgsl` writes to scratch.
 const PREPARED: usize = 152;
 
+/// Whether `selective_scan_chunk.wgsl` takes heads of `p` rows of `n`.
+fn scan_is_chunked(p: usize, n: usize) -> bool {
+    p.is_multiple_of(CHUNK_COLUMNS) && [64, 128, 256].contains(&n)
+}
+
+/// Whether `gated_delta_chunk.wgsl` takes keys of `dk` with values of `dv`.
+fn delta_is_chunked(dk: usize, dv: usize) -> bool {
+    [64, 96, 128].contains(&dk) && dv.is_multiple_of(CHUNK_COLUMNS)
+}
+
 /// Scratch words per token of the chunked scan; `None` for pools that it does not support.
 fn scan_words<B: Handle>(op: &SelectiveScan<B>) -> Option<usize> {
     let &[_, heads, p, n] = op.pool.dims() else { unreachable!("checked: four dims") };
-    let takes = op.form == ScanForm::PerHead && p.is_multiple_of(CHUNK_COLUMNS) && [64, 128].contains(&n);
+    let takes = op.form == ScanForm::PerHead && scan_is_chunked(p, n);
     takes.then(|| Pairs::groups(op.first_head, heads, op.heads_per_group).1 * PAGE)
 }
 
 /// Scratch words per token of the chunked delta rule; `None` for pools that it does not support.
 fn delta_words<B: Handle>(op: &GatedDelta<B>) -> Option<usize> {
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
-    let takes = dk == 128 && dv.is_multiple_of(CHUNK_COLUMNS);
-    takes.then(|| 2 * Pairs::groups(op.first_head, heads, op.heads_per_key).1 * PAGE + heads * PREPARED)
+    delta_is_chunked(dk, dv)
+        .then(|| 2 * Pairs::groups(op.first_head, heads, op.heads_per_key).1 * PAGE + heads * PREPARED)
 }
 
 /// Maximum scratch bytes of a chunked form in steps of at most `tokens` tokens, in any rows. A larger step can need less: if
@@ -348,7 +362,7 @@ mod tests {
     fn steps_that_can_have_long_rows_are_chunked() {
         let pick = |tokens, rows| Pairs::pick(&Bucket::holding(tokens, rows, rows, 1, 1), 128, (5, 4, 4));
         assert!(pick(32, 1).is_none());
-        // Heads 5 to 8 belong to groups 1 and 2. A single row is chunked whatever its length.
+        // Heads 5 to 8 belong to groups 1 and 2. A single row of any length is chunked.
         let one = pick(100, 1).expect("a long row");
         assert_eq!((one.first_group, one.groups, one.short), (1, 2, 0));
         assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
@@ -367,6 +381,14 @@ mod tests {
         }
         assert_eq!(most(64, Some(words), &facts), 4 * 64 * 512);
         assert_eq!(most(64, Some(words), &Facts { few_barriers: true, ..facts }), 0);
+    }
+
+    #[test]
+    fn sizes_of_published_models_are_chunked() {
+        // Nemotron-H, Falcon-H1 7B and 1.5B, Granite 350M; Qwen3-Next, Olmo-Hybrid.
+        assert!([(64, 128), (128, 256), (64, 256), (32, 128)].iter().all(|&(p, n)| scan_is_chunked(p, n)));
+        assert!([(128, 128), (96, 192)].iter().all(|&(dk, dv)| delta_is_chunked(dk, dv)));
+        assert!(!scan_is_chunked(80, 128) && !scan_is_chunked(64, 96) && !delta_is_chunked(256, 128));
     }
 
     #[test]

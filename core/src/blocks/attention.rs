@@ -26,7 +26,7 @@ pub struct Plan {
     pub gated: bool,
     /// q, k, v and output projections have biases.
     pub bias: bool,
-    /// Factor on what q, k and v are projected from.
+    /// Factor on the input of the q, k and v projections.
     pub input_scale: f32,
     /// Factor on k.
     pub key_scale: f32,
@@ -60,7 +60,7 @@ impl QkNorm {
     }
 }
 
-/// Normed q and k, where the norms are not part of the rotation.
+/// q and k after norms that are separate ops.
 const NORMED: Scratch = Scratch::activations("normed queries and keys");
 
 impl Plan {

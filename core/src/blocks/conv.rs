@@ -1,4 +1,4 @@
-//! The depthwise convolution that several mixers have: its weights, and the ops over all blocks of its state.
+//! The depthwise convolution of several mixers: its weights, and the ops over all blocks of its state.
 
 use super::Pass;
 use crate::{
@@ -9,9 +9,9 @@ use crate::{
     weights::Loader,
 };
 
-/// Taps and bias in the layout of [`Conv1d`]: `[C, K + 1] f32`. `stored` are the tensors' names without `.weight`, in the order of
-/// their channels, with the channels of each. Several tensors may share out the channels otherwise: some files cut them into
-/// equal parts when they are saved.
+/// Taps and bias in the layout of [`Conv1d`]: `[C, K + 1] f32`. `stored` are the tensors' names without `.weight`, in
+/// the order of their channels, with the channels of each. The channels of several tensors may be divided differently
+/// in a file: some files cut them into equal parts when they are saved.
 pub(super) async fn load<B: Backend>(
     l: &mut Loader<'_, B>,
     stored: &[(String, usize)],

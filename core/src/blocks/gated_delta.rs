@@ -1,7 +1,7 @@
 //! Gated DeltaNet: one projection `[q | k | v | z | b | a]`, convolution over `q k v`, the delta rule, a norm per value head
 //! that is gated by z, and the output projection.
 
-use super::{Out, Pass, Scratch, Widths, conv};
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -28,9 +28,9 @@ pub struct Plan {
     pub kernel: usize,
     /// Epsilon of the gated norm.
     pub eps: f32,
-    /// Factor on β: 1, or 2 where the state may have negative eigenvalues.
+    /// Factor on β: 1, or 2 if the state may have negative eigenvalues.
     pub beta_scale: f32,
-    /// How the stored projections are laid out, and what they are called.
+    /// Layout and names of the stored projections.
     pub projections: Projections,
 }
 
@@ -93,7 +93,7 @@ impl Plan {
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::PROJ, self.proj_width());
+        w.want(Scratch::PROJ, self.proj_width().next_multiple_of(ALIGN));
         w.want(Scratch::MID, self.channels());
         w.want(Scratch::OUT, self.values());
         w.want(Scratch::GATED, self.values());
@@ -215,7 +215,8 @@ impl<Buf: Handle> GatedDelta<Buf> {
     ) -> Result<()> {
         let p = &self.plan;
         let (keys, values, channels) = (p.keys(), p.values(), p.channels());
-        let proj = pass.scratch(Scratch::PROJ, p.proj_width());
+        // Rows begin where wide accesses may.
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
         let mixed = pass.scratch(Scratch::MID, channels);
         let read = pass.scratch(Scratch::OUT, values);
         let gated = pass.scratch(Scratch::GATED, values);

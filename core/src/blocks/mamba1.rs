@@ -14,7 +14,7 @@ use crate::{
 const SELECTED: Scratch = Scratch::activations("B, C and time steps of low rank");
 const NORMED: Scratch = Scratch::activations("normed B, C and time steps of low rank");
 const STEPS: Scratch = Scratch::activations("time steps");
-/// Elements that rows of those of low rank are padded to.
+/// Rows of low-rank activations are padded to a multiple of this many elements.
 const ALIGN: usize = 8;
 
 /// Norms of B, C and the time step of low rank, with their epsilon.
@@ -101,7 +101,7 @@ impl Plan {
         let select = |row: usize, rows: usize, col: usize| {
             Part::rows(name("x_proj.weight"), self.selected(), row..row + rows, col)
         };
-        // B and C first: they begin where wide accesses may, whatever the rank.
+        // B and C first: then they begin at aligned columns with any rank.
         let select = [select(r, n, 0), select(r + n, n, n), select(0, r, 2 * n)];
         Ok(Mamba1 {
             input: l.linear(self.width, &[input], self.bias, 1.0).await?,

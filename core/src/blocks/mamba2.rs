@@ -1,7 +1,7 @@
 //! Mamba-2: one projection `[z | x | B | C | dt]`, convolution over `x B C`, the scan, a gated norm per group, and the
 //! output projection.
 
-use super::{Out, Pass, Scratch, Widths, conv};
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -30,11 +30,11 @@ pub struct Plan {
     pub conv_bias: bool,
     /// The input and the output projection have biases.
     pub bias: [bool; 2],
-    /// Factor on what the layer reads.
+    /// Factor on the input of the layer.
     pub input_scale: f32,
     /// Factors on z, x, B, C and dt.
     pub scales: [f32; 5],
-    /// What z does.
+    /// The use of z.
     pub gate: Gating,
     /// Epsilon of the gated norm.
     pub eps: f32,
@@ -87,7 +87,7 @@ impl Plan {
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::PROJ, self.proj_width());
+        w.want(Scratch::PROJ, self.proj_width().next_multiple_of(ALIGN));
         w.want(Scratch::MID, self.channels());
         w.want(Scratch::OUT, self.inner());
         w.want(Scratch::GATED, self.inner());
@@ -154,7 +154,8 @@ impl<Buf: Handle> Mamba2<Buf> {
     ) -> Result<()> {
         let p = &self.plan;
         let (inner, channels, bc) = (p.inner(), p.channels(), p.groups * p.state);
-        let proj = pass.scratch(Scratch::PROJ, p.proj_width());
+        // Rows begin where wide accesses may.
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
         let mixed = pass.scratch(Scratch::MID, channels);
         let y = pass.scratch(Scratch::OUT, inner);
         let gated = pass.scratch(Scratch::GATED, inner);

@@ -1,6 +1,6 @@
 //! Feed-forward layers: `down(act(gate(u)) * up(u))`, or `down(act(up(u)))` without a gate.
 
-use super::{Out, Pass, Scratch, Widths};
+use super::{ALIGN, Out, Pass, Scratch, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -25,9 +25,6 @@ pub enum Input {
     /// No gate: one `[I, D]`, activated.
     Ungated(&'static str),
 }
-
-/// Elements that the rows of a projection are padded to.
-const ALIGN: usize = 8;
 
 /// A feed-forward layer, as data.
 #[derive(Clone, Debug)]
@@ -123,7 +120,7 @@ impl<Buf: Handle> Mlp<Buf> {
         out: &Out<Buf>,
     ) -> Result<()> {
         let p = &self.plan;
-        // Rows begin where wide accesses may.
+        // Padded rows begin at aligned addresses.
         let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
         let mid = pass.scratch(Scratch::MID, p.inner);
         pass.linear(&self.input, u, &proj)?;

@@ -1,4 +1,4 @@
-//! The mixers that layers are made of: what each keeps, which tensors it loads, and its sequence of ops.
+//! The mixers of layers: the state of each, its tensors, and its sequence of ops.
 //!
 //! A mixer reads its input `u` and adds its output, times a factor, to the residual stream, or writes it elsewhere ([`Out`]). Its
 //! plan is plain data that a family fills from the configuration; loading turns the plan into device tensors.
@@ -22,12 +22,12 @@ use crate::{
     weights::{Linear, Loader},
 };
 
-/// An activation buffer that all layers share, by its name. A step's ops run in order, so a buffer is free again when its mixer
-/// is done; there are several so that no op reads and writes one buffer. A mixer may name buffers of its own.
+/// An activation buffer that all layers share, by its name. A step's ops run in order, so a buffer is free again after
+/// its mixer; there are several, so that no op reads and writes one buffer. A mixer may name buffers of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
     name: &'static str,
-    /// That of activations where nothing is said.
+    /// `None`: the dtype of activations.
     dtype: Option<DType>,
 }
 
@@ -36,7 +36,7 @@ impl Scratch {
     pub const NORM: Self = Self::activations("normed activations");
     /// The input projection of a mixer.
     pub const PROJ: Self = Self::activations("projected activations");
-    /// What the second op of a mixer makes: convolved, rotated or activated values.
+    /// Output of the second op of a mixer: convolved, rotated or activated values.
     pub const MID: Self = Self::activations("intermediate activations");
     /// The result of attention or of a scan.
     pub const OUT: Self = Self::activations("mixer outputs");
@@ -53,6 +53,9 @@ impl Scratch {
         Self { name, dtype: Some(dtype) }
     }
 }
+
+/// Elements that the rows of a projection of any width are padded to, for products that write aligned rows only.
+const ALIGN: usize = 8;
 
 /// The widest use of every scratch buffer, in elements per token.
 #[derive(Clone, Debug, Default)]
@@ -88,10 +91,10 @@ impl<Buf: Handle> Workspace<Buf> {
         widths.0.iter().map(one).collect::<Result<_>>().map(Self)
     }
 
-    /// `[rows, width]` at the start of a buffer that a plan has asked for.
+    /// `[rows, width]` at the start of a buffer that a plan has requested.
     pub fn view(&self, which: Scratch, rows: usize, width: usize) -> Tensor<Buf> {
         let found = self.0.iter().find(|(s, _)| *s == which);
-        let (_, t) = found.unwrap_or_else(|| panic!("nobody asked for the buffer of {}", which.name));
+        let (_, t) = found.unwrap_or_else(|| panic!("no plan has requested the buffer of {}", which.name));
         assert!(rows * width <= t.len(), "{}: [{rows}, {width}] of {} elements", which.name, t.len());
         Tensor::new(t.buf.clone(), t.dtype, &[rows, width])
     }
@@ -102,11 +105,11 @@ impl<Buf: Handle> Workspace<Buf> {
 pub struct Out<Buf> {
     /// `[T, D]`.
     pub to: Tensor<Buf>,
-    /// Added to what is there, as to the residual stream, instead of written over it.
+    /// Added to the content, as to the residual stream, instead of overwriting it.
     pub add: bool,
 }
 
-/// The step being recorded, and where its ops go.
+/// The step being recorded, and the receiver of its ops.
 pub struct Pass<'a, Buf> {
     /// Receives the ops.
     pub ops: &'a mut dyn Ops<Buf>,
@@ -166,7 +169,7 @@ impl<Buf: Handle> Pass<'_, Buf> {
 
 macro_rules! mixers {
     ($($name:ident $module:ident $letter:literal $text:literal),* $(,)?) => {
-        /// What a mixer is, as data.
+        /// A mixer as data.
         #[derive(Clone, Debug)]
         pub enum Plan {
             $(#[doc = concat!("See [`", stringify!($module), "`].")] $name($module::Plan),)*
@@ -190,7 +193,7 @@ macro_rules! mixers {
                 match self { $(Self::$name(_) => $letter,)* }
             }
 
-            /// What it is called in texts.
+            /// Its name in texts.
             pub fn name(&self) -> &'static str {
                 match self { $(Self::$name(_) => $text,)* }
             }
@@ -200,7 +203,7 @@ macro_rules! mixers {
                 match self { $(Self::$name(p) => p.sizes(),)* }
             }
 
-            /// What it keeps per sequence.
+            /// Its state per sequence.
             pub fn state(&self) -> LayerState {
                 match self { $(Self::$name(p) => p.state(),)* }
             }
@@ -258,7 +261,7 @@ mixers! {
 }
 
 impl<Buf: Handle> Mixer<Buf> {
-    /// The ops that the other mixers beside it may come behind: routing. Before [`Mixer::forward`].
+    /// Records ops whose latency the sibling mixers can hide: routing. Called before [`Mixer::forward`].
     ///
     /// # Errors
     /// Those of the backend.

@@ -1,5 +1,5 @@
 //! A mixture of experts: router, the chosen experts' MLPs, and their weighted sum; optionally in a narrower latent space.
-//! Shared experts are feed-forward mixers beside it.
+//! Shared experts are feed-forward mixers of the same residual step.
 
 use super::{Out, Pass, Scratch, Widths};
 use crate::{
@@ -50,9 +50,9 @@ pub struct Plan {
     pub inner: usize,
     /// Name of the router's matrix `[E, D]`.
     pub router: &'static str,
-    /// Name of the `[E]` that is added for the choice only.
+    /// Name of the `[E]` bias that is added for the choice only.
     pub router_bias: Option<&'static str>,
-    /// The rule of choice.
+    /// The rule for the choice.
     pub rule: Router,
     /// Input matrices: `[gate | up]` rows if gated.
     pub input: Experts,
@@ -67,7 +67,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Width of what the experts read and write.
+    /// Width of the experts' inputs and outputs.
     fn expert_width(&self) -> usize {
         self.latent.map_or(self.width, |l| l.width)
     }
@@ -86,7 +86,7 @@ impl Plan {
 
     pub(super) fn parameters(&self) -> u64 {
         let expert = self.expert_width() as u64 * (self.proj_width() + self.inner) as u64;
-        // The bias for the choice is no trained weight and does not count.
+        // The bias for the choice is not a trained weight and does not count.
         let router = self.experts * self.width;
         let bias = |l: Latent| if l.bias { l.width + self.width } else { 0 };
         let latent = self.latent.map_or(0, |l| 2 * l.width * self.width + bias(l));
@@ -115,7 +115,8 @@ impl Plan {
         let name = |leaf: &str| format!("{prefix}{leaf}.weight");
         let (e, width) = (self.experts, self.expert_width());
         let parts = |from: &Experts, rows: usize| ExpertParts {
-            // Stacked tensors are parameters of their own rather than of a linear layer, so some files have no suffix.
+            // Stacked tensors are parameters themselves rather than parts of a linear layer, so some files have no
+            // suffix.
             stacked: vec![name(from.stacked), format!("{prefix}{}", from.stacked)],
             each: from.each.iter().map(|leaf| (name(leaf), rows / from.each.len())).collect(),
         };
@@ -159,7 +160,7 @@ impl<Buf: Handle> Moe<Buf> {
         (pass.scratch(CHOSEN, k), pass.scratch(WEIGHTS, k))
     }
 
-    /// Routing, from which nothing but the experts reads.
+    /// Routing. Only the experts read its results.
     pub(super) fn begin(&self, pass: &mut Pass<'_, Buf>, u: &Tensor<Buf>) -> Result<()> {
         let logits = pass.scratch(LOGITS, self.plan.experts);
         let (ids, weights) = self.choices(pass);

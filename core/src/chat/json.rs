@@ -3,7 +3,8 @@
 use minijinja::{Error, ErrorKind, Value, value::Kwargs};
 use serde::Serialize;
 
-/// `json.dumps` as transformers calls it: characters beyond ASCII and HTML's stay as they are, `indent` is optional.
+/// `json.dumps` as transformers calls it: characters beyond ASCII and those of HTML are not escaped, `indent` is
+/// optional.
 pub(super) fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let _: Option<bool> = options.get("ensure_ascii")?;

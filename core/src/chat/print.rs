@@ -1,16 +1,16 @@
-//! How values are printed that contain themselves, or that are nested deeper than the template engine can print.
+//! Printing of values that contain themselves, or that are nested deeper than the template engine can print.
 
 use minijinja::{Error, Output, State, Value, escape_formatter, value::ValueKind};
 
-/// Levels of nesting that are left to the template engine.
+/// Levels of nesting that the template engine prints itself.
 const MAX_DEPTH: usize = 64;
-/// Values that are looked at to find out how deep one is nested.
+/// Values that are inspected to find the depth of one.
 const MAX_VALUES: usize = 100_000;
-/// Levels and values that are printed of one that is nested deeper.
+/// Levels and values that are printed of a deeper one.
 const SHOWN_DEPTH: usize = 4;
 const SHOWN_VALUES: usize = 1000;
 
-/// Prints `value`; what lies too deep within it as `...`.
+/// Prints `value`; parts nested too deeply as `...`.
 pub(super) fn print(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let mut left = MAX_VALUES;
     if is_shallow(value, MAX_DEPTH, &mut left) {
@@ -21,7 +21,7 @@ pub(super) fn print(out: &mut Output, state: &mut State, value: &Value) -> Resul
     escape_formatter(out, state, &Value::from(text))
 }
 
-/// Whether there are at most `depth` levels of lists and mappings below `value`, as far as can be told by looking at `left` values.
+/// Whether there are at most `depth` levels of lists and mappings below `value`, judged from at most `left` values.
 fn is_shallow(value: &Value, depth: usize, left: &mut usize) -> bool {
     if !matches!(value.kind(), ValueKind::Map | ValueKind::Seq) {
         return true;

@@ -1,4 +1,4 @@
-//! Python's methods of strings and lists that templates call and the template engine's own set lacks.
+//! Python's methods of strings and lists that templates call and the template engine does not have.
 
 use minijinja::{
     Environment, Error, ErrorKind, State, Value, filters, tests,
@@ -6,8 +6,8 @@ use minijinja::{
 };
 use minijinja_contrib::pycompat;
 
-/// Replaces tests and filters that answer otherwise than Jinja's: `None` cannot be iterated over, strings and mappings are
-/// sequences too, and what is not defined is an empty one.
+/// Replaces tests and filters that differ from Jinja's: `None` cannot be iterated over, strings and mappings are
+/// sequences too, and an undefined value is an empty one.
 pub(super) fn correct(env: &mut Environment<'_>) {
     env.add_test("iterable", |v: &Value| !v.is_none() && tests::is_iterable(v));
     env.add_test("sequence", |v: &Value| {
@@ -18,7 +18,7 @@ pub(super) fn correct(env: &mut Environment<'_>) {
     }
 }
 
-/// Calls `method` of `value`; what is not known here goes to the engine's set.
+/// Calls `method` of `value`; the engine's own set handles methods that are unknown here.
 pub(super) fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     match value.as_str() {
         Some(text) => string_method(text, method, args)?,

@@ -1,12 +1,12 @@
-//! Rendering: a template, messages, and the text that they make.
+//! Rendering: a template and messages become text.
 //!
-//! Templates are programs from a file that nobody has read. What bounds them here: their source (`source.rs`), their steps, what
-//! they print, how deep a value is printed; a panic of the template engine is an error. What the engine does not let be bounded is
-//! the memory that one value takes (doubling a string forty times takes a hundred steps), the time of one step on such a value and
-//! the stack that comparing or converting deeply nested values takes. A [`Renderer`] in a process of its own bounds those too:
-//! the binary has one, with a limit of memory (where the system has one: not on macOS and Windows) and a deadline. In a browser's
-//! worker the module traps, and the page starts another worker. A program that uses this crate renders [in its own
-//! process](InProcess) unless it brings a renderer.
+//! Templates are programs from an untrusted file. Bounds here: the source (`source.rs`), the steps, the output and the
+//! depth of printed values; a panic of the template engine becomes an error. The engine gives no way to bound the
+//! memory of one value (doubling a string forty times takes a hundred steps), the time of one step on such a value, and
+//! the stack for comparing or converting deeply nested values. A [`Renderer`] in a separate process bounds those too:
+//! the binary has one, with a memory limit (where the system has one: not on macOS and Windows) and a deadline. In a
+//! browser's worker the module traps, and the page starts another worker. A program that uses this crate renders [in
+//! its own process](InProcess) unless it brings a renderer.
 
 use std::{
     borrow::Cow,
@@ -17,13 +17,18 @@ use std::{
     },
 };
 
-use minijinja::{Environment, ErrorKind, Value, context, syntax::SyntaxConfig, value::Serde};
+use minijinja::{
+    Environment, ErrorKind, Value, context,
+    syntax::SyntaxConfig,
+    value::{Serde, merge_maps},
+};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
 
 use super::{Message, json::to_json, print::print, python, source, time::strftime};
 
-/// Steps that a template may take for a chat, and again for all beginnings of it; the longest published ones take some thousands
-/// a message.
+/// Steps that a template may take for a chat, and again for all beginnings of it. The longest published ones take some
+/// thousands per message.
 const FUEL: u64 = 20_000_000;
 /// Most bytes that a template may print.
 const MAX_OUTPUT: usize = 16 << 20;
@@ -37,7 +42,7 @@ const STACK: usize = 64 << 20;
 
 const TEMPLATE: &str = "chat_template";
 
-/// What a template is rendered from.
+/// Input of a rendering.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job<'a> {
     /// The template.
@@ -48,39 +53,43 @@ pub struct Job<'a> {
     pub names: Cow<'a, [(String, String)]>,
     /// The chat, at least one message.
     pub messages: Cow<'a, [Message]>,
+    /// Definitions of tools; the template sees `None` if there are none.
+    pub tools: Cow<'a, [Json]>,
+    /// More values by name.
+    pub values: Cow<'a, Map<String, Json>>,
     /// Whether the text ends where the assistant's answer begins.
     pub add_generation_prompt: bool,
 }
 
-/// What a template made of a chat.
+/// Result of a rendering.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rendered {
     /// The prompt.
     pub text: String,
-    /// Bytes of `text` that a chat of the first n messages has too, for the first and the newest n, as far as the template
-    /// renders that.
+    /// Bytes that `text` has in common with the rendered chat of its first n messages, for n = 1 and the largest n, if
+    /// the template renders that chat.
     pub ends: Vec<usize>,
 }
 
 /// Where templates are rendered.
 pub trait Renderer: Send + Sync {
-    /// Renders. May take as long as its own limits allow; several threads may call it at once.
+    /// Renders. May take as long as its own limits allow; several threads may call it concurrently.
     ///
     /// # Errors
-    /// Why that failed, as a sentence about the chat template.
+    /// The reason, as a sentence about the chat template.
     fn render(&self, job: &Job<'_>) -> Result<Rendered, String>;
 }
 
-/// Renders in this process, on a thread of its own where there are threads. The template is compiled once and kept.
+/// Renders in this process, on a separate thread where there are threads. The template is compiled once and kept.
 ///
-/// It bounds what the module's documentation says. A template made to do harm can still use up this process's memory or, with
+/// It has the bounds of the module's documentation. A hostile template can still use up this process's memory or, with
 /// values that contain themselves, the stack, which ends the process.
 #[derive(Default)]
 pub struct InProcess {
     compiled: Mutex<Option<Arc<Compiled>>>,
 }
 
-/// A compiled template, or why it cannot be compiled.
+/// A compiled template, or the reason why it cannot be compiled.
 struct Compiled {
     source: String,
     environment: Result<Environment<'static>, String>,
@@ -113,12 +122,12 @@ impl InProcess {
     }
 }
 
-/// A sentence about a template that is of no use for any chat.
+/// A sentence about a template that no chat can use.
 pub fn unusable(why: &str) -> String {
     format!("the chat template cannot be used: {why}; correct it, or use the prompt as it is (raw)")
 }
 
-/// Runs `render` where deep recursion has room and a panic is an error.
+/// Runs `render` on a stack for deep recursion; a panic becomes an error.
 #[cfg(not(target_arch = "wasm32"))]
 fn on_own_stack<T: Send>(render: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
     std::thread::scope(|scope| {
@@ -129,7 +138,7 @@ fn on_own_stack<T: Send>(render: impl FnOnce() -> Result<T, String> + Send) -> R
     })
 }
 
-/// There is one stack only, and whoever loaded this module finds out that it trapped.
+/// There is only one stack. The program that loaded this module sees that it trapped.
 #[cfg(target_arch = "wasm32")]
 fn on_own_stack<T>(render: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     render()
@@ -147,7 +156,7 @@ fn environment(source: &str, now: Arc<AtomicU64>) -> Result<Environment<'static>
     python::correct(&mut env);
     env.set_fuel(Some(FUEL));
     env.add_filter("tojson", to_json);
-    // Not Jinja's, and it prints thousands of characters about the engine itself.
+    // Jinja does not have it, and it prints thousands of characters about the engine itself.
     env.remove_global("debug");
     env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
@@ -173,7 +182,7 @@ fn render(env: &Environment<'_>, job: &Job<'_>) -> Result<Rendered, String> {
     let mut ends = Vec::new();
     let mut fuel = FUEL;
     for n in (1..=all).filter(|n| *n == 1 || *n + MAX_BOUNDARIES > all) {
-        // A template may refuse a part of a chat; then its end is not known.
+        // A template may refuse a part of a chat; then its end is unknown.
         let Ok((part, used)) = render_one(env, job, n, false) else { continue };
         ends.push(part.bytes().zip(text.bytes()).take_while(|(a, b)| a == b).count());
         fuel = fuel.saturating_sub(used);
@@ -192,12 +201,13 @@ fn render_one(
     add_generation_prompt: bool,
 ) -> Result<(String, u64), minijinja::Error> {
     let names = Value::from_pairs(job.names.iter().map(|(name, text)| (name.as_str(), Value::from(text.as_str()))));
+    let tools = if job.tools.is_empty() { Value::from(()) } else { Value::from(Serde(&*job.tools)) };
     let values = context! {
         messages => Value::from(Serde(&job.messages[..n])),
         add_generation_prompt,
-        tools => (),
-        documents => (),
-        ..names
+        tools,
+        // The later ones win.
+        ..merge_maps([context! { documents => () }, Value::from(Serde(&*job.values)), names])
     };
     let mut out = Bounded(Vec::new());
     let rendered = env.get_template(TEMPLATE)?.render_captured_to(values, &mut out)?;
@@ -223,7 +233,7 @@ impl io::Write for Bounded {
     }
 }
 
-/// What went wrong and in which line.
+/// The fault and its line.
 fn describe(e: &minijinja::Error) -> String {
     let what = e.detail().map_or_else(|| e.kind().to_string(), str::to_owned);
     let what: String = what.chars().take(MAX_ERROR).collect();

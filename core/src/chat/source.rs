@@ -1,4 +1,4 @@
-//! Sources of templates: what is refused before it is compiled, and what is rewritten.
+//! Sources of templates: checks before compilation, and rewriting.
 
 /// Longest source in bytes; the longest published ones have some 30,000.
 const MAX_BYTES: usize = 256 << 10;
@@ -7,10 +7,10 @@ const MAX_OPERATORS: usize = 500;
 /// `elif`s of a template; the compiler goes one level deeper for each that follows another.
 const MAX_ELIFS: usize = 500;
 
-/// The source as it is compiled.
+/// The source for the compiler.
 ///
 /// # Errors
-/// Why the compiler might not survive it. Other nesting is limited by the compiler itself.
+/// A construct that could overflow the compiler's stack. The compiler itself limits other nesting.
 pub(super) fn prepared(source: &str) -> Result<String, String> {
     if source.len() > MAX_BYTES {
         return Err(format!("it has {} bytes, more than the {MAX_BYTES} that a template may have", source.len()));
@@ -84,7 +84,7 @@ impl<'a> Tag<'a> {
     }
 }
 
-/// transformers marks the assistant's words with a block tag of its own, `generation`, that prints what it holds.
+/// transformers marks the assistant's words with a block tag of its own, `generation`, which prints its contents.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

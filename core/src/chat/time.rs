@@ -1,7 +1,7 @@
-//! The function `strftime_now`.
+//! Dates: the function `strftime_now`.
 
-/// The directives of `strftime` that templates use, for a time in UTC; others stay as they are.
-pub(super) fn strftime(format: &str, now: u64) -> String {
+/// The directives of `strftime` that templates use, for `now` seconds after 1970-01-01 in UTC; others stay as they are.
+pub fn strftime(format: &str, now: u64) -> String {
     const MONTHS: [&str; 12] = [
         "January",
         "February",

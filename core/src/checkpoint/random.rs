@@ -1,11 +1,11 @@
-//! Tensors out of nothing, for measuring the speed of a model of which only the configuration is at hand.
+//! Random tensors, for measuring the speed of a model without its weights.
 
 use half::bf16;
 
-use super::RawTensor;
-use crate::{Error, Result, tensor::DType};
+use super::{RawTensor, recipe};
+use crate::{Error, Result, format::Format, tensor::DType};
 
-/// How the values of a tensor are spread: uniform in `mid ± half`, and then the logarithm or not.
+/// Distribution of a tensor's values: uniform in `mid ± half`, or the logarithm of such a value.
 struct Spread {
     mid: f32,
     half: f32,
@@ -14,7 +14,7 @@ struct Spread {
 }
 
 impl Spread {
-    /// By the last part of the name, which all families share, and the rank.
+    /// Chosen by the rank and the last part of the name, which all families share.
     fn of(name: &str, shape: &[usize]) -> Self {
         let between = |lo: f32, hi: f32, dtype| Self { mid: (lo + hi) / 2.0, half: (hi - lo) / 2.0, log: false, dtype };
         if name.ends_with("A_log") {
@@ -35,8 +35,8 @@ impl Spread {
     }
 }
 
-/// Seed and half width of the values of a bf16 matrix that a device may make itself; `None` for everything else. The values
-/// are others than those of [`tensor`], with the same spread.
+/// Seed and half width of the values of a bf16 matrix that a device may generate; `None` for everything else. The
+/// values differ from those of [`tensor`], their distribution does not.
 pub(super) fn matrix(seed: u64, name: &str, shape: &[usize]) -> Option<(u32, f32)> {
     let spread = Spread::of(name, shape);
     let plain = shape.len() >= 2 && spread.dtype == DType::Bf16 && spread.mid == 0.0;
@@ -48,19 +48,26 @@ fn key(seed: u64, name: &str) -> u32 {
     hash((key >> 32) as u32 ^ hash(key as u32))
 }
 
-/// The tensor `name`, the same for the same seed, name and shape on every machine.
-pub(super) fn tensor(seed: u64, name: &str, shape: &[usize]) -> Result<RawTensor> {
-    let spread = Spread::of(name, shape);
-    let bytes = shape.iter().try_fold(spread.dtype.bytes(), |n, d| n.checked_mul(*d));
+/// The tensor `name`, the same for the same seed, name, shape and format on every machine.
+pub(super) fn tensor(seed: u64, name: &str, shape: &[usize], format: Format) -> Result<RawTensor> {
+    let mut spread = Spread::of(name, shape);
+    let mut stored = shape.to_vec();
+    if let (Some(k), true) = (stored.last_mut(), format != Format::Plain) {
+        (*k, spread.dtype) = (format.bytes(*k, 1), DType::U8);
+    }
+    let bytes = stored.iter().try_fold(spread.dtype.bytes(), |n, d| n.checked_mul(*d));
     let mut data = Vec::<u8>::new();
     let fits = bytes.is_some_and(|n| data.try_reserve_exact(n).is_ok());
     let (true, Some(bytes)) = (fits, bytes) else {
-        let asked = shape.iter().fold(spread.dtype.bytes() as u64, |n, d| n.saturating_mul(*d as u64));
+        let asked = stored.iter().fold(spread.dtype.bytes() as u64, |n, d| n.saturating_mul(*d as u64));
         return Err(Error::OutOfMemory { what: format!("random tensor `{name}` {shape:?}"), asked, free: 0 });
     };
     data.resize(bytes, 0);
     fill(&mut data, key(seed, name), &spread);
-    Ok(RawTensor { dtype: spread.dtype, shape: shape.to_vec(), bytes: data.into() })
+    if let Some(k) = shape.last() {
+        recipe::tame(format, *k, &mut data);
+    }
+    Ok(RawTensor { dtype: spread.dtype, shape: stored, bytes: data.into() })
 }
 
 /// Bytes that one task fills, from a generator of its own: the split over threads does not matter.
@@ -69,14 +76,21 @@ const PART_BYTES: usize = 1 << 20;
 fn fill(data: &mut [u8], key: u32, spread: &Spread) {
     let value = |i: u32, of: f32| {
         let x = spread.mid + spread.half * ((i as f32 + 0.5) * (2.0 / of) - 1.0);
-        if spread.log { x.ln() } else { x }
+        if spread.log { logarithm(x) } else { x }
     };
-    // Looking values up costs less than computing them, and these are the bytes of whole models.
-    let table: Vec<u16> = (0..1 << TABLE_BITS).map(|i| bf16::from_f32(value(i, TABLE_SIZE)).to_bits()).collect();
-    let table: &[u16; 1 << TABLE_BITS] = table.as_slice().try_into().expect("the size of the table");
+    let bits = |i: u32| bf16::from_f32(value(i, TABLE_SIZE)).to_bits();
+    // Looking values up costs less than computing them, and these are the bytes of whole models. A model of very many
+    // small tensors must not make a table for each.
+    let table: Option<Box<[u16; 1 << TABLE_BITS]>> = (spread.dtype == DType::Bf16 && data.len() > 4 << TABLE_BITS)
+        .then(|| Box::new(std::array::from_fn(|i| bits(i as u32))));
     let one = |(part, bytes): (usize, &mut [u8])| {
         let mut state = u64::from(hash(key ^ part as u32)) << 32 | u64::from(hash(key.wrapping_add(part as u32))) | 1;
-        if spread.dtype == DType::F32 {
+        if spread.dtype == DType::U8 {
+            for out in bytes.chunks_mut(4) {
+                let random = (next(&mut state) >> 32) as u32;
+                out.copy_from_slice(&random.to_le_bytes()[..out.len()]);
+            }
+        } else if spread.dtype == DType::F32 {
             for out in bytes.as_chunks_mut::<4>().0 {
                 *out = value((next(&mut state) >> 40) as u32, 16_777_216.0).to_le_bytes();
             }
@@ -84,8 +98,8 @@ fn fill(data: &mut [u8], key: u32, spread: &Spread) {
             for four in bytes.chunks_mut(8) {
                 let random = next(&mut state);
                 for (i, out) in four.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                    let at = random >> (64 - TABLE_BITS * (i as u32 + 1));
-                    *out = table[at as usize % table.len()].to_le_bytes();
+                    let at = (random >> (64 - TABLE_BITS * (i as u32 + 1))) as u32 % (1 << TABLE_BITS);
+                    *out = table.as_ref().map_or_else(|| bits(at), |table| table[at as usize]).to_le_bytes();
                 }
             }
         }
@@ -97,6 +111,12 @@ fn fill(data: &mut [u8], key: u32, spread: &Spread) {
     }
     #[cfg(target_arch = "wasm32")]
     data.chunks_mut(PART_BYTES).enumerate().for_each(one);
+}
+
+/// Kept out of line: inlined, it is computed for all values and selected for a few.
+#[inline(never)]
+fn logarithm(x: f32) -> f32 {
+    x.ln()
 }
 
 /// Four indices come out of one random number.
@@ -134,7 +154,7 @@ mod tests {
     #[test]
     fn a_matrix_has_the_spread_of_a_trained_one_and_depends_on_name_and_seed_only() {
         let shape = [2048, 400];
-        let a = tensor(1, "model.layers.0.up_proj.weight", &shape).unwrap();
+        let a = tensor(1, "model.layers.0.up_proj.weight", &shape, Format::Plain).unwrap();
         let x = floats(&a);
         let n = x.len() as f64;
         let mean = x.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
@@ -143,9 +163,9 @@ mod tests {
         // Neighbours, also over the border between two parts, are not alike.
         let lag = x.windows(2).map(|w| f64::from(w[0] * w[1])).sum::<f64>() / n / (std * std);
         assert!(lag.abs() < 0.01, "correlation {lag}");
-        assert_eq!(&*a.bytes, &*tensor(1, "model.layers.0.up_proj.weight", &shape).unwrap().bytes);
-        assert_ne!(&*a.bytes, &*tensor(2, "model.layers.0.up_proj.weight", &shape).unwrap().bytes);
-        assert_ne!(&*a.bytes, &*tensor(1, "model.layers.1.up_proj.weight", &shape).unwrap().bytes);
+        assert_eq!(&*a.bytes, &*tensor(1, "model.layers.0.up_proj.weight", &shape, Format::Plain).unwrap().bytes);
+        assert_ne!(&*a.bytes, &*tensor(2, "model.layers.0.up_proj.weight", &shape, Format::Plain).unwrap().bytes);
+        assert_ne!(&*a.bytes, &*tensor(1, "model.layers.1.up_proj.weight", &shape, Format::Plain).unwrap().bytes);
     }
 
     #[test]
@@ -157,7 +177,7 @@ mod tests {
             ("mixer.norm.weight", 0.898, 1.102),
             ("mixer.conv1d.bias", -0.02, 0.02),
         ] {
-            let x = floats(&tensor(7, name, &[300]).unwrap());
+            let x = floats(&tensor(7, name, &[300], Format::Plain).unwrap());
             assert!(x.iter().all(|v| (lo - 1e-4..=hi + 1e-4).contains(v)), "{name}");
             let spread = x.iter().cloned().fold(f32::MIN, f32::max) - x.iter().cloned().fold(f32::MAX, f32::min);
             assert!(spread > 0.9 * (hi - lo), "{name}: {spread}");
@@ -166,7 +186,7 @@ mod tests {
 
     #[test]
     fn an_absurd_size_is_an_error() {
-        assert!(matches!(tensor(0, "x", &[usize::MAX, 2]), Err(Error::OutOfMemory { .. })));
-        assert!(matches!(tensor(0, "x", &[1 << 31, 1 << 30]), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(tensor(0, "x", &[usize::MAX, 2], Format::Plain), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(tensor(0, "x", &[1 << 31, 1 << 30], Format::Plain), Err(Error::OutOfMemory { .. })));
     }
 }

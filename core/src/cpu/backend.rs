@@ -1,4 +1,4 @@
-//! The CPU as a [`Backend`]: runs ops at once.
+//! The CPU as a [`Backend`]: runs ops immediately.
 
 use std::cell::Cell;
 use std::future::{Ready, ready};
@@ -8,6 +8,7 @@ use super::simd::Isa;
 use super::{Buf, par, view};
 use crate::backend::{Backend, Caps, Handle, Ops};
 use crate::error::{Error, Result};
+use crate::format::{Format, Products};
 use crate::ops::Op;
 use crate::source::Bytes;
 use crate::tensor::{DType, Tensor};
@@ -18,22 +19,29 @@ use crate::tensor::{DType, Tensor};
 /// into rows, chunks and steps.
 pub struct CpuBackend {
     caps: Caps,
+    products: Products,
     free_at_start: Option<u64>,
     /// Bytes of the allocations that are alive; they may not be committed yet.
     allocated: Rc<Cell<u64>>,
 }
 
-/// An open step: runs each op at once, or keeps it for a [`Tape`].
+/// An open step: runs each op immediately, or keeps it for a [`Tape`].
 pub struct Rec<'a> {
+    products: Products,
     tape: Option<&'a mut Vec<Op<Buf>>>,
 }
 
 /// A recorded step: its ops in order.
-pub struct Tape(Vec<Op<Buf>>);
+pub struct Tape(Products, Vec<Op<Buf>>);
 
 impl CpuBackend {
     /// A backend on all threads of this process' pool.
     pub fn new() -> Self {
+        Self::with(Products::default())
+    }
+
+    /// [`CpuBackend::new`], with activations rounded in products with coded weights or not.
+    pub fn with(products: Products) -> Self {
         let memory = system::memory();
         let threads = par::threads();
         let caps = Caps {
@@ -47,13 +55,14 @@ impl CpuBackend {
             memory: memory.map(|m| m.total),
             act: DType::F32,
             products: DType::F32,
+            int8: products == Products::Fast,
             kv: DType::F32,
             conv: DType::F32,
             state: DType::F32,
             max_binding: isize::MAX as u64,
             asynchronous: false,
         };
-        Self { caps, free_at_start: memory.map(|m| m.available), allocated: Rc::default() }
+        Self { caps, products, free_at_start: memory.map(|m| m.available), allocated: Rc::default() }
     }
 }
 
@@ -68,7 +77,7 @@ impl Ops<Buf> for Rec<'_> {
         op.check();
         match &mut self.tape {
             Some(ops) => ops.push(op),
-            None => op.run(),
+            None => op.run(self.products),
         }
         Ok(())
     }
@@ -91,10 +100,15 @@ impl Backend for CpuBackend {
         buf.ok_or_else(|| Error::OutOfMemory { what: label.into(), asked: bytes, free: free.unwrap_or(0) })
     }
 
-    /// The smaller of the memory available now and that available at the start less all allocations since, touched or not.
+    /// The smaller of two numbers: the memory available now, and the memory available at the start less all allocations
+    /// since then, committed or not.
     fn free_memory(&self) -> Option<u64> {
         let at_start = self.free_at_start?.saturating_sub(self.allocated.get());
         Some(system::memory()?.available.min(at_start))
+    }
+
+    fn multiplies(&self, _: Format) -> bool {
+        true
     }
 
     fn adopts(&self) -> bool {
@@ -124,17 +138,17 @@ impl Backend for CpuBackend {
     }
 
     fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
-        f(&mut Rec { tape: None })
+        f(&mut Rec { products: self.products, tape: None })
     }
 
     fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
         let mut ops = Vec::new();
-        f(&mut Rec { tape: Some(&mut ops) })?;
-        Ok(Tape(ops))
+        f(&mut Rec { products: self.products, tape: Some(&mut ops) })?;
+        Ok(Tape(self.products, ops))
     }
 
     fn play(&self, tape: &Tape) -> Result<()> {
-        tape.0.iter().for_each(Op::run);
+        tape.1.iter().for_each(|op| op.run(tape.0));
         Ok(())
     }
 
@@ -187,7 +201,7 @@ mod system {
         let text =
             if cfg!(target_os = "linux") { std::fs::read_to_string("/proc/self/limits").ok()? } else { return None };
         let line = text.lines().find_map(|l| l.strip_prefix("Max address space"))?;
-        // `unlimited` is no number.
+        // `unlimited` is not a number.
         let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
         Some(limit.saturating_sub(kib("/proc/self/status", "VmSize")?))
     }

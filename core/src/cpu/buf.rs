@@ -9,8 +9,8 @@ use crate::source::Bytes;
 
 /// Alignment of buffers: a cache line, and the widest vector.
 const ALIGN: usize = 64;
-/// Alignment asked of the allocator. Up to this one its zeroed memory comes untouched from the system; for larger ones
-/// Rust's allocator fills it itself, which would commit every page of a pool at load.
+/// Alignment requested from the allocator. Up to this alignment the system supplies zeroed memory that is not committed
+/// yet. For larger ones Rust's allocator writes the zeros itself, which would commit every page of a pool at load.
 const LAZY_ALIGN: usize = 16;
 
 /// A counted handle to host bytes: an allocation of the backend, or bytes adopted where they lie (read-only).

@@ -1,4 +1,4 @@
-//! `out = scale * x Wᵀ (+ bias) (+ out)` on weights that stay where and as they are stored.
+//! `out = scale * x Wᵀ (+ bias) (+ out)` on weights that are read in place, in their stored format.
 //!
 //! Every output is a dot product in one order: 16 lanes over K and a fixed tree (see [`super::dot`]). Tiles, panels, threads
 //! and instruction sets only change which outputs are computed together, never an output's bits.
@@ -14,9 +14,11 @@
 use std::cell::RefCell;
 use std::marker::PhantomData;
 
+use super::int8::{self, Rounded};
 use super::par;
 use super::simd::{Isa, LANES, Simd, dispatch};
-use super::tile::{Acc, Bf16, Elem, F16, F32, Packed, Rows, tile};
+use super::tile::{Acc, Bf16, Elem, F8, F16, F32, Packed, Rows, tile};
+use crate::format::{Coded, Format, GROUP, with_format};
 use crate::tensor::DType;
 
 /// Consecutive output rows of a weight, `[n, K]`, at any byte address.
@@ -24,12 +26,14 @@ use crate::tensor::DType;
 pub struct WeightRows {
     /// First element.
     pub ptr: *const u8,
-    /// F32, Bf16 or F16.
+    /// F32, Bf16 or F16; of coded rows, U8.
     pub dtype: DType,
+    /// What the bytes of a row are.
+    pub format: Format,
     /// Rows.
     pub n: usize,
-    /// Distance between rows in elements.
-    pub row_stride: usize,
+    /// Distance between rows in bytes.
+    pub row_bytes: usize,
     /// Output column of the first row.
     pub col: usize,
 }
@@ -57,8 +61,10 @@ pub struct Product<'a> {
     pub bias: *const f32,
     /// Null, or `n` factors of columns.
     pub columns: *const f32,
-    /// Adds to what `out` holds.
+    /// Adds to `out` instead of overwriting it.
     pub accumulate: bool,
+    /// Activations are rounded to 8 bits where they meet coded rows, see [`crate::format::round_group`].
+    pub int8: bool,
 }
 
 // SAFETY: `matmul`'s contract covers every access through the pointers, from any thread.
@@ -92,44 +98,75 @@ pub unsafe fn matmul(p: &Product<'_>) {
 /// As for [`matmul`].
 pub unsafe fn matmul_on(isa: Isa, p: &Product<'_>, threads: usize) {
     let n: usize = p.w.iter().map(|b| b.n).sum();
-    let bytes: usize = p.w.iter().map(|b| b.n * p.k * b.dtype.bytes()).sum();
+    let bytes: usize = p.w.iter().map(|b| b.n * b.format.bytes(p.k, b.dtype.bytes())).sum();
     // One thread reads about 40 bytes from the cache and computes about 40 products in a nanosecond.
     let ns = bytes / 40 + p.m * n * p.k / 40;
     let threads = if ns < FORK_NS { 1 } else { threads };
-    let row_blocks = if p.m <= FEW_ROWS { 1 } else { p.m.div_ceil(ROW_BLOCK) };
     // Few rows: pieces of about an eighth of a thread's share, so that threads end together.
-    let cols = if p.m > FEW_ROWS { PANEL } else { (n / (threads * 8)).next_multiple_of(PANEL).max(PANEL) };
-    let pieces = p.w.iter().map(|b| b.n.div_ceil(cols)).sum::<usize>() * row_blocks;
-    let piece = |i: usize| {
-        let (row_block, mut i) = (i % row_blocks, i / row_blocks);
-        for b in p.w {
-            let here = b.n.div_ceil(cols);
-            if i < here {
-                let rows = (i * cols, b.n.min((i + 1) * cols));
-                // SAFETY: the caller's contract; pieces write disjoint outputs.
-                unsafe { run_piece(isa, p, b, rows, row_block) };
-                return;
-            }
-            i -= here;
-        }
+    let share = if p.m > FEW_ROWS { 0 } else { n / (threads * 8) };
+    let pieces_of = |b: &WeightRows| {
+        let (panel, row_blocks) = match rounds(p, b) {
+            true => (int8::PANEL, p.m.div_ceil(int8::ROW_BLOCK)),
+            false if p.m <= FEW_ROWS => (PANEL, 1),
+            false => (PANEL, p.m.div_ceil(ROW_BLOCK)),
+        };
+        let cols = share.next_multiple_of(panel).max(panel);
+        (cols, row_blocks, b.n.div_ceil(cols) * row_blocks)
     };
-    if threads == 1 { (0..pieces).for_each(piece) } else { par::pieces(pieces, piece) }
+    let pieces = p.w.iter().map(|b| pieces_of(b).2).sum();
+    let all = |x: &Rounded| {
+        let piece = |mut i: usize| {
+            for b in p.w {
+                let (cols, row_blocks, here) = pieces_of(b);
+                if i < here {
+                    let (row_block, i) = (i % row_blocks, i / row_blocks);
+                    let rows = (i * cols, b.n.min((i + 1) * cols));
+                    // SAFETY: the caller's contract; pieces write disjoint outputs.
+                    unsafe { run_piece(isa, p, x, b, rows, row_block) };
+                    return;
+                }
+                i -= here;
+            }
+        };
+        if threads == 1 { (0..pieces).for_each(piece) } else { par::pieces(pieces, piece) }
+    };
+    if !p.w.iter().any(|b| rounds(p, b)) {
+        return all(&Rounded::default());
+    }
+    int8::ROUNDED.with_borrow_mut(|x| {
+        // SAFETY: the caller's contract.
+        unsafe { x.fill(isa, p, threads) };
+        all(x);
+    });
+}
+
+/// Whether activations are rounded for a block.
+fn rounds(p: &Product<'_>, b: &WeightRows) -> bool {
+    p.int8 && b.format.is_integer()
 }
 
 /// Rows `rows` of a weight block against one block of x rows.
 ///
 /// # Safety
 /// As for [`matmul`]; no other piece has these outputs.
-unsafe fn run_piece(isa: Isa, p: &Product<'_>, b: &WeightRows, rows: (usize, usize), row_block: usize) {
+unsafe fn run_piece(isa: Isa, p: &Product<'_>, x: &Rounded, b: &WeightRows, rows: (usize, usize), row_block: usize) {
+    if rounds(p, b) {
+        let first = row_block * int8::ROW_BLOCK;
+        let block = (first, p.m.min(first + int8::ROW_BLOCK));
+        // SAFETY: the caller's contract.
+        return unsafe { int8::piece(isa, p, x, b, rows, block) };
+    }
     // Outside the dispatch: a closure that passes through the standard library may not be inlined into it.
     SCRATCH.with_borrow_mut(|scratch| {
         // SAFETY: the caller's contract.
         unsafe {
             match b.dtype {
+                _ if b.format == Format::F8 => dispatch!(isa, |s| piece::<_, F8>(s, p, b, rows, row_block, scratch)),
+                _ if b.format != Format::Plain => dispatch!(isa, |s| coded_piece(s, p, b, rows, row_block, scratch)),
                 DType::F32 => dispatch!(isa, |s| piece::<_, F32>(s, p, b, rows, row_block, scratch)),
                 DType::Bf16 => dispatch!(isa, |s| piece::<_, Bf16>(s, p, b, rows, row_block, scratch)),
                 DType::F16 => dispatch!(isa, |s| piece::<_, F16>(s, p, b, rows, row_block, scratch)),
-                DType::U32 => panic!("matmul: a weight of integers"),
+                DType::U32 | DType::U8 => panic!("matmul: a weight of integers"),
             }
         }
     });
@@ -168,6 +205,34 @@ unsafe fn piece<S: Simd, E: Elem>(
     }
 }
 
+/// [`run_piece`] of coded rows: panels are decoded exactly, whatever the number of rows of x.
+///
+/// # Safety
+/// As for [`run_piece`].
+#[inline(always)]
+unsafe fn coded_piece<S: Simd>(
+    s: S,
+    p: &Product<'_>,
+    b: &WeightRows,
+    (from, to): (usize, usize),
+    row_block: usize,
+    scratch: &mut Vec<Line>,
+) {
+    let first = row_block * ROW_BLOCK;
+    let block = (first, p.m.min(first + ROW_BLOCK));
+    for from in (from..to).step_by(PANEL) {
+        let rows = (from, to.min(from + PANEL));
+        // SAFETY: the caller's contract. The element type is not used: `pack` looks at the format first.
+        unsafe {
+            if S::WIDE_TILE {
+                many_rows::<S, F32, 4, 6>(s, p, b, rows, block, scratch);
+            } else {
+                many_rows::<S, F32, 2, 3>(s, p, b, rows, block, scratch);
+            }
+        }
+    }
+}
+
 /// All rows of x against weight rows `from..to`, read in place; at most `together` rows of x share a weight in registers.
 ///
 /// # Safety
@@ -185,9 +250,9 @@ unsafe fn few_rows<S: Simd, E: Elem, const NR: usize>(
         // Rows after the end repeat the last one; their results are dropped.
         let mut rows = [b.ptr; NR];
         for (j, row) in rows.iter_mut().enumerate() {
-            *row = b.ptr.wrapping_add((n + j).min(to - 1) * b.row_stride * E::BYTES);
+            *row = b.ptr.wrapping_add((n + j).min(to - 1) * b.row_bytes);
         }
-        let next = b.ptr.wrapping_add((n + NR) * b.row_stride * E::BYTES);
+        let next = b.ptr.wrapping_add((n + NR) * b.row_bytes);
         let cols = Rows { rows, next, elem: PhantomData::<E> };
         let mut m = 0;
         while m < p.m {
@@ -310,7 +375,7 @@ unsafe fn many_rows<S: Simd, E: Elem, const MR: usize, const NR: usize>(
 /// Converts columns `k0 .. k0 + k` of weight rows `n .. n + NR` to a strip of [`Packed`]; rows from `to` on are zero.
 ///
 /// # Safety
-/// The rows have `k0 + k` elements of `E`; `strip` has room for NR rows of `k` floats, `k` rounded up to a multiple of 16.
+/// The rows have `k0 + k` elements of `E`, or of their format; `strip` has room for NR rows of `k` floats, `k` rounded up to a multiple of 16.
 #[inline(always)]
 unsafe fn pack<S: Simd, E: Elem, const NR: usize>(
     s: S,
@@ -319,23 +384,86 @@ unsafe fn pack<S: Simd, E: Elem, const NR: usize>(
     (k0, k): (usize, usize),
     strip: *mut f32,
 ) {
+    if !matches!(b.format, Format::Plain | Format::F8) {
+        // SAFETY: the caller's contract.
+        return unsafe { pack_codes(s, b, (n, to), (k0, k), strip, NR) };
+    }
     for j in 0..NR {
         // SAFETY: the strip has NR * k floats, k rounded up to a multiple of 16; the weight row has k0 + k elements.
         unsafe {
             let out = strip.add(j * LANES);
-            let row = b.ptr.wrapping_add(((n + j) * b.row_stride + k0) * E::BYTES);
+            let row = b.ptr.wrapping_add((n + j) * b.row_bytes);
             let mut at = 0;
             while at < k {
                 let v = if n + j >= to {
                     s.zero()
                 } else if at + LANES <= k {
-                    E::load(s, row.add(at * E::BYTES))
+                    E::load(s, row, k0 + at)
                 } else {
-                    E::load_partial(s, row.add(at * E::BYTES), k - at)
+                    E::load_partial(s, row, k0 + at, k - at)
                 };
                 s.store_ptr(v, out.add(at * NR).cast());
                 at += LANES;
             }
+        }
+    }
+}
+
+/// [`pack`] of coded rows.
+///
+/// # Safety
+/// As for [`pack`].
+#[inline(always)]
+unsafe fn pack_codes<S: Simd>(
+    s: S,
+    b: &WeightRows,
+    (n, to): (usize, usize),
+    (k0, k): (usize, usize),
+    strip: *mut f32,
+    nr: usize,
+) {
+    for j in 0..nr {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let out = strip.add(j * LANES);
+            if n + j < to {
+                let row = b.ptr.wrapping_add((n + j) * b.row_bytes);
+                // One function per instruction set and format, not one per tile.
+                with_format!(
+                    b.format,
+                    F => s.run(
+                        #[inline(always)]
+                        |_| decode_row::<F>(row, (k0, k), out, nr)
+                    ),
+                    plain => unreachable!("it is coded")
+                );
+            } else {
+                for at in (0..k).step_by(LANES) {
+                    out.add(at * nr).cast::<[f32; LANES]>().write([0.0; LANES]);
+                }
+            }
+        }
+    }
+}
+
+/// Elements `k0 .. k0 + k` of a row, 16 by 16 at every `nr`th place of 16; both are multiples of 16.
+///
+/// # Safety
+/// The row has the elements, and `out` room for them.
+#[inline(always)]
+unsafe fn decode_row<F: Coded>(row: *const u8, (k0, k): (usize, usize), out: *mut f32, nr: usize) {
+    let mut at = k0;
+    while at < k0 + k {
+        // SAFETY: rows are whole blocks, so the block of an element lies in its row.
+        let block = unsafe { std::slice::from_raw_parts(row.add(at / F::BLOCK * F::BYTES), F::BYTES) };
+        let group = F::values(block, at % F::BLOCK / GROUP);
+        // The part of the row may begin and end inside a group.
+        let halves = at % GROUP / LANES..((k0 + k - at / GROUP * GROUP) / LANES).min(GROUP / LANES);
+        for half in halves {
+            let values = group.as_chunks::<LANES>().0[half];
+            // SAFETY: the caller's contract.
+            unsafe { out.add((at - k0) * nr).cast::<[f32; LANES]>().write(values) };
+            at += LANES;
         }
     }
 }
@@ -383,6 +511,30 @@ unsafe fn store_tile<S: Simd, const MR: usize, const NR: usize>(
             }
         }
         first += 4;
+    }
+}
+
+/// Writes the first `cols` lanes to row `m` from column `col` on, with the epilogue of [`store_tile`].
+///
+/// # Safety
+/// As for [`store_tile`].
+#[inline(always)]
+pub(super) unsafe fn store<S: Simd>(s: S, p: &Product<'_>, sums: S::V, m: usize, col: usize, cols: usize) {
+    // SAFETY: the columns exist in out, its factors and the bias.
+    unsafe {
+        let vector = |p: *const f32| std::slice::from_raw_parts(p.add(col), cols);
+        let mut y = s.mul(s.splat(p.scale), sums);
+        if !p.columns.is_null() {
+            y = s.mul(y, s.load_partial(vector(p.columns)));
+        }
+        if !p.bias.is_null() {
+            y = s.add(y, s.load_partial(vector(p.bias)));
+        }
+        let out = std::slice::from_raw_parts_mut(p.out.add(m * p.out_stride + col), cols);
+        if p.accumulate {
+            y = s.add(y, s.load_partial(out));
+        }
+        s.store_partial(y, out);
     }
 }
 

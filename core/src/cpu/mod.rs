@@ -4,6 +4,7 @@ mod backend;
 mod buf;
 pub mod dot;
 pub mod gemm;
+mod int8;
 pub mod math;
 mod ops;
 pub mod par;

@@ -23,7 +23,7 @@ static HAVE_POOL: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
     made.err().is_none_or(|e| std::error::Error::source(&e).is_none())
 });
 
-/// Calls `f(i)` once for every `i < n` and returns when all calls have returned; `f` runs on several threads at once.
+/// Calls `f(i)` once for every `i < n` and returns when all calls have returned; `f` runs on several threads concurrently.
 ///
 /// The calling thread works too and pieces are handed out one by one, so a thread that comes late or not at all costs
 /// nothing. `n <= 1` stays on the calling thread. Pieces must not depend on the thread that runs them or on their order.
@@ -43,7 +43,7 @@ unsafe impl<T: Send> Sync for Slot<T> {}
 
 /// Runs `f(i, task)` on every task, on several threads where `work` (about the multiply-adds of all tasks) is worth it.
 pub(crate) fn for_each<T: Send>(tasks: Vec<T>, work: usize, f: impl Fn(usize, T) + Send + Sync) {
-    /// One copy of a task's code, which is long, for both ways to get to it.
+    /// One copy of a task's code for both callers, since it is long.
     #[inline(never)]
     fn run<T>(f: &impl Fn(usize, T), i: usize, task: T) {
         f(i, task);

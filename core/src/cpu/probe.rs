@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::gemm::{Product, WeightRows, matmul};
 use super::simd::{Isa, LANES, Simd, dispatch};
+use crate::format::Format;
 use crate::tensor::DType;
 
 /// Bytes read by [`read_bandwidth`] in one pass: far more than any cache.
@@ -56,7 +57,8 @@ pub fn matmul_rate() -> f64 {
     let x = vec![0.5f32; M * D];
     let w = vec![0.25f32; D * D];
     let mut out = vec![0f32; M * D];
-    let block = WeightRows { ptr: w.as_ptr().cast(), dtype: DType::F32, n: D, row_stride: D, col: 0 };
+    let block =
+        WeightRows { ptr: w.as_ptr().cast(), dtype: DType::F32, format: Format::Plain, n: D, row_bytes: 4 * D, col: 0 };
     let p = Product {
         x: x.as_ptr(),
         x_stride: D,
@@ -69,6 +71,7 @@ pub fn matmul_rate() -> f64 {
         columns: std::ptr::null(),
         bias: std::ptr::null(),
         accumulate: false,
+        int8: false,
     };
     let mut best = f64::INFINITY;
     for _ in 0..4 {

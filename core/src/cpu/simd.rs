@@ -10,7 +10,7 @@
 //!     dispatch!(isa, |s| axpy_kernel(s, a, x, y))
 //! }
 //!
-//! #[inline(always)] // a kernel must melt into the function that enables the CPU features
+//! #[inline(always)] // a kernel must be inlined into the function that enables the CPU features
 //! fn axpy_kernel<S: Simd>(s: S, a: f32, x: &[f32], y: &mut [f32]) {
 //!     let a = s.splat(a);
 //!     let (xs, x_tail) = x.as_chunks::<16>();
@@ -35,6 +35,7 @@
 //! - Tokens prove that the CPU has the instructions: they only come from detection, so all methods on slices are safe.
 
 pub mod bits;
+pub(crate) mod codes;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod plain;
@@ -46,6 +47,7 @@ mod x86;
 use std::sync::OnceLock;
 
 use super::math;
+pub(crate) use crate::format::f16_to_f32;
 
 #[cfg(target_arch = "aarch64")]
 pub use neon::Neon;
@@ -73,7 +75,7 @@ pub enum Isa {
     /// WebAssembly's 128-bit vectors: four registers per vector.
     #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
     Wasm128(Wasm128),
-    /// What the compiler makes of arrays. A wasm module with vectors knows that it has them.
+    /// Plain arrays, which the compiler vectorises. Not in a wasm module with vectors: it always has them.
     #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
     Plain(Plain),
 }
@@ -331,18 +333,6 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn exp(self, v: Self::V) -> Self::V {
         math::exp(self, v)
     }
-}
-
-/// The bits of an f16 number as f32, exactly; NaN stays NaN.
-#[inline(always)]
-pub(crate) fn f16_to_f32(h: u16) -> f32 {
-    let magnitude = (u32::from(h) & 0x7fff) << 13;
-    let sign = (u32::from(h) & 0x8000) << 16;
-    // The exponent is rebased by an exact multiplication, which also makes subnormal halves normal.
-    let scaled = f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23);
-    let inf_or_nan = magnitude | 0x7f80_0000;
-    let bits = if magnitude >= 0x0f80_0000 { inf_or_nan } else { scaled.to_bits() };
-    f32::from_bits(bits | sign)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use super::view::RowsMut;
 /// Runs every chunk of every row in order. `pool` is `[S, state]`, one head's part of the slots; `scan(state, chunk)`
 /// advances the state over the chunk's tokens in place.
 ///
-/// The state is advanced where it will be kept: in the chunk's `dst` slot, or in `scratch` if it is kept nowhere.
+/// The state is advanced in its destination: the chunk's `dst` slot, or `scratch` if there is none.
 /// Inlined, because `scan` computes with vectors.
 #[inline(always)]
 pub(crate) fn walk(

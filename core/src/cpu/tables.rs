@@ -10,7 +10,7 @@ pub(crate) struct Tables<'a> {
     bucket: Bucket,
 }
 
-/// Where the chunks of a row stand in the chunk table.
+/// Position of a row's chunks in the chunk table.
 #[derive(Clone, Copy)]
 pub(crate) struct RowChunks {
     first: usize,
@@ -60,12 +60,12 @@ impl<'a> Tables<'a> {
         self.token_row()[t] == NONE
     }
 
-    /// Tokens that the outputs are of, [`NONE`] for padding.
+    /// Token of each output, [`NONE`] for padding.
     pub fn output_token(&self) -> &[u32] {
         self.words(self.bucket.output_token(), self.bucket.outputs)
     }
 
-    /// Lanes of the outputs.
+    /// Lane of each output.
     pub fn output_lane(&self) -> &[u32] {
         self.words(self.bucket.output_lane(), self.bucket.outputs)
     }

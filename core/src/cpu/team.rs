@@ -1,9 +1,9 @@
 //! The threads that help with forked work.
 //!
 //! A decode step forks about a hundred times for ten to fifty microseconds each: too short to wake a sleeping thread.
-//! So threads borrowed from rayon's pool stay for a moment after they helped and watch for the next fork. The caller does
-//! not wait for absent helpers: it starts at once and takes pieces like the others. When none is left it shuts the gate and
-//! waits only for the helpers that are still inside with their last piece.
+//! So threads borrowed from rayon's pool stay for a moment after they helped and watch for the next fork. The caller
+//! does not wait for absent helpers: it starts immediately and takes pieces like the others. When no piece is left it
+//! shuts the gate and waits only for the helpers that are still inside with their last piece.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;

@@ -10,7 +10,7 @@ use crate::ops::{Act, Attention, Conv1d, GatedDelta, KvPool, Op, RopeKv, ScanFor
 use crate::step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
-/// A size below `below` or one of those for which the kernels have ways of their own.
+/// A size below `below`, or one that has a kernel of its own.
 fn size(below: usize, tuned: &'static [usize]) -> impl Strategy<Value = usize> {
     prop_oneof![1..below, proptest::sample::select(tuned)]
 }

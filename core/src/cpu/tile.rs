@@ -8,23 +8,24 @@
 use std::marker::PhantomData;
 
 use super::simd::{LANES, Simd};
+use crate::format::{Coded, blocks};
 
 /// How weight elements are stored.
 pub(super) trait Elem: Copy + 'static {
-    /// Bytes of one element.
-    const BYTES: usize;
+    /// Bytes of 64 elements; those of longer blocks on average.
+    const BYTES_OF_64: usize;
 
-    /// 16 elements at any address.
+    /// 16 elements of a row at any address, from element `k` on.
     ///
     /// # Safety
-    /// `16 * BYTES` bytes at `p` are readable.
-    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::V;
+    /// The row at `row` has `k + 16` elements; `k` is a multiple of 16.
+    unsafe fn load<S: Simd>(s: S, row: *const u8, k: usize) -> S::V;
 
-    /// `n < 16` elements at any address, then zeros.
+    /// The last `n < 16` elements of a row at any address, from element `k` on, then zeros.
     ///
     /// # Safety
-    /// `n * BYTES` bytes at `p` are readable.
-    unsafe fn load_partial<S: Simd>(s: S, p: *const u8, n: usize) -> S::V;
+    /// The row at `row` has `k + n` elements; `k` is a multiple of 16.
+    unsafe fn load_partial<S: Simd>(s: S, row: *const u8, k: usize, n: usize) -> S::V;
 }
 
 macro_rules! elem {
@@ -34,18 +35,24 @@ macro_rules! elem {
         pub(super) struct $name;
 
         impl Elem for $name {
-            const BYTES: usize = $bytes;
+            const BYTES_OF_64: usize = 64 * $bytes;
 
             #[inline(always)]
-            unsafe fn load<S: Simd>($s: S, $p: *const u8) -> S::V {
-                // SAFETY: the caller's contract is the same.
-                unsafe { $full }
+            unsafe fn load<S: Simd>($s: S, row: *const u8, k: usize) -> S::V {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    let $p = row.add(k * $bytes);
+                    $full
+                }
             }
 
             #[inline(always)]
-            unsafe fn load_partial<S: Simd>($s: S, $p: *const u8, $n: usize) -> S::V {
-                // SAFETY: the caller's contract is the same.
-                unsafe { $partial }
+            unsafe fn load_partial<S: Simd>($s: S, row: *const u8, k: usize, $n: usize) -> S::V {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    let $p = row.add(k * $bytes);
+                    $partial
+                }
             }
         }
     };
@@ -63,6 +70,37 @@ elem!(
     /// IEEE half precision.
     F16, 2, |s, p, n| s.load_f16(p), s.load_half_partial(p, n, false)
 );
+
+/// Blocks of 8-bit floats with a scale, see [`crate::format::Format::F8`].
+#[derive(Clone, Copy)]
+pub(super) struct F8;
+
+impl Elem for F8 {
+    const BYTES_OF_64: usize = 64 * blocks::F8::BYTES / blocks::F8::BLOCK;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, row: *const u8, k: usize) -> S::V {
+        const BLOCK: usize = blocks::F8::BLOCK;
+        // SAFETY: the caller's contract; 16 elements from a multiple of 16 on lie in one block, after its scale.
+        unsafe {
+            let block = row.add(k / BLOCK * blocks::F8::BYTES);
+            let scale = f32::from_le_bytes(block.cast::<[u8; 4]>().read_unaligned());
+            let codes = block.add(4 + k % BLOCK).cast::<[u8; LANES]>().read_unaligned();
+            // As f16, whose exponents count 8 less, these are the same numbers over 256.
+            let mut halves = [0u16; LANES];
+            for (half, code) in halves.iter_mut().zip(codes) {
+                *half = (u16::from(code) & 0x80) << 8 | (u16::from(code) & 0x7f) << 7;
+            }
+            let values = s.mul(s.load_f16(halves.as_ptr().cast()), s.splat(256.0));
+            s.mul(s.splat(scale), values)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_partial<S: Simd>(_: S, _: *const u8, _: usize, _: usize) -> S::V {
+        unreachable!("rows are whole blocks")
+    }
+}
 
 /// Where a tile finds its NR weight rows.
 pub(super) trait Cols<const NR: usize>: Copy {
@@ -82,7 +120,7 @@ pub(super) trait Cols<const NR: usize>: Copy {
     fn prefetch<S: Simd>(self, s: S, j: usize, k: usize);
 }
 
-/// Weight rows where they lie.
+/// Weight rows read in place.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<E, const NR: usize> {
     /// First element of each row.
@@ -97,21 +135,21 @@ impl<E: Elem, const NR: usize> Cols<NR> for Rows<E, NR> {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, j: usize, k: usize) -> S::V {
         // SAFETY: the caller's contract.
-        unsafe { E::load(s, self.rows[j].add(k * E::BYTES)) }
+        unsafe { E::load(s, self.rows[j], k) }
     }
 
     #[inline(always)]
     unsafe fn load_partial<S: Simd>(self, s: S, j: usize, k: usize, n: usize) -> S::V {
         // SAFETY: the caller's contract.
-        unsafe { E::load_partial(s, self.rows[j].add(k * E::BYTES), n) }
+        unsafe { E::load_partial(s, self.rows[j], k, n) }
     }
 
     #[inline(always)]
     fn prefetch<S: Simd>(self, s: S, j: usize, k: usize) {
-        // NR rows at once are NR distant streams, which memory serves badly; fetching the next NR rows as one sequential
+        // NR rows together are NR distant streams, which memory serves badly; fetching the next NR rows as one sequential
         // stream keeps its full speed. One hint per cache line.
-        let at = (k * NR + j * LANES) * E::BYTES;
-        if E::BYTES == 4 || j.is_multiple_of(2) {
+        let at = (k * NR + j * LANES) * E::BYTES_OF_64 / 64;
+        if j.is_multiple_of((4 * 64 / E::BYTES_OF_64).next_power_of_two().clamp(1, 4)) {
             s.prefetch(self.next.wrapping_add(at));
         }
     }

@@ -13,6 +13,8 @@ use std::marker::PhantomData;
 use super::Buf;
 use super::gemm::WeightRows;
 use crate::backend::Handle;
+use crate::format::Format;
+use crate::ops::RowBlock;
 use crate::tensor::{DType, Tensor};
 
 /// Element types of views.
@@ -129,16 +131,19 @@ pub(crate) struct RowBytes<'a> {
     rows: usize,
     bytes: usize,
     stride: usize,
-    /// f32, bf16 or f16.
+    /// f32, bf16 or f16; of coded rows, u8.
     pub dtype: DType,
+    /// What the bytes of a row are.
+    pub format: Format,
     _lease: Shared<'a>,
 }
 
 // SAFETY: as for `Rows`.
 unsafe impl Sync for RowBytes<'_> {}
 
-/// Views a weight `[n, ..]` of any dtype.
-pub(crate) fn read_bytes(t: &Tensor<Buf>) -> RowBytes<'_> {
+/// Views the rows of a weight `[n, ..]`.
+pub(crate) fn read_bytes(block: &RowBlock<Buf>) -> RowBytes<'_> {
+    let t = &block.w;
     let lease = Shared::take(&t.buf);
     let size = t.dtype.bytes();
     RowBytes {
@@ -147,6 +152,7 @@ pub(crate) fn read_bytes(t: &Tensor<Buf>) -> RowBytes<'_> {
         bytes: t.row_len() * size,
         stride: t.row_stride * size,
         dtype: t.dtype,
+        format: block.format,
         _lease: lease,
     }
 }
@@ -161,7 +167,7 @@ impl RowBytes<'_> {
     pub fn block(&self, from: usize, n: usize, col: usize) -> WeightRows {
         assert!(from + n <= self.rows, "rows {from}..{} of {}", from + n, self.rows);
         let ptr = self.ptr.wrapping_add(from * self.stride);
-        WeightRows { ptr, dtype: self.dtype, n, row_stride: self.stride / self.dtype.bytes(), col }
+        WeightRows { ptr, dtype: self.dtype, format: self.format, n, row_bytes: self.stride, col }
     }
 
     /// The bytes of row `i`.

@@ -1,4 +1,4 @@
-//! Products with stored weight rows of any dtype at any alignment.
+//! Elements of stored weight rows of any dtype at any alignment.
 
 use super::simd::{LANES, Simd};
 use crate::tensor::DType;
@@ -16,7 +16,7 @@ pub(crate) fn load<S: Simd>(s: S, bytes: &[u8], dtype: DType) -> S::V {
             (DType::Bf16, true) => s.load_bf16(p),
             (DType::F16, true) => s.load_f16(p),
             (dtype, false) => s.load_half_partial(p, n, dtype == DType::Bf16),
-            (DType::U32, true) => panic!("a weight of integers"),
+            (DType::U32 | DType::U8, true) => panic!("a weight of integers"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Admission: the head of the queue gets a lane, one slot and the pages of all its known tokens at once, or nothing.
+//! Admission: the head of the queue gets a lane, one slot and the pages of all its known tokens together, or nothing.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ impl Scheduler {
         if self.rules.cache {
             let pages = seq.matchable_pages();
             seq.extend_hashes(pages);
-            found = self.cache.find(&seq.namespace, seq.named_pages(pages), self.step);
+            found = self.cache.find(&seq.realm, seq.named_pages(pages), self.step);
             if found.pending || self.running.iter().any(|other| other.will_capture(seq, found.hit, pages)) {
                 return false;
             }
@@ -44,9 +44,9 @@ impl Scheduler {
             return false;
         }
 
-        // From here on what the hit needs cannot be evicted, and what matched beyond it goes last.
+        // From here on nothing that the hit needs can be evicted, and matched nodes after the hit are evicted last.
         if self.rules.cache {
-            seq.tip = hit_node.unwrap_or_else(|| self.cache.root(&seq.namespace));
+            seq.tip = hit_node.unwrap_or_else(|| self.cache.root(&seq.realm));
             seq.guard = seq.tip;
             self.cache.guard(seq.guard);
             self.cache.touch_match(&found);
@@ -62,7 +62,7 @@ impl Scheduler {
         }
         self.cache.hold_slot(hit_slot);
         seq.cur = hit_slot;
-        if !(self.take_slot(seq) && self.take_pages(seq, fresh_pages)) {
+        if !(self.take_slot(seq) && self.cache.take_pages(fresh_pages, Arc::make_mut(&mut seq.pages))) {
             self.give_up(seq);
             return false;
         }
@@ -96,15 +96,7 @@ impl Scheduler {
         alone
     }
 
-    fn take_pages(&mut self, seq: &mut Sequence, count: usize) -> bool {
-        for _ in 0..count {
-            let Some(page) = self.cache.take_page() else { return false };
-            Arc::make_mut(&mut seq.pages).push(page);
-        }
-        true
-    }
-
-    /// Undoes a half-done admission.
+    /// Undoes an incomplete admission.
     fn give_up(&mut self, seq: &mut Sequence) {
         for slot in [std::mem::take(&mut seq.cur), seq.spare.take().unwrap_or(0)] {
             self.cache.release_slot(slot);
@@ -118,7 +110,7 @@ impl Scheduler {
         (seq.tip, seq.guard, seq.entered, seq.done) = (NONE, NONE, 0, 0);
     }
 
-    /// Which states the prefill is to leave in the tree.
+    /// Chooses the states that the prefill leaves in the tree.
     fn plan_captures(&mut self, seq: &mut Sequence, found: &Match) {
         seq.enter_to = if self.rules.one_capture { 0 } else { usize::MAX };
         if !self.rules.has_slots {
@@ -144,7 +136,7 @@ impl Scheduler {
         }
     }
 
-    /// Writes the report at the first admission; later ones only add what others computed in the meantime.
+    /// Writes the report at the first admission. Later admissions only add pages that other requests computed meanwhile.
     fn note(&mut self, seq: &mut Sequence, found: &Match) {
         let (hit, matched) = (seq.done, found.nodes.len() * GRID);
         let skipped = hit.min(seq.prompt_len).saturating_sub(seq.computed);
@@ -153,7 +145,7 @@ impl Scheduler {
         match &mut seq.report {
             None => {
                 self.stats.reasons[found.reason as usize] += 1;
-                seq.report = Some(Report { matched, reused: hit, reason: found.reason });
+                seq.report = Some(Report { matched, reused: hit, reason: found.reason, converted: false });
             }
             Some(report) => {
                 report.reused += skipped;
@@ -162,5 +154,7 @@ impl Scheduler {
                 }
             }
         }
+        let converted = !seq.realm.origin.is_empty();
+        seq.report = seq.report.map(|report| Report { converted: converted && report.reused > 0, ..report });
     }
 }

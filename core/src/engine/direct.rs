@@ -1,5 +1,6 @@
-//! A model driven by hand: sequences with slots and pages of their own, steps cut as the caller likes, logits of every
-//! position, states for inspection. No cache, no scheduling, no sampling on the device. For `selkie logits` and for tests.
+//! A model driven without the engine: sequences with slots and pages of their own, steps cut as the caller likes,
+//! logits of every position, states for inspection. No cache, no scheduling, no sampling on the device. For `selkie
+//! logits` and for tests.
 
 use std::collections::HashSet;
 
@@ -13,7 +14,7 @@ use crate::{
     tensor::{DType, Tensor},
 };
 
-/// Tokens known so far to a sequence, and where their states lie. Hand it back to [`Direct::release`].
+/// The state of a sequence: its number of tokens, its slot and its pages. Hand it back to [`Direct::release`].
 #[derive(Debug, Default)]
 pub struct Sequence {
     /// Number of tokens computed.
@@ -42,7 +43,7 @@ pub struct Share<'a> {
     pub cuts: &'a [Cut],
 }
 
-/// What a step made of a share.
+/// Results of a share.
 #[derive(Debug, Default)]
 pub struct Computed {
     /// `[tokens of the share, V]`.
@@ -51,7 +52,7 @@ pub struct Computed {
     pub captures: Vec<Sequence>,
 }
 
-/// What one layer keeps of a sequence, as f32.
+/// The state of one layer of a sequence, as f32.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerValues {
     /// `[C, K - 1]`.
@@ -131,7 +132,7 @@ impl<'a, B: Backend> Direct<'a, B> {
         if self.has_pages && !sequence.len.is_multiple_of(PAGE) {
             let len = sequence.len;
             return Err(Error::BadRequest(format!(
-                "a fork at token {len} of a model with attention: no multiple of {PAGE}"
+                "a fork at token {len} of a model with attention: not a multiple of {PAGE}"
             )));
         }
         if sequence.slot != 0 {
@@ -294,7 +295,7 @@ impl<'a, B: Backend> Direct<'a, B> {
         Ok((ids, all))
     }
 
-    /// What every layer keeps of a sequence.
+    /// The states of a sequence, one entry per layer.
     ///
     /// # Errors
     /// Those of the backend.
@@ -305,7 +306,7 @@ impl<'a, B: Backend> Direct<'a, B> {
             for (blocks, out) in [(&layer.conv, &mut values.conv), (&layer.recurrent, &mut values.recurrent)] {
                 for pool in blocks {
                     let part = self.read(&pool.slice_rows(sequence.slot as usize, 1)).await?;
-                    // Slot 0 reads as zero for the ops; what its memory holds does not matter.
+                    // The ops read slot 0 as zero, whatever its memory holds.
                     let part = if sequence.slot == 0 { vec![0.0; part.len()] } else { part };
                     out.get_or_insert_default().extend(part);
                 }

@@ -1,7 +1,7 @@
-//! Properties of whole models on the CPU backend: how a text is cut into steps, rows and chunks, what is captured and what is
-//! forked changes no bit; and neither does how weights and pools are split into bindings.
+//! Properties of whole models on the CPU backend. No bit depends on how a text is cut into steps, rows and chunks, on
+//! captures and forks, or on how weights and pools are split into bindings.
 
-use std::{path::Path, rc::Rc};
+use std::{path::Path, sync::Arc};
 
 use pollster::block_on;
 use proptest::prelude::*;
@@ -36,7 +36,7 @@ const FOLDERS: [&str; 10] = [
 fn load<B: Backend>(backend: &B, folder: &str) -> Box<dyn Model<B>> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(folder);
     let config = Config::parse("config.json", &std::fs::read(dir.join("config.json")).unwrap()).unwrap();
-    let checkpoint = block_on(Checkpoint::open(Rc::new(Dir::open(dir).unwrap()))).unwrap();
+    let checkpoint = block_on(Checkpoint::open(Arc::new(Dir::open(dir).unwrap()))).unwrap();
     let mut report = |_| ();
     let mut loader = Loader::new(backend, &checkpoint, &mut report);
     block_on(models::build(&models::read(&config).unwrap(), &mut loader, LIMITS)).unwrap()
@@ -97,7 +97,7 @@ proptest! {
             let mut cuts: Vec<Cut> = cuts
                 .into_iter()
                 .map(|(at, capture)| (1 + at % tokens, capture))
-                // With attention a state can be taken up again on the grid only.
+                // With attention a state can be continued on the grid only.
                 .map(|(at, capture)| Cut { at, capture: capture && (!direct.has_pages || (s.len + at).is_multiple_of(PAGE)) })
                 .collect();
             if direct.has_pages && tokens >= PAGE - s.len % PAGE {
@@ -113,7 +113,7 @@ proptest! {
         }
         prop_assert_eq!(bits(&got), bits(&want));
         prop_assert!(same_states(&block_on(direct.states(&s)).unwrap(), &states));
-        // Every captured state goes on to the same end, beside the others and after them.
+        // Every captured state reaches the same end, concurrently with the others and after them.
         for mut c in captures {
             let from = c.len;
             if from < n {
@@ -230,7 +230,8 @@ fn gathered_weights_and_split_pools_change_no_bit() {
             let caps = Caps { max_binding, ..cpu.caps().clone() };
             let small = Small { cpu: CpuBackend::new(), caps };
             let model = load(&small, folder);
-            // The smallest binding does not hold three pages of one KV head, which must be said; models without attention run.
+            // The smallest binding does not hold three pages of one KV head, so the error must say that; models without
+            // attention run.
             let mut direct = match Direct::new(&small, &*model, LIMITS, 2, 2) {
                 Ok(direct) => direct,
                 Err(e) => {

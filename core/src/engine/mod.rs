@@ -1,10 +1,15 @@
 //! Running models: the loop that plans a step, runs it, reads the sampled ids and tells the callers.
 //!
 //! [`schedule`] decides, in numbers only, which tokens each step computes; [`plan`] has the type of its decisions; [`runner`]
-//! enqueues them on the device; [`Engine`] connects the three. It lives on one thread: a server talks to it through channels.
+//! enqueues them on the device; [`Engine`] connects the three. It lives on one thread; others talk to it through
+//! [`Model`](crate::session::Model).
 
 mod admit;
+mod any;
 pub mod direct;
+mod flight;
+mod guide;
+mod landing;
 mod options;
 pub mod plan;
 pub mod pools;
@@ -13,24 +18,33 @@ pub mod runner;
 pub mod schedule;
 pub mod sequence;
 pub mod stats;
+mod tail;
+mod transfer;
 
-use std::{collections::HashMap, pin::Pin, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 
+pub use any::{AnyEngine, Exporting, Stepping};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
 pub use plan::{Plan, PlanRow, SeqId};
 pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};
 pub use sequence::Request;
 pub use stats::Stats;
+pub use tail::Needs;
+pub use transfer::{Export, Exported, Import, Imported};
 
 use crate::backend::{Backend, Caps};
 use crate::checkpoint::Checkpoint;
+use crate::controls::{LaneRules, Logprobs};
 use crate::error::{Error, Result};
 use crate::models::{self, Architecture, ModelSpec};
+use crate::sample::Sampling;
 use crate::state::{CacheEvent, Report};
 use crate::step::NONE;
 use crate::weights::{Loader, Progress};
 
+use self::flight::{Flight, Incoming};
+use self::guide::Guide;
 use self::runner::RunnerLimits;
 
 /// Why a request ended.
@@ -57,7 +71,7 @@ pub struct Timing {
     pub decode_ms: f64,
 }
 
-/// What became of a request.
+/// How a request ended.
 #[derive(Clone, Debug)]
 pub struct Finished {
     /// Which request.
@@ -68,11 +82,11 @@ pub struct Finished {
     pub prompt_tokens: usize,
     /// Tokens sampled, a stop id included.
     pub completion_tokens: usize,
-    /// What the cache gave; `None` if it was cancelled before it ran.
+    /// The match in the cache; `None` if it was cancelled before it ran.
     pub cache: Option<Report>,
     /// Where its time went.
     pub timing: Timing,
-    /// What ended it if `reason` is [`FinishReason::Failed`], else `None`.
+    /// The error if `reason` is [`FinishReason::Failed`], else `None`.
     pub error: Option<Arc<Error>>,
 }
 
@@ -85,8 +99,10 @@ pub enum Event {
         id: SeqId,
         /// The sampled id; a stop id too.
         token: u32,
-        /// `[V]`, with [`EngineOptions::logits`].
+        /// `[V]` of the model, before any rule, with [`EngineOptions::logits`].
         logits: Option<Box<[f32]>>,
+        /// With [`Controls::logprobs`](crate::controls::Controls::logprobs).
+        logprobs: Option<Box<Logprobs>>,
     },
     /// A request has ended.
     Finished(Finished),
@@ -94,7 +110,10 @@ pub enum Event {
 
 /// A request that has not ended.
 struct Live {
-    request: Request,
+    sampling: Sampling,
+    stop_ids: Vec<u32>,
+    /// None: a request without rules.
+    guide: Option<Guide>,
     prompt_tokens: usize,
     completion_tokens: usize,
     submitted: f64,
@@ -102,64 +121,16 @@ struct Live {
     first_token: Option<f64>,
 }
 
-/// A step on its way: whose tokens it samples, and the reads that will bring them.
-struct Flight<B: Backend> {
-    tokens: usize,
-    /// Milliseconds of the engine's clock.
-    enqueued: f64,
-    outputs: Vec<SeqId>,
-    ids: Option<Incoming<B::Read>>,
-    logits: Option<Incoming<B::Read>>,
-}
-
-/// A read that keeps what it brought, so that waiting for it may be given up and taken up again.
-enum Incoming<R> {
-    Pending(Pin<Box<R>>),
-    Arrived(Vec<u8>),
-}
-
-impl<R: Future<Output = Result<Vec<u8>>>> Incoming<R> {
-    fn new(read: R) -> Self {
-        Self::Pending(Box::pin(read))
-    }
-
-    async fn arrive(&mut self) -> Result<()> {
-        if let Self::Pending(read) = self {
-            let bytes = read.as_mut().await?;
-            *self = Self::Arrived(bytes);
-        }
-        Ok(())
-    }
-
-    /// The bytes; none before they have arrived.
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Pending(_) => &[],
-            Self::Arrived(bytes) => bytes,
-        }
-    }
-}
-
-impl<B: Backend> Flight<B> {
-    /// Waits for everything that the step brings.
-    async fn arrive(&mut self) -> Result<()> {
-        for read in self.ids.iter_mut().chain(&mut self.logits) {
-            read.arrive().await?;
-        }
-        Ok(())
-    }
-}
-
 /// A model on a device with its states, its prefix tree and its requests.
 ///
 /// ```
-/// # use std::rc::Rc;
+/// # use std::sync::Arc;
 /// use selkie_core::{
 ///     checkpoint::Checkpoint, config::Config, cpu::CpuBackend, engine::*, models, source::Dir, source::read_small,
 /// };
 ///
 /// # fn main() -> selkie_core::Result<()> { pollster::block_on(async {
-/// let dir = Rc::new(Dir::open("../tests/golden/nemotron_h")?);
+/// let dir = Arc::new(Dir::open("../tests/golden/nemotron_h")?);
 /// let config = read_small(&*dir, "config.json", 1 << 20).await?.expect("a model has one");
 /// let config = Config::parse("config.json", &config)?;
 /// let checkpoint = Checkpoint::open(dir).await?;
@@ -188,15 +159,16 @@ pub struct Engine<B: Backend> {
     live: HashMap<SeqId, Live>,
     /// The last step, on an asynchronous device.
     flight: Option<Flight<B>>,
-    /// The step that is being read. It stays here until all of it has arrived, whatever becomes of those who wait.
+    /// The step that is being read. It stays here until all of it has arrived, even if the future that waits is
+    /// dropped.
     landing: Option<Flight<B>>,
-    /// Ends that no step reported yet: cancellations.
+    /// Ends that no step has reported yet: cancellations.
     ended: Vec<Event>,
     keep_logits: bool,
     clock: fn() -> f64,
     most_step_tokens: usize,
     landed: Option<(usize, f64)>,
-    /// A step began and did not end well.
+    /// A step began and was not completed.
     failed: bool,
     weight_bytes: u64,
 }
@@ -206,7 +178,7 @@ impl<B: Backend> Engine<B> {
     /// fingerprints must mean equal weights, since cached prefixes are named by it.
     ///
     /// # Errors
-    /// A bad or unsupported checkpoint, or memory that does not suffice, with what was asked and what is free.
+    /// A bad or unsupported checkpoint, or too little memory, with the bytes requested and free.
     pub async fn load(
         backend: B,
         architecture: &Architecture,
@@ -219,7 +191,8 @@ impl<B: Backend> Engine<B> {
         let caps = backend.caps();
         let name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
         let fingerprint = [fingerprint, name.as_bytes()].concat();
-        // Once before minutes of loading, so that options that can't work fail early, and once with what is left.
+        // Checked before minutes of loading, so that impossible options fail early, and again with the memory that is
+        // left.
         let free = backend.free_memory();
         let sizes = options.sizes(&spec, caps, free)?;
         sizes.check(free)?;
@@ -255,20 +228,25 @@ impl<B: Backend> Engine<B> {
     /// Puts a request into the queue.
     ///
     /// # Errors
-    /// [`Error::BadRequest`] for an empty prompt, an id outside the vocabulary, impossible sampling values, and a request
-    /// that can never fit; both numbers are named.
-    pub fn submit(&mut self, request: Request) -> Result<SeqId> {
+    /// [`Error::BadRequest`] for an empty prompt, an id outside the vocabulary, impossible sampling values and rules, and a
+    /// request that can never fit; both numbers are named. Too little memory for the buffers of the first request with rules.
+    pub fn submit(&mut self, mut request: Request) -> Result<SeqId> {
         request.sampling.check()?;
         let vocab = self.spec().vocab;
         if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::BadRequest(format!("token id {id} is outside the vocabulary of {vocab}")));
         }
-        let (sampling, stop_ids) = (request.sampling, request.stop_ids.clone());
+        let guide = Guide::new(&mut request, vocab)?;
+        if guide.is_some() {
+            self.runner.expect_rules()?;
+        }
+        let (sampling, stop_ids) = (request.sampling, std::mem::take(&mut request.stop_ids));
         let prompt_tokens = request.prompt.len();
         let id = self.scheduler.submit(request)?;
-        let request = Request { sampling, stop_ids, ..Request::default() };
         let live = Live {
-            request,
+            sampling,
+            stop_ids,
+            guide,
             prompt_tokens,
             completion_tokens: 0,
             submitted: (self.clock)(),
@@ -295,19 +273,14 @@ impl<B: Backend> Engine<B> {
     /// Plans and runs one step and returns what happened. On an asynchronous device the next step is enqueued
     /// before the ids of the last one are read, so a token is reported one step late.
     ///
-    /// The future may be dropped before it is ready: nothing is lost, and the next call goes on where this one waited. A request
-    /// whose logits are not finite ends with [`FinishReason::Failed`]; the others go on.
+    /// The future may be dropped before it is ready: nothing is lost, and the next call continues at the same point. A
+    /// request whose logits are not finite ends with [`FinishReason::Failed`]; the others go on.
     ///
     /// # Errors
-    /// A device error. The engine is of no use after that.
+    /// A device error. The engine cannot be used after that.
     pub async fn step(&mut self) -> Result<Vec<Event>> {
         self.landed = None;
-        if self.failed {
-            return Err(Error::Device {
-                op: "step".into(),
-                why: "an earlier step failed; load the model again".into(),
-            });
-        }
+        self.check_usable()?;
         if !self.ended.is_empty() {
             // A cancellation does not wait for the device.
             return Ok(std::mem::take(&mut self.ended));
@@ -321,7 +294,25 @@ impl<B: Backend> Engine<B> {
             return Err(e);
         }
         let flight = self.landing.take().expect("it has just arrived");
-        Ok(self.land(flight))
+        let mut events = self.land(flight);
+        // The device computes the next step's logits while masks are made from the ids that have just arrived.
+        if let Some(mut next) = self.flight.take_if(|next| next.held.is_some()) {
+            self.failed = true;
+            self.sample(&mut next, &mut events)?;
+            self.failed = false;
+            self.flight = Some(next);
+        }
+        Ok(events)
+    }
+
+    fn check_usable(&self) -> Result<()> {
+        match self.failed {
+            false => Ok(()),
+            true => {
+                let why = "an earlier step failed; load the model again";
+                Err(Error::Device { op: "step".into(), why: why.into() })
+            }
+        }
     }
 
     /// Plans and enqueues a step. Waits for nothing.
@@ -340,51 +331,117 @@ impl<B: Backend> Engine<B> {
     fn enqueue(&mut self, plan: &Plan) -> Result<Flight<B>> {
         let now = (self.clock)();
         for id in &plan.admitted {
-            let row = plan.rows.iter().find(|r| r.seq == *id).expect("an admitted request has a row");
-            let live = self.live.get_mut(id).expect("a planned request is live");
-            live.admitted.get_or_insert(now);
-            let known = self.scheduler.tokens(*id).expect("a planned request is known");
-            self.runner.open_lane(row.row.lane, &live.request.sampling, known)?;
+            self.open_lane(*id, plan, now)?;
         }
         let tokens = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
-        let outputs: Vec<SeqId> = plan.rows.iter().flat_map(|r| r.row.outputs.iter().map(|_| r.seq)).collect();
-        let ids = self.runner.step(&plan.rows)?.map(Incoming::new);
-        let logits = (self.keep_logits && !outputs.is_empty()).then(|| self.runner.read_logits(outputs.len()));
-        let logits = logits.map(Incoming::new);
-        Ok(Flight { tokens, enqueued: now, outputs, ids, logits })
+        let outputs = plan.rows.iter().flat_map(|r| r.row.outputs.iter().map(|_| (r.seq, r.row.lane)));
+        let outputs: Vec<(SeqId, u32)> = outputs.collect();
+        let mut flight = Flight { tokens, enqueued: now, outputs, held: None, ids: None, logits: None, reports: None };
+        let guides = || flight.outputs.iter().filter_map(|(id, _)| self.live.get(id)?.guide.as_ref());
+        let needs = guides().fold(Needs::default(), |all, guide| all.and(guide.needs()));
+        if !needs.any() {
+            flight.ids = self.runner.step(&plan.rows)?.map(Incoming::new);
+            self.keep_logits(&mut flight);
+            return Ok(flight);
+        }
+        let waits = self.waits(&flight.outputs);
+        flight.held = Some((self.runner.begin(&plan.rows)?, needs));
+        if !waits {
+            let mut events = Vec::new();
+            self.sample(&mut flight, &mut events)?;
+            self.ended.append(&mut events);
+        }
+        Ok(flight)
+    }
+
+    /// Gives an admitted request its lane.
+    fn open_lane(&mut self, id: SeqId, plan: &Plan, now: f64) -> Result<()> {
+        let row = plan.rows.iter().find(|r| r.seq == id).expect("an admitted request has a row");
+        let live = self.live.get_mut(&id).expect("a planned request is live");
+        live.admitted.get_or_insert(now);
+        let known = self.scheduler.tokens(id).expect("a planned request is known");
+        let (lane, rules) = (row.row.lane, live.guide.as_ref().map(Guide::rules));
+        let mut sampling = live.sampling;
+        if rules.is_some_and(LaneRules::adjusts) {
+            // It is applied before, at its place among the rules.
+            sampling.repetition_penalty = 1.0;
+        }
+        self.runner.open_lane(lane, &sampling, known)?;
+        self.runner.open_rules(lane, rules, &known[live.prompt_tokens..])
+    }
+
+    /// Whether a mask for one of these outputs depends on an id that the host has not read.
+    fn waits(&self, outputs: &[(SeqId, u32)]) -> bool {
+        let constrained = |id: &SeqId| self.live.get(id).and_then(|l| l.guide.as_ref()).is_some_and(Guide::constrains);
+        let unread = |id: &SeqId| self.flight.iter().any(|f| f.outputs.iter().any(|(other, _)| other == id));
+        outputs.iter().any(|(id, _)| constrained(id) && unread(id))
+    }
+
+    /// Writes the masks of a step whose sampling is held, and enqueues it. A request without an allowed token ends.
+    fn sample(&mut self, flight: &mut Flight<B>, events: &mut Vec<Event>) -> Result<()> {
+        let Some((begun, needs)) = flight.held.take() else { return Ok(()) };
+        for &(id, lane) in &flight.outputs {
+            let Some(live) = self.live.get_mut(&id) else { continue };
+            let Some(guide) = &mut live.guide else { continue };
+            match guide.mask(live.prompt_tokens + live.completion_tokens) {
+                Ok(None) => {}
+                Ok(Some(mask)) => self.runner.mask(lane, mask)?,
+                Err(e) => events.push(self.finish(id, FinishReason::Failed, Some(e))),
+            }
+        }
+        let (ids, reports) = self.runner.finish(begun, needs)?;
+        (flight.ids, flight.reports) = (Some(Incoming::new(ids)), reports.map(Incoming::new));
+        self.keep_logits(flight);
+        Ok(())
+    }
+
+    fn keep_logits(&self, flight: &mut Flight<B>) {
+        let n = flight.outputs.len();
+        flight.logits = (self.keep_logits && n > 0).then(|| Incoming::new(self.runner.read_logits(n)));
     }
 
     /// Commits the ids of a step that has arrived.
     fn land(&mut self, flight: Flight<B>) -> Vec<Event> {
         self.landed = Some((flight.tokens, flight.enqueued));
         let Some(ids) = &flight.ids else { return Vec::new() };
-        let logits: Option<Vec<f32>> = flight.logits.as_ref().map(|l| bytemuck::pod_collect_to_vec(l.bytes()));
+        let floats = |read: &Option<Incoming<B::Read>>| -> Option<Vec<f32>> {
+            read.as_ref().map(|l| bytemuck::pod_collect_to_vec(l.bytes()))
+        };
+        let (logits, reports) = (floats(&flight.logits), floats(&flight.reports));
+        let row = |all: &[f32], i: usize| -> Box<[f32]> {
+            let len = all.len() / flight.outputs.len();
+            all[i * len..][..len].into()
+        };
         let now = (self.clock)();
         let mut events = Vec::new();
-        for (i, (&id, bytes)) in flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate() {
+        for (i, (&(id, _), bytes)) in flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate() {
             let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
             if token == NONE {
-                // If it is live: it may have ended while the step was on its way.
+                // A request may have ended while the step was in flight.
                 if self.live.contains_key(&id) {
                     events.push(self.finish(id, FinishReason::Failed, Some(Error::NotFinite)));
                 }
                 continue;
             }
-            // None: it ended while the step was on its way.
+            // None: it ended while the step was in flight.
             let Some(commit) = self.scheduler.commit(id, token) else { continue };
             let live = self.live.get_mut(&id).expect("a committed request is live");
             live.first_token.get_or_insert(now);
             live.completion_tokens += 1;
-            let stop = live.request.stop_ids.contains(&token);
-            let logits = logits.as_ref().map(|all| {
-                let vocab = all.len() / flight.outputs.len();
-                all[i * vocab..][..vocab].into()
-            });
-            events.push(Event::Token { id, token, logits });
-            if stop {
-                events.push(self.finish(id, FinishReason::Stop, None));
-            } else if commit == Commit::Last {
-                events.push(self.finish(id, FinishReason::Length, None));
+            let stop = live.stop_ids.contains(&token);
+            let logits = logits.as_deref().map(|all| row(all, i));
+            let report = reports.as_deref().map(|all| row(all, i));
+            let logprobs = live.guide.as_ref().zip(report).and_then(|(guide, report)| guide.logprobs(&report));
+            events.push(Event::Token { id, token, logits, logprobs });
+            let over = match &mut live.guide {
+                Some(guide) if !stop => guide.commit(token),
+                _ => Ok(stop),
+            };
+            match over {
+                Ok(true) => events.push(self.finish(id, FinishReason::Stop, None)),
+                Err(e) => events.push(self.finish(id, FinishReason::Failed, Some(e))),
+                Ok(false) if commit == Commit::Last => events.push(self.finish(id, FinishReason::Length, None)),
+                Ok(false) => {}
             }
         }
         events
@@ -450,13 +507,16 @@ impl<B: Backend> Engine<B> {
         self.scheduler.clear_cache();
     }
 
-    /// Starts or stops keeping and reusing prefixes. What is kept stays.
+    /// Starts or stops keeping and reusing prefixes. Prefixes that are in the cache stay.
     ///
     /// # Errors
     /// [`Error::BadRequest`] while requests are queued or running.
     pub fn set_prefix_cache(&mut self, on: bool) -> Result<()> {
         if !self.live.is_empty() {
-            return Err(Error::BadRequest("the prefix cache is switched while nothing runs".into()));
+            return Err(Error::BadRequest(
+                "the prefix cache can only be switched while no request is queued or running; wait until they end"
+                    .into(),
+            ));
         }
         self.scheduler.set_prefix_cache(on);
         Ok(())

@@ -8,10 +8,10 @@ use crate::state::{CapturePolicy, GRID, Limits, StateShape};
 
 use super::pools;
 
-/// Memory for states and pages where free memory can't be asked, in bytes (wgpu).
+/// Memory for states and pages where the device cannot report its free memory, in bytes (wgpu).
 const BLIND_BUDGET: u64 = 1 << 30;
 
-/// Most requests in a batch: more are a mistake, and sizes that grow with them would overflow.
+/// Most requests in a batch. A larger number is a mistake, and sizes that grow with it would overflow.
 pub const MOST_BATCH: usize = 1 << 16;
 /// Most tokens in a step, for the same reasons.
 pub const MOST_STEP_TOKENS: usize = 1 << 20;
@@ -29,7 +29,7 @@ pub struct EngineOptions {
     pub max_batch: usize,
     /// Most tokens of one step.
     pub step_tokens: usize,
-    /// Longest sequence, at most the model's own limit; `None` takes that.
+    /// Longest sequence, at most the model's own limit, which `None` means.
     pub context: Option<usize>,
     /// Keep and reuse prefixes.
     pub prefix_cache: bool,
@@ -74,9 +74,9 @@ impl Default for EngineOptions {
 /// How an engine's memory is divided, before any weight is loaded.
 #[derive(Clone, Debug)]
 pub struct Sizes {
-    /// What one sequence keeps.
+    /// State of one sequence.
     pub shape: StateShape,
-    /// What the scheduler gets.
+    /// Limits for the scheduler.
     pub limits: Limits,
     /// Slots and pages.
     pub split: Split,
@@ -99,7 +99,7 @@ impl Sizes {
         if self.shape.has_pages() { self.shape.context.div_ceil(GRID).min(self.split.pages) } else { 0 }
     }
 
-    /// Checks that the pools fit into `free` bytes, before anything of their size is made.
+    /// Checks that the pools fit into `free` bytes, before anything of their size is allocated.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with both numbers.
@@ -117,8 +117,8 @@ impl Sizes {
 impl EngineOptions {
     /// The budget and its split for a model on a device with `free` bytes left.
     ///
-    /// Without `--memory`: 85 % of what is free on a CUDA device; on the CPU the smaller of 25 % of what is free and
-    /// what batch and context can use; 1 GiB where free memory can't be asked.
+    /// Without `--memory`: 85 % of the free memory of a CUDA device; on the CPU 25 % of the free memory, but not more
+    /// than batch and context can use; 1 GiB where free memory cannot be queried.
     ///
     /// # Errors
     /// As [`Split::new`].

@@ -2,11 +2,11 @@
 
 use crate::step::Row;
 
-/// Names a request, in order of arrival.
+/// The identity of a request, in order of arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SeqId(pub u64);
 
-/// A step. Once planned it must run, before any later one.
+/// A step. Once planned it must run, before any later step.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     /// Decode rows first, oldest first, then prefill by arrival. Empty: nothing to do until a commit or a submission.
@@ -22,8 +22,8 @@ pub struct Plan {
 pub struct PlanRow {
     /// The sequence.
     pub seq: SeqId,
-    /// The tokens, states and pages. The lane is the sequence's fixed index while it runs, less than the batch; its last token is an output
-    /// if the row reaches the end of the known tokens.
+    /// The tokens, states and pages. The lane is the sequence's index while it runs, less than the largest batch. The
+    /// last token is an output if the row reaches the end of the known tokens.
     pub row: Row,
 }
 

@@ -1,8 +1,8 @@
 //! Device memory of the states of all layers, allocated once at load.
 //!
 //! A pool is split along independent axes (KV heads, channels, heads of a recurrent state), never along slots or pages, so
-//! that every piece fits into one binding. Index 0 of slots and pages is the one that reads as zero and swallows writes; it
-//! comes on top of the numbers given here.
+//! that every piece fits into one binding. Slot 0 and page 0 read as zero and discard writes; they come on top of the
+//! numbers given here.
 
 use crate::{
     Error, Result,

@@ -1,4 +1,4 @@
-//! One row of a step: its cuts, the slot that each chunk writes, and the slots that the sequence holds afterwards.
+//! One row of a step: its chunks, the slot that each of them writes, and the slots that the sequence holds afterwards.
 
 use super::{
     plan::PlanRow,
@@ -15,7 +15,7 @@ pub(super) struct Step<'a> {
     pub rules: Rules,
     pub number: u64,
     /// Slots that occur in the step. Each is held until the step is planned, so that none is handed out, evicted or
-    /// written in place while another row of the same step reads or writes it.
+    /// written in place while another row of the step reads or writes it.
     pub held: &'a mut Vec<u32>,
     /// Pages given up by rows that still write them in this step.
     pub swapped: &'a mut Vec<u32>,
@@ -60,7 +60,7 @@ impl Step<'_> {
         seq.computed = seq.computed.max(end);
     }
 
-    /// The chunk table of the row and its end, and the sequence's slots as the row leaves them.
+    /// The chunk table of the row and its end. Leaves the sequence with its slots after the row.
     fn chunks(&mut self, seq: &mut Sequence, end: usize) -> (Vec<Chunk>, usize) {
         let (start, src) = (seq.done, seq.cur);
         let first_end = (start / GRID + 1) * GRID;
@@ -77,7 +77,7 @@ impl Step<'_> {
         } else if let Some(slot) = seq.spare.take().or_else(|| self.cache.take_slot()) {
             slot
         } else {
-            // A sequence whose state is shared, or that has none yet, has a spare. This one owns its state alone.
+            // A sequence whose state is shared, or that has none yet, has a spare slot. This one owns its state alone.
             assert!(alone, "a sequence without a slot to write");
             end = end.min(first_end);
             src
@@ -116,8 +116,8 @@ impl Step<'_> {
         (chunks, end)
     }
 
-    /// Whether the state at the end of the share is to be kept: a wanted one in prefill, a grid point in decode, for which it
-    /// makes room on the path.
+    /// Whether the state at the end of the share is to be kept: a wanted one in prefill, a grid point in decode. The
+    /// latter makes room on the path.
     fn wants_last(&mut self, seq: &Sequence, end: usize) -> bool {
         if !seq.decoding {
             return seq.wanted.iter().any(|w| w.position == end && w.take);
@@ -126,7 +126,7 @@ impl Step<'_> {
             return false;
         }
         let leaving = seq.leaving(self.cache);
-        self.cache.cap_path_for_one(seq.tip, leaving);
+        self.cache.make_room_on_path(seq.tip, leaving);
         true
     }
 

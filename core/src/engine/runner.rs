@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
+use super::tail::{Needs, Tail};
 use crate::backend::{Backend, Measure, Ops};
+use crate::controls::LaneRules;
 use crate::error::Result;
 use crate::layer::LayerPools;
 use crate::models::Model;
@@ -14,7 +16,7 @@ use crate::tensor::{DType, Tensor};
 /// Largest step that a [`Runner`] must take.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerLimits {
-    /// Sequences that run at once; also the number of lanes.
+    /// Sequences that run at a time; also the number of lanes.
     pub lanes: usize,
     /// Tokens of one step.
     pub tokens: usize,
@@ -35,6 +37,16 @@ impl RunnerLimits {
     }
 }
 
+/// A step whose logits are enqueued and whose sampling is not.
+#[derive(Clone, Copy, Debug)]
+pub struct Begun {
+    bucket: Bucket,
+    /// It is played from tapes.
+    replayed: bool,
+    /// Outputs that are not padding.
+    outputs: usize,
+}
+
 /// Runs steps: one write of integers, one play, one read of sampled ids.
 pub struct Runner<B: Backend> {
     backend: B,
@@ -50,7 +62,14 @@ pub struct Runner<B: Backend> {
     last: Tensor<B::Buf>,
     /// `[L] u32`: ids sampled in the step.
     ids: Tensor<B::Buf>,
+    /// Whole steps: forward and sample.
     tapes: HashMap<Bucket, B::Tape>,
+    /// Of requests with rules, once there was one.
+    tail: Option<Tail<B>>,
+    /// Steps in two parts, for lanes with rules: up to the logits, and from there on.
+    forward_tapes: HashMap<Bucket, B::Tape>,
+    sample_tapes: HashMap<(Bucket, Needs), B::Tape>,
+    limits: RunnerLimits,
 }
 
 impl<B: Backend> Runner<B> {
@@ -75,14 +94,28 @@ impl<B: Backend> Runner<B> {
             Ok(Tensor::new(t.buf.clone(), DType::U32, &[t.rows()]))
         };
         let (last, ids) = (vector("last ids")?, vector("sampled ids")?);
-        let runner = Self { backend, model, pools, ints, lanes, seen, last, ids, tapes: HashMap::new() };
+        let runner = Self {
+            backend,
+            model,
+            pools,
+            ints,
+            lanes,
+            seen,
+            last,
+            ids,
+            tapes: HashMap::new(),
+            tail: None,
+            forward_tapes: HashMap::new(),
+            sample_tapes: HashMap::new(),
+            limits,
+        };
         runner.reserve(limits)?;
-        // After a short prompt comes a decode step; its kernels are compiled while those of the prompt are.
+        // A decode step follows a short prompt: its kernels are compiled concurrently with those of the prompt.
         runner.backend.expect(|ops| runner.forward(ops, Bucket::holding(1, 1, 1, 1, 1)))?;
         Ok(runner)
     }
 
-    /// Sizes the scratch arena: what ops of the largest decode and prefill buckets ask for holds for smaller ones.
+    /// Sizes the scratch arena: the scratch of the largest decode and prefill buckets suffices for smaller ones.
     fn reserve(&self, limits: RunnerLimits) -> Result<()> {
         let mut measure = Measure::new(&self.backend);
         for bucket in [limits.decode(1), limits.decode(limits.lanes.min(limits.tokens)), limits.largest()] {
@@ -94,17 +127,63 @@ impl<B: Backend> Runner<B> {
 
     /// Records the model and the sampling of a step of this bucket.
     fn forward(&self, ops: &mut dyn Ops<B::Buf>, bucket: Bucket) -> Result<()> {
+        self.logits(ops, bucket)?;
+        ops.op(self.sample(bucket).into())
+    }
+
+    /// Records the model.
+    fn logits(&self, ops: &mut dyn Ops<B::Buf>, bucket: Bucket) -> Result<()> {
         let step = Step::new(self.ints.clone(), bucket);
-        self.model.forward(ops, &step, &self.pools, &self.last)?;
-        let sample = Sample {
-            step,
+        self.model.forward(ops, &step, &self.pools, &self.last)
+    }
+
+    fn sample(&self, bucket: Bucket) -> Sample<B::Buf> {
+        Sample {
+            step: Step::new(self.ints.clone(), bucket),
             logits: self.model.logits().head(bucket.outputs),
             lanes: self.lanes.clone(),
             seen: self.seen.clone(),
             last: self.last.clone(),
             ids: self.ids.head(bucket.outputs),
-        };
-        ops.op(sample.into())
+        }
+    }
+
+    /// Allocates the buffers of lanes with rules, if they do not exist yet. Called between steps.
+    ///
+    /// # Errors
+    /// Too little memory, or a batch whose rules do not fit into a binding.
+    pub fn expect_rules(&mut self) -> Result<()> {
+        if self.tail.is_some() {
+            return Ok(());
+        }
+        let outputs = self.limits.largest().outputs;
+        let tail = Tail::new(&self.backend, self.lanes.rows(), outputs, self.model.spec().vocab)?;
+        // The arena never becomes smaller, and recorded steps keep the one they were recorded with.
+        self.backend.reserve(tail.scratch(&self.backend, self.sample(self.limits.largest()))?)?;
+        let first = Bucket::holding(1, 1, 1, 1, 1);
+        self.backend.expect(|ops| tail.record(ops, Needs::ALL, self.sample(first)))?;
+        self.tail = Some(tail);
+        Ok(())
+    }
+
+    /// Gives `lane`, which is open, the rules of its request, or none. `generated`: the tokens sampled so far.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn open_rules(&mut self, lane: u32, rules: Option<&LaneRules>, generated: &[u32]) -> Result<()> {
+        match (&mut self.tail, rules) {
+            (Some(tail), Some(rules)) => tail.open_lane(&self.backend, lane, rules, generated),
+            (Some(tail), None) => tail.close_lane(&self.backend, lane),
+            (None, _) => Ok(()),
+        }
+    }
+
+    /// Writes the mask `[ceil(V / 32)]` of a lane whose rules have one.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn mask(&self, lane: u32, mask: &[u32]) -> Result<()> {
+        self.tail.as_ref().map_or(Ok(()), |tail| tail.mask(&self.backend, lane, mask))
     }
 
     /// Gives `lane` to a sequence: its sampling parameters, and all tokens known so far for the penalties.
@@ -124,10 +203,8 @@ impl<B: Backend> Runner<B> {
     /// A step in which every row has one token is played from a recorded tape, so that a decode loop costs the host
     /// one write a step.
     pub fn step(&mut self, rows: &[impl AsRef<Row>]) -> Result<Option<B::Read>> {
-        let bucket = bucket_of(rows);
-        let ints = encode(rows, bucket);
-        self.backend.write(&self.ints, 0, bytemuck::cast_slice(&ints))?;
-        if rows.iter().all(|r| r.as_ref().tokens.len() == 1) {
+        let bucket = self.write(rows)?;
+        if is_decode(rows) {
             if !self.tapes.contains_key(&bucket) {
                 let tape = self.backend.record(|ops| self.forward(ops, bucket))?;
                 self.tapes.insert(bucket, tape);
@@ -138,6 +215,53 @@ impl<B: Backend> Runner<B> {
         }
         let outputs: usize = rows.iter().map(|r| r.as_ref().outputs.len()).sum();
         Ok((outputs > 0).then(|| self.backend.read(&self.ids.head(outputs))))
+    }
+
+    fn write(&self, rows: &[impl AsRef<Row>]) -> Result<Bucket> {
+        let bucket = bucket_of(rows);
+        self.backend.write(&self.ints, 0, bytemuck::cast_slice(&encode(rows, bucket)))?;
+        Ok(bucket)
+    }
+
+    /// Enqueues a step up to its logits. [`Runner::finish`] samples from them, before any other step.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn begin(&mut self, rows: &[impl AsRef<Row>]) -> Result<Begun> {
+        let (bucket, replayed) = (self.write(rows)?, is_decode(rows));
+        if replayed {
+            if !self.forward_tapes.contains_key(&bucket) {
+                let tape = self.backend.record(|ops| self.logits(ops, bucket))?;
+                self.forward_tapes.insert(bucket, tape);
+            }
+            self.backend.play(&self.forward_tapes[&bucket])?;
+        } else {
+            self.backend.run(|ops| self.logits(ops, bucket))?;
+        }
+        let outputs = rows.iter().map(|r| r.as_ref().outputs.len()).sum();
+        Ok(Begun { bucket, replayed, outputs })
+    }
+
+    /// Enqueues the sampling of a step that was begun, and the reads of its ids `[outputs]` and, if there are any, of its
+    /// reports `[outputs, 41]`.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn finish(&mut self, step: Begun, needs: Needs) -> Result<(B::Read, Option<B::Read>)> {
+        let Begun { bucket, replayed, outputs } = step;
+        let tail = self.tail.as_ref().expect("a lane with rules was opened");
+        let key = (bucket, needs);
+        if replayed {
+            if !self.sample_tapes.contains_key(&key) {
+                let tape = self.backend.record(|ops| tail.record(ops, needs, self.sample(bucket)))?;
+                self.sample_tapes.insert(key, tape);
+            }
+            self.backend.play(&self.sample_tapes[&key])?;
+        } else {
+            self.backend.run(|ops| tail.record(ops, needs, self.sample(bucket)))?;
+        }
+        let report = needs.report.then(|| tail.read(&self.backend, outputs));
+        Ok((self.backend.read(&self.ids.head(outputs)), report))
     }
 
     /// Reads the logits `[outputs, V]` of the step just enqueued.
@@ -177,4 +301,9 @@ impl<B: Backend> Runner<B> {
     pub fn pools(&self) -> &[LayerPools<B::Buf>] {
         &self.pools
     }
+}
+
+/// Whether every row has one token, so that the step is played from a tape.
+fn is_decode(rows: &[impl AsRef<Row>]) -> bool {
+    rows.iter().all(|r| r.as_ref().tokens.len() == 1)
 }

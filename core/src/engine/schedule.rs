@@ -4,10 +4,10 @@
 //! that gives it its first token. The running sequences are always the oldest ones: admission is in order of arrival and
 //! the victim of a pre-emption is the latest arrival among those running.
 //!
-//! Decisions where the contract leaves room:
+//! Decisions where the contract leaves freedom:
 //! * A request waits for the next step if its prefix is being computed in this one, or if a running prefill will soon leave a
 //!   deeper state for it; later requests wait too. Equal prompts that arrive together therefore compute their common part
-//!   once, whatever the step budget, the policy and the part of their path that is left.
+//!   once, with every step budget and policy, and however much of their path is left.
 //! * Prompt pages enter the tree when their step is planned, but other rows of that step do not use them; generated pages
 //!   enter when the host has read their ids. A plan must therefore run.
 //! * A step in which a sequence was pre-empted admits no request, unless it would be empty.
@@ -28,21 +28,22 @@ use super::{
 use crate::{
     Error, Result,
     state::{
-        Cache, CacheEvent, CapturePolicy, GRID, Limits, Pool, Report, StateShape,
+        Cache, CacheEvent, CapturePolicy, GRID, Limits, Pool, PrefixHash, Realm, Report, StateShape,
         prefix::{NONE, Tree},
     },
+    units::thousands,
 };
 
 /// What a committed token means for its sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Commit {
-    /// There may be more.
+    /// The sequence may continue.
     More,
     /// It was the last one that `max_tokens` allows. The caller ends the sequence.
     Last,
 }
 
-/// Requests, waiting and running, over the state cache of one model. It knows no tensor: it hands out numbers.
+/// Requests, waiting and running, over the state cache of one model. It handles numbers only, no tensors.
 ///
 /// The caller's loop: [`plan`](Self::plan) a step, run it, read the sampled ids, [`commit`](Self::commit) each, and
 /// [`end`](Self::end) the sequences that stop. A pipelined caller plans one or more steps before the commits; tokens
@@ -65,12 +66,42 @@ pub struct Scheduler {
     swapped: Vec<u32>,
 }
 
+/// Checks that a request of `prompt` tokens and up to `new` more can ever run, with `pages` KV pages in all.
+///
+/// # Errors
+/// [`Error::BadRequest`] if one of the two is 0; [`Error::TooLong`] if they do not fit into the context or the pages, with
+/// both numbers.
+pub fn check_lengths(shape: &StateShape, pages: usize, prompt: usize, new: usize) -> Result<()> {
+    if prompt == 0 || new == 0 {
+        let what = if prompt == 0 { "the prompt is empty" } else { "max_tokens must be at least 1" };
+        return Err(Error::BadRequest(what.into()));
+    }
+    let total = prompt.saturating_add(new);
+    let [p, n, t] = [prompt, new, total].map(thousands);
+    let asked = format!("{p} prompt tokens and up to {n} new ones are {t} tokens");
+    let context = shape.context;
+    if total > context {
+        let why = format!(
+            "{asked}, the context holds {} (key `max_position_embeddings`, or less by the option for the context)",
+            thousands(context)
+        );
+        return Err(Error::TooLong { why, tokens: Some((prompt, new, context)) });
+    }
+    // The last token is sampled and never computed.
+    let needed = (total - 1).div_ceil(GRID);
+    if shape.has_pages() && needed > pages {
+        let why = format!("{asked} and need {} KV pages, there are {}", thousands(needed), thousands(pages));
+        return Err(Error::TooLong { why, tokens: Some((prompt, new, context.min(pages * GRID))) });
+    }
+    Ok(())
+}
+
 impl Scheduler {
     /// An idle scheduler with empty pools. `fingerprint` names the model and everything else its states depend on; equal
     /// fingerprints give equal page hashes in every process.
     ///
     /// # Errors
-    /// [`Error::BadRequest`] if a limit is 0 that must not be.
+    /// [`Error::BadRequest`] if a limit is 0 that must be at least 1.
     pub fn new(shape: StateShape, limits: Limits, fingerprint: &[u8]) -> Result<Self> {
         let needs = [
             (limits.max_batch, "max batch"),
@@ -105,32 +136,21 @@ impl Scheduler {
         })
     }
 
+    /// The name of the empty prefix in `realm`, from which those of its pages are chained.
+    pub fn root(&self, realm: &Realm) -> PrefixHash {
+        self.cache.root_hash(realm)
+    }
+
     /// Puts a request into the queue.
     ///
     /// # Errors
-    /// [`Error::BadRequest`] for an empty prompt, for `max_tokens` 0, and for a request that can never fit into the
-    /// context or the pages; both numbers are named.
+    /// [`Error::BadRequest`] for an empty prompt and for `max_tokens` 0; [`Error::TooLong`] for a request that can never fit
+    /// into the context or the pages, with both numbers.
     pub fn submit(&mut self, request: Request) -> Result<SeqId> {
-        let (prompt, new) = (request.prompt.len(), request.max_tokens);
-        if prompt == 0 || new == 0 {
-            let what = if prompt == 0 { "the prompt is empty" } else { "max_tokens must be at least 1" };
-            return Err(Error::BadRequest(what.into()));
-        }
-        let total = prompt.saturating_add(new);
-        let asked = format!("{prompt} prompt tokens and up to {new} new ones are {total} tokens");
-        if total > self.shape.context {
-            return Err(Error::BadRequest(format!("{asked}, the context holds {}", self.shape.context)));
-        }
-        // The last token is sampled and never computed.
-        let pages = (total - 1).div_ceil(GRID);
-        if self.rules.has_pages && pages > self.limits.pages {
-            let all = self.limits.pages;
-            return Err(Error::BadRequest(format!("{asked} and need {pages} KV pages, there are {all}")));
-        }
+        check_lengths(&self.shape, self.limits.pages, request.prompt.len(), request.max_tokens)?;
         let id = SeqId(self.next_id);
         self.next_id += 1;
-        let root = self.cache.root_hash(&request.namespace);
-        self.queue.insert(id, Sequence::new(id, request, root));
+        self.queue.insert(id, Sequence::new(id, request, &self.cache));
         Ok(id)
     }
 
@@ -178,8 +198,8 @@ impl Scheduler {
         Some(if seq.tokens.len() - seq.prompt_len == seq.max_tokens { Commit::Last } else { Commit::More })
     }
 
-    /// Ends a sequence, waiting or running, because it stopped or was cancelled, at any moment between plans. Returns
-    /// its report, if it was ever admitted, or `None` too if there is no such sequence.
+    /// Ends a sequence, waiting or running, because it stopped or was cancelled. Allowed at any moment between plans.
+    /// Returns its report; `None` if it was never admitted or does not exist.
     pub fn end(&mut self, id: SeqId) -> Option<Report> {
         if let Ok(i) = self.running.binary_search_by_key(&id, |s| s.id) {
             let mut seq = self.running.remove(i);
@@ -243,13 +263,13 @@ impl Scheduler {
         self.cache.pages()
     }
 
-    /// Forgets all prefixes. Running sequences go on and enter theirs again.
+    /// Forgets all prefixes. Running sequences continue and enter theirs again.
     pub fn clear_cache(&mut self) {
         self.cache.clear();
         for seq in &mut self.running {
             (seq.entered, seq.decode_state) = (0, None);
             if self.rules.cache {
-                seq.tip = self.cache.root(&seq.namespace);
+                seq.tip = self.cache.root(&seq.realm);
                 seq.guard = seq.tip;
                 self.cache.guard(seq.guard);
             }
@@ -258,7 +278,10 @@ impl Scheduler {
 
     /// Starts or stops matching and entering prefixes. Nothing may be queued or running.
     pub(super) fn set_prefix_cache(&mut self, on: bool) {
-        assert!(self.running.is_empty() && self.queue.is_empty(), "the prefix cache is switched while nothing runs");
+        assert!(
+            self.running.is_empty() && self.queue.is_empty(),
+            "the prefix cache is switched while requests are queued or running"
+        );
         self.rules.cache = on;
     }
 
@@ -277,7 +300,7 @@ impl Scheduler {
         self.cache.take_events()
     }
 
-    /// Recounts every holder, child and guard, between plans; for tests. The cost grows with everything.
+    /// Recounts every holder, child and guard, between plans; for tests. The cost grows with the size of the cache.
     pub fn audit(&self) -> Result<(), String> {
         let (mut slots, mut pages, mut guards) = (Vec::new(), Vec::new(), Vec::new());
         for seq in &self.running {
@@ -293,7 +316,7 @@ impl Scheduler {
         self.cache.audit(&slots, &pages, &guards)
     }
 
-    /// A path never costs twice: where the tree has a page, the sequence uses that one.
+    /// No path is stored twice: where the tree has a page, the sequence uses that one.
     fn audit_pages(&self, seq: &Sequence) -> Result<(), String> {
         let (tree, mut at) = (self.cache.tree(), seq.tip);
         while at != NONE && tree[at].depth > 0 && self.rules.has_pages {

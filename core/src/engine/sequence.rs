@@ -4,9 +4,10 @@ use std::{collections::VecDeque, sync::Arc};
 
 use super::plan::SeqId;
 use crate::{
+    controls::{Constraint, Controls},
     sample::Sampling,
     state::{
-        Cache, GRID, PrefixHash, Report,
+        Cache, GRID, PrefixHash, Realm, Report,
         cache::Wanted,
         prefix::{NONE, NodeId, Stateless},
     },
@@ -21,6 +22,9 @@ pub struct Request {
     pub max_tokens: usize,
     /// The tenant. Different namespaces never share anything; the empty one is a namespace like any other.
     pub namespace: String,
+    /// The [`Imported::origin`](super::Imported::origin) of a bundle with converted values that the prompt may begin with; empty
+    /// for all others.
+    pub origin: String,
     /// Positions in tokens where the system prompt and the chat messages end, in any order. They need not lie on the
     /// grid.
     pub boundaries: Vec<usize>,
@@ -28,6 +32,10 @@ pub struct Request {
     pub sampling: Sampling,
     /// Ids that end the text; the id itself is the last token. The scheduler does not look at them.
     pub stop_ids: Vec<u32>,
+    /// Rules over the logits, and which log probabilities are reported. The scheduler does not look at them.
+    pub controls: Controls,
+    /// Says before each token which ones may come; its state goes with the request.
+    pub constraint: Option<Box<dyn Constraint + Send>>,
 }
 
 /// A captured state that is not in the tree yet: its node may not exist.
@@ -51,7 +59,8 @@ pub(super) struct Rules {
     pub has_pages: bool,
 }
 
-/// A request in the queue or in the batch. What is held (`cur`, `spare`, `pages`, `taken`, `guard`) is empty in the queue.
+/// A request in the queue or in the batch. In the queue it holds nothing: `cur`, `spare`, `pages`, `taken` and `guard`
+/// are empty.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub id: SeqId,
@@ -59,7 +68,7 @@ pub(super) struct Sequence {
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     pub max_tokens: usize,
-    pub namespace: String,
+    pub realm: Realm,
     pub boundaries: Vec<usize>,
     /// Names of the whole pages of `tokens`, as far as they were needed.
     hashes: Vec<PrefixHash>,
@@ -74,7 +83,7 @@ pub(super) struct Sequence {
     pub lane: u32,
     /// Positions whose computation is planned.
     pub done: usize,
-    /// Whether the known tokens were computed once since admission: from here on one token a step.
+    /// Whether the known tokens were computed once since admission: from then on the sequence takes one token per step.
     pub decoding: bool,
     /// Slot with the state at `done`, perhaps shared; 0 before the first row.
     pub cur: u32,
@@ -89,7 +98,7 @@ pub(super) struct Sequence {
     pub enter_to: usize,
     /// Pages that the tree and `pages` share, counted from the first.
     pub entered: usize,
-    /// The node of page `entered - 1`, the root before; [`NONE`] with the cache off.
+    /// The node of page `entered - 1`, or the root; [`NONE`] with the cache off.
     pub tip: NodeId,
     /// The guarded node: `tip` or, where the match went beyond the hit, below it.
     pub guard: NodeId,
@@ -98,16 +107,17 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(id: SeqId, request: Request, root: PrefixHash) -> Self {
+    pub fn new(id: SeqId, request: Request, cache: &Cache) -> Self {
+        let realm = Realm { namespace: request.namespace, origin: request.origin };
         Self {
             id,
             prompt_len: request.prompt.len(),
             tokens: request.prompt,
             max_tokens: request.max_tokens,
-            namespace: request.namespace,
             boundaries: request.boundaries,
             hashes: Vec::new(),
-            root,
+            root: cache.root_hash(&realm),
+            realm,
             report: None,
             outstanding: 0,
             computed: 0,
@@ -206,7 +216,7 @@ impl Sequence {
                 self.attach(cache, taken.slot, taken.decode, step);
             }
         }
-        // Without room for the node there is no place for its state either.
+        // Without room for the node there is no place for its state.
         while let Some(taken) = self.taken.pop_front_if(|t| t.position <= full * GRID) {
             cache.release_slot(taken.slot);
         }
@@ -216,7 +226,7 @@ impl Sequence {
     pub fn release(&mut self, cache: &mut Cache, rules: Rules, step: u64) {
         if self.leaves_state(cache, rules) {
             let leaving = self.leaving(cache);
-            cache.cap_path_for_one(self.tip, leaving);
+            cache.make_room_on_path(self.tip, leaving);
             self.attach(cache, self.cur, true, step);
             self.cur = 0;
         }
@@ -234,7 +244,8 @@ impl Sequence {
         self.wanted.clear();
     }
 
-    /// The previous decode capture, if a newer one replaces it: no request has used it, and no other path goes on from it.
+    /// The previous decode capture, if a newer one replaces it: no request has used it, and no other path continues
+    /// from it.
     pub fn leaving(&self, cache: &Cache) -> Option<NodeId> {
         let (node, slot) = self.decode_state?;
         let found = &cache.tree()[node];
@@ -251,7 +262,7 @@ impl Sequence {
             && cache.slots().holders(self.cur) == 1
     }
 
-    /// Gives the tree one hold of `slot` as the state at `tip`, if that has none.
+    /// Gives the tree one hold of `slot` as the state at `tip`, unless that has one.
     fn attach(&mut self, cache: &mut Cache, slot: u32, decode: bool, step: u64) {
         if cache.tree()[self.tip].slot != 0 {
             cache.release_slot(slot);

@@ -20,7 +20,7 @@ pub struct Stats {
     pub tokens_generated: u64,
     /// States captured for the tree.
     pub captures: u64,
-    /// States that were wanted and found no slot.
+    /// Captures that were wanted but found no slot.
     pub captures_skipped: u64,
     /// States and nodes lost for lack of room.
     pub evictions: Evictions,

@@ -1,4 +1,4 @@
-//! A model as data: what a family's file makes of a configuration, and all that the decoder needs.
+//! A model as data: the result of a family's file for a configuration, and the input of the decoder.
 
 use std::collections::HashSet;
 
@@ -15,7 +15,7 @@ pub struct Norm {
     pub kind: NormKind,
 }
 
-/// What the branches of a residual step read.
+/// Input of the branches of a residual step.
 #[derive(Clone, Debug)]
 pub enum Input {
     /// The norm of the stream.
@@ -24,21 +24,21 @@ pub enum Input {
     Stream,
 }
 
-/// What becomes of the sum of a residual step's branches.
+/// Use of the sum of a residual step's branches.
 #[derive(Clone, Debug)]
 pub enum Output {
     /// It is added to the stream.
     Add,
-    /// Its norm is.
+    /// Its norm is added to the stream.
     AddNormed(Norm),
 }
 
 /// A mixer of a residual step.
 #[derive(Clone, Debug)]
 pub struct Branch {
-    /// In front of its tensor names, below the model's prefix. Branches with the same prefix share their weights.
+    /// Prefix of its tensor names, below the model's prefix. Branches with the same prefix share their weights.
     pub prefix: String,
-    /// What it is.
+    /// The mixer as data.
     pub plan: Plan,
     /// Factor on its output.
     pub scale: f32,
@@ -59,12 +59,12 @@ impl Branch {
 /// One residual step of a layer: `x += Σ scale * mixer(norm(x))`, or with the norm after the mixers.
 #[derive(Clone, Debug)]
 pub struct SubLayer {
-    /// What all branches read.
+    /// Input of all branches.
     pub input: Input,
-    /// Parallel mixers; the first gives the layer its letter. A mixture of experts comes first, and at most one: routing
-    /// begins in the order given, the outputs are added in the reverse.
+    /// Parallel mixers; the first gives the layer its letter. A mixture of experts comes first, and there is at most
+    /// one: routing is recorded in order, the outputs are added in reverse order.
     pub branches: Vec<Branch>,
-    /// Where their sum goes.
+    /// Use of their sum.
     pub output: Output,
 }
 
@@ -93,7 +93,7 @@ pub struct Architecture {
     pub context: usize,
     /// End-of-sequence ids.
     pub eos: Vec<u32>,
-    /// What may stand in front of all tensor names.
+    /// Possible prefixes of all tensor names.
     pub prefixes: &'static [&'static str],
     /// Names of the embedding `[V, D]`, below the prefix.
     pub embedding: &'static [&'static str],
@@ -103,7 +103,7 @@ pub struct Architecture {
     pub layers: Vec<Vec<SubLayer>>,
     /// Norm before the output matrix.
     pub norm: Norm,
-    /// The output matrix is the embedding, unless another one is stored; otherwise it is `lm_head.weight`.
+    /// The output matrix is the embedding, unless a different one is stored; else it is `lm_head.weight`.
     pub tied: bool,
     /// Factor on logits.
     pub logits_scale: f32,
@@ -132,7 +132,7 @@ impl Architecture {
         })
     }
 
-    /// What can be known without weights.
+    /// Facts that need no weights.
     pub fn spec(&self) -> ModelSpec {
         let state = |layer: &Vec<SubLayer>| {
             let plans = layer.iter().flat_map(|s| &s.branches).map(|b| b.plan.state());

@@ -46,7 +46,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
-/// The first half of each head, whatever part the file names: the family's own code reads none.
+/// The first half of each head. The family's own code ignores a part that the file names.
 fn rope(c: &Config, heads: Heads) -> Result<Rope> {
     if !heads.head_dim.is_multiple_of(4) {
         let why = format_args!("half of a head of {} is not an even number of dimensions", heads.head_dim);

@@ -27,10 +27,10 @@ const BRANCHES: Scratch = Scratch::activations("outputs of branches");
 
 /// A residual step on a device.
 struct LoadedSubLayer<Buf> {
-    /// Norm of what the branches read, if they do not read the stream itself.
+    /// Norm of the branches' input, unless they read the stream itself.
     before: Option<LoadedNorm<Buf>>,
     mixers: Vec<Mixer<Buf>>,
-    /// Norm of their sum, if it is not added as it is.
+    /// Norm of their sum, if the step has one.
     after: Option<LoadedNorm<Buf>>,
 }
 
@@ -54,8 +54,8 @@ impl<B: Backend> Decoder<B> {
     pub(super) async fn load(a: &Architecture, l: &mut Loader<'_, B>, limits: Limits) -> Result<Self> {
         l.set_prefix(a.prefixes, a.embedding);
         let (mut table, head) = (l.choose(a.embedding), l.choose(OUTPUT));
-        // As transformers has it: two different matrices are not tied whatever the configuration says, and a tied one may be
-        // stored under either name.
+        // As in transformers: two different matrices are not tied even if the configuration says so, and a tied one may
+        // be stored under either name.
         let tied = a.tied && !l.differ(table, head).await?;
         if tied && !l.stores(table) && l.stores(head) {
             table = head;
@@ -91,7 +91,7 @@ impl<B: Backend> Decoder<B> {
             norm,
             output,
             logits_scale: a.logits_scale,
-            // Outputs are rows of the batch, but their bucket may be rounded up further than that of the tokens.
+            // Outputs are rows of the batch, but their bucket may be larger than that of the tokens.
             work: Workspace::alloc(backend, &widths, largest.tokens.max(largest.outputs))?,
             stream: tensor("residual stream", backend.caps().act, [largest.tokens, a.width])?,
             logits: tensor("logits", DType::F32, [largest.outputs, a.vocab])?,
@@ -167,7 +167,7 @@ impl<Buf: crate::backend::Handle> LoadedSubLayer<Buf> {
             Some(_) => Out { to: pass.scratch(BRANCHES, x.row_len()), add: false },
             None => Out { to: x.clone(), add: true },
         };
-        // Experts last: what stands beside them covers the time that routing takes.
+        // Experts last: the other mixers cover the time of routing.
         for mixer in self.mixers.iter().rev() {
             mixer.forward(pass, pools, read, &out)?;
             out.add = true;

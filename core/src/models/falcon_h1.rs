@@ -1,4 +1,5 @@
-//! Falcon-H1: Mamba-2 and attention side by side in every layer, then SwiGLU, with fixed multipliers on most projections.
+//! Falcon-H1: Mamba-2 and attention in parallel in every layer, then SwiGLU, with fixed multipliers on most
+//! projections.
 
 use super::{
     Architecture, Branch, Norm, NormKind, SubLayer, llama,
@@ -47,7 +48,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
-/// As many multipliers as a place has; 1 where nothing is said.
+/// The N multipliers of a key; 1 if the key is missing.
 fn multipliers<const N: usize>(c: &Config, key: &str) -> Result<[f32; N]> {
     match c.opt_f32s(key)? {
         None => Ok([1.0; N]),
@@ -57,7 +58,7 @@ fn multipliers<const N: usize>(c: &Config, key: &str) -> Result<[f32; N]> {
 }
 
 fn mamba(c: &Config, width: usize, eps: f32) -> Result<mamba2::Plan> {
-    // Null is not the same as missing here.
+    // Null differs from missing here.
     let inner = match c.is_null("mamba_d_ssm") {
         true => expanded(c, "mamba_expand", width)?,
         false => c.usize_or("mamba_d_ssm", 1024)?,

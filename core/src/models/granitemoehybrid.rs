@@ -1,4 +1,5 @@
-//! Granite 4: Mamba-2 or attention, then experts beside a shared MLP (or the MLP alone), with fixed multipliers throughout.
+//! Granite 4: Mamba-2 or attention, then experts and a shared MLP (or the MLP alone), with fixed multipliers
+//! throughout.
 
 use super::{
     Architecture, Branch, Norm, NormKind, SubLayer,

@@ -46,7 +46,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
-/// Whether a layer is the one of its period that the offset names.
+/// Whether a layer is at the offset of its period.
 fn in_period(c: &Config, key: &str, period: usize, offset_key: &str, offset: usize) -> Result<impl Fn(usize) -> bool> {
     let (period, offset) = (c.usize_or(key, period)?, c.count_or(offset_key, offset)?);
     if offset >= period {
@@ -68,7 +68,7 @@ fn mamba(c: &Config, width: usize, eps: f32) -> Result<mamba1::Plan> {
     })
 }
 
-/// Experts of the size of the dense layers; one of them is a dense layer.
+/// Experts of the size of the dense layers; with one expert the layer is dense.
 fn experts(c: &Config, width: usize) -> Result<Option<moe::Plan>> {
     let experts = c.usize_or("num_experts|num_local_experts", 16)?;
     if experts == 1 {

@@ -1,5 +1,5 @@
-//! LFM2: gated short convolutions, attention with per-head norms in some layers, and SwiGLU; LFM2-MoE has experts but for the first
-//! layers.
+//! LFM2: gated short convolutions, attention with per-head norms in some layers, and SwiGLU. LFM2-MoE has experts
+//! except in the first layers.
 
 use super::{
     Architecture, Branch, Norm, NormKind, SubLayer,
@@ -40,7 +40,7 @@ fn architecture(
 ) -> Result<Architecture> {
     let eps = c.eps_or("norm_eps|block_norm_eps", 1e-5)?;
     let norm = |name: String| Norm { name, eps, kind: NormKind::Plain };
-    // Despite its name it is the norm after the last layer.
+    // In spite of its name it is the norm after the last layer.
     let mut a = Architecture::start(c, family, 128_000, true, norm("embedding_norm.weight".into()))?;
     require_bool(c, "use_pos_enc", true)?;
     require_bool(c, "block_use_swiglu", true)?;
@@ -80,7 +80,8 @@ fn architecture(
     Ok(a)
 }
 
-/// The inner width of a dense layer: two thirds of the given one, times a factor, rounded up, unless that is switched off.
+/// The inner width of a dense layer: two thirds of the given one, times a factor, rounded up, unless a switch turns
+/// that off.
 fn inner(c: &Config) -> Result<usize> {
     const GIVEN: &str = "block_ff_dim|intermediate_size";
     let given = c.usize(GIVEN)?;

@@ -1,4 +1,4 @@
-//! Mamba and Falcon-Mamba: nothing but Mamba-1 layers; the second norms B, C and the time step without weights.
+//! Mamba and Falcon-Mamba: Mamba-1 layers only. Falcon-Mamba norms B, C and the time step without weights.
 
 use super::{
     Architecture, Branch, Norm, NormKind, SubLayer,

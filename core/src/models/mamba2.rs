@@ -1,4 +1,4 @@
-//! Mamba-2: nothing but Mamba-2 layers. Reads both the Hugging Face configuration and that of the original releases.
+//! Mamba-2: Mamba-2 layers only. Reads both the Hugging Face configuration and that of the original releases.
 
 use super::{
     Architecture, Branch, Norm, NormKind, SubLayer,

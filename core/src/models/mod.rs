@@ -61,12 +61,12 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "olmo_hybrid", read: olmo_hybrid::read },
     Family { model_type: "qwen3_5_text", read: qwen3_5::read },
     Family { model_type: "qwen3_5_moe_text", read: qwen3_5::read_moe },
-    // Checkpoints with vision, of which the text part runs, whose `text_config` names no type of its own.
+    // The text parts of checkpoints with vision, if their `text_config` has no type.
     Family { model_type: "qwen3_5", read: qwen3_5::read },
     Family { model_type: "qwen3_5_moe", read: qwen3_5::read_moe },
 ];
 
-/// Most parameters of a model: far beyond all there are, and within what is counted exactly.
+/// Most parameters of a model: far more than any has, and few enough to count exactly.
 const MOST_PARAMETERS: u64 = 1 << 50;
 
 /// The architecture that a configuration describes.
@@ -126,7 +126,7 @@ pub async fn build<B: Backend>(
     Ok(Box::new(decoder::Decoder::load(architecture, loader, limits).await?))
 }
 
-/// Facts about a model that need no weights: what `inspect` shows and what the pools are sized from.
+/// Facts about a model that need no weights, for `inspect` and for the sizes of the pools.
 #[derive(Clone, Debug)]
 pub struct ModelSpec {
     /// The config's `model_type`.
@@ -140,7 +140,7 @@ pub struct ModelSpec {
     /// A letter per residual step: `M` Mamba-2, `S` Mamba-1, `G` Gated DeltaNet, `C` short convolution, `*` attention, `-` MLP,
     /// `E` MoE (token mixer before channel mixer where a layer has both).
     pub layer_map: String,
-    /// What each layer keeps.
+    /// State of each layer.
     pub layers: Vec<LayerState>,
     /// End-of-sequence ids from the config.
     pub eos: Vec<u32>,
@@ -148,14 +148,14 @@ pub struct ModelSpec {
     pub parameters: u64,
 }
 
-/// A loaded model on a backend. One virtual call a step.
+/// A loaded model on a backend. One virtual call per step.
 pub trait Model<B: Backend> {
     /// Facts about the model.
     fn spec(&self) -> &ModelSpec;
 
     /// Records one step: embeds the step's tokens, runs the layers over `pools` (one entry per layer) and leaves the
-    /// logits of the step's outputs in the first rows of [`Model::logits`]. `last` is `[L] u32`: what each lane sampled
-    /// last, for ids taken on the device.
+    /// logits of the step's outputs in the first rows of [`Model::logits`]. `last` is `[L] u32`: the last sampled token
+    /// of each lane, for ids taken on the device.
     fn forward(
         &self,
         ops: &mut dyn Ops<B::Buf>,

@@ -29,7 +29,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
             LayerType::Attention => vec![Branch::new(prefix, sizes.attention()?)],
             LayerType::Mlp => vec![Branch::new(prefix, sizes.mlp("intermediate_size")?)],
             LayerType::Moe => sizes.moe(prefix)?,
-            other => return Err(c.bad("layers_block_type", format_args!("{other:?} is no layer of this family"))),
+            other => return Err(c.bad("layers_block_type", format_args!("{other:?} is not a layer of this family"))),
         };
         let norm = norm(format!("layers.{i}.norm.weight"));
         a.layers.push(vec![SubLayer::pre_norm(norm, branches)]);
@@ -37,7 +37,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
-/// The list wins over the pattern; either has an entry per layer, so `num_hidden_layers` is not needed.
+/// The list takes precedence over the pattern. Both have an entry per layer, so `num_hidden_layers` is not needed.
 fn layer_types(c: &Config) -> Result<Vec<LayerType>> {
     const PATTERN: &str = "hybrid_override_pattern";
     const LIST: &str = "layers_block_type|layer_types";
@@ -87,7 +87,7 @@ impl Sizes<'_> {
     }
 
     fn attention(&self) -> Result<attention::Plan> {
-        // `attention_bias` in these files is not read by the family's own code either.
+        // The family's own code does not read `attention_bias` of these files either.
         Ok(attention::Plan::new(self.width, heads_or(self.c, 128)?))
     }
 
@@ -108,7 +108,7 @@ impl Sizes<'_> {
         })
     }
 
-    /// The experts, and the shared ones beside them.
+    /// The experts, and the shared ones.
     fn moe(&self, prefix: String) -> Result<Vec<Branch>> {
         let c = self.c;
         let experts = c.usize("n_routed_experts")?;

@@ -1,5 +1,5 @@
-//! Olmo-Hybrid: Gated DeltaNet with convolutions per vector behind norms, and in some layers attention whose norms come after it,
-//! as do those of their MLPs.
+//! Olmo-Hybrid: Gated DeltaNet after norms, with a convolution per vector, and in some layers attention. The norms of
+//! attention layers and of their MLPs come after the mixers.
 
 use super::{
     Architecture, Branch, Input, Norm, NormKind, Output, SubLayer, llama,
@@ -26,7 +26,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     let mlp = llama::mlp(a.width, c.usize("intermediate_size")?, false);
     for (i, layer) in types(c)?.into_iter().enumerate() {
         let branch = |leaf: &str, plan: Plan| vec![Branch::new(format!("layers.{i}.{leaf}."), plan)];
-        // Files saved again by transformers have the second name for some.
+        // Files that transformers saved again have the second name for some norms.
         let norm = |leaf: &str, other: &str| norm(format!("layers.{i}.{leaf}.weight|layers.{i}.{other}.weight"));
         let mlp = branch("mlp", mlp.clone().into());
         a.layers.push(match layer {
@@ -55,7 +55,7 @@ fn post_norm(norm: Norm, branches: Vec<Branch>) -> SubLayer {
     SubLayer { input: Input::Stream, branches, output: Output::AddNormed(norm) }
 }
 
-/// Every fourth layer attends unless they are listed, and the last one if that leaves none.
+/// Unless the types are listed, every fourth layer attends, and the last one if there is no fourth.
 fn types(c: &Config) -> Result<Vec<LayerType>> {
     let last = c.layers("num_hidden_layers")? - 1;
     layer_types(c, |i| match i % 4 == 3 || last < 3 && i == last {
@@ -83,7 +83,7 @@ fn delta(c: &Config, width: usize) -> Result<gated_delta::Plan> {
         key_dim,
         value_dim,
         kernel: conv_taps(c, "linear_conv_kernel_dim")?,
-        // Fixed, whatever `rms_norm_eps` is.
+        // Fixed, independent of `rms_norm_eps`.
         eps: 1e-5,
         beta_scale: if c.bool_or("linear_allow_neg_eigval", true)? { 2.0 } else { 1.0 },
         projections: Projections::PerVector,
@@ -100,7 +100,7 @@ fn attention(c: &Config, width: usize, eps: f32) -> Result<attention::Plan> {
     })
 }
 
-/// Positions only where the file gives a base for them.
+/// Positions only if the file gives a base for them.
 fn rope(c: &Config, head_dim: usize) -> Result<Option<Rope>> {
     let inside = c.opt_object("rope_parameters|rope_scaling")?;
     let based = c.has("rope_theta") || inside.is_some_and(|o| o.has("rope_theta"));

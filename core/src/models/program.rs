@@ -1,4 +1,4 @@
-//! A model's layers as text: what each residual step reads, which mixers stand in it and where their sum goes.
+//! A model's layers as text: the input, mixers and output of each residual step.
 
 use std::fmt::Write;
 
@@ -17,7 +17,7 @@ pub struct Program {
 pub type Line = (String, String);
 
 impl Architecture {
-    /// The layers in order of their first, equal ones together.
+    /// Equal layers together, in the order of their first.
     pub fn program(&self) -> Vec<Program> {
         let mut kinds: Vec<(Vec<Line>, Vec<usize>)> = Vec::new();
         for (i, layer) in self.layers.iter().enumerate() {

@@ -34,7 +34,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
-/// Which layers see only a window. Without `use_sliding_window` none does, whatever the other keys say.
+/// Which layers have a window. Without `use_sliding_window` none has, independent of the other keys.
 fn sliding_layers(c: &Config, count: usize) -> Result<Vec<bool>> {
     let used = c.bool_or("use_sliding_window", false)?;
     let Some(types) = c.layer_types("layer_types")? else {
@@ -45,7 +45,7 @@ fn sliding_layers(c: &Config, count: usize) -> Result<Vec<bool>> {
         return Err(c.bad("layer_types", format_args!("{} entries for {count} layers", types.len())));
     }
     if let Some(other) = types.iter().find(|t| !matches!(t, LayerType::Attention | LayerType::SlidingAttention)) {
-        return Err(c.bad("layer_types", format_args!("{other:?} is no layer of this family")));
+        return Err(c.bad("layer_types", format_args!("{other:?} is not a layer of this family")));
     }
     Ok(types.into_iter().map(|t| used && t == LayerType::SlidingAttention).collect())
 }

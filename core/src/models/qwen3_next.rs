@@ -36,7 +36,7 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     Ok(a)
 }
 
-/// What neither this family nor Qwen3.5 has, whatever a configuration says.
+/// Refuses options that neither this family nor Qwen3.5 supports.
 pub(super) fn common(c: &Config) -> Result<()> {
     require_act(c, "hidden_act", "silu")?;
     match c.str_or("output_gate_type", "silu")? {
@@ -107,8 +107,8 @@ fn attention(c: &Config, width: usize, eps: f32) -> Result<attention::Plan> {
     })
 }
 
-/// The experts, and the shared one beside them with its gate per token.
-/// `top` are the experts and how many of them a token has by default.
+/// The experts, and the shared one with its gate per token. `top` are the experts and the default number of them per
+/// token.
 pub(super) fn moe(
     c: &Config,
     width: usize,
@@ -133,7 +133,7 @@ pub(super) fn moe(
     let mut branches = vec![Branch::new(prefix.clone(), plan)];
     let inner = c.count_or("shared_expert_intermediate_size", 512)?;
     if inner > 0 {
-        // The gate is named beside the expert, not below it.
+        // The gate's name is next to the expert's, not below it.
         branches.push(Branch::new(format!("{prefix}shared_expert"), shared(width, inner)));
     }
     Ok(branches)

@@ -19,7 +19,7 @@ pub(super) fn act(c: &Config, key: &str, default: &str) -> Result<Act> {
     })
 }
 
-/// Refuses a model with another activation than the one its family has.
+/// Refuses a model whose activation differs from the one of its family.
 pub(super) fn require_act(c: &Config, key: &str, only: &str) -> Result<()> {
     let found = c.str_or(key, only)?;
     if found != only {
@@ -62,7 +62,7 @@ pub(super) fn conv_taps_or(c: &Config, key: &str, default: usize) -> Result<usiz
     Ok(taps)
 }
 
-/// Experts of a token, of which `available` can be chosen.
+/// Experts per token, out of `available`.
 pub(super) fn top_k(c: &Config, key: &str, default: usize, available: usize) -> Result<usize> {
     let k = c.usize_or(key, default)?;
     if k > available.min(32) {
@@ -84,7 +84,7 @@ pub(super) fn mamba_groups(c: &Config, plan: &mamba2::Plan, heads_key: &str, gro
     Ok(())
 }
 
-/// Refuses a switch that asks for what no model of the family has been seen to need.
+/// Refuses a switch with a value that no known model of the family has.
 pub(super) fn require_bool(c: &Config, key: &str, only: bool) -> Result<()> {
     if c.bool_or(key, only)? != only {
         return Err(c.bad(key, format_args!("{} is not supported, only {only}", !only)));
@@ -96,7 +96,7 @@ pub(super) fn require_bool(c: &Config, key: &str, only: bool) -> Result<()> {
 pub(super) fn require_no_window(c: &Config) -> Result<()> {
     require_bool(c, "use_sliding_window", false)?;
     match c.opt_count("sliding_window")? {
-        // Files keep the number although nothing uses it where the switch stands beside it.
+        // Files with the switch keep the number although nothing uses it.
         Some(n) if n > 0 && !c.has("use_sliding_window") => {
             Err(c.bad("sliding_window", format_args!("{n} is not supported: this family attends to all positions")))
         }
@@ -116,9 +116,9 @@ pub(super) fn layer_types(c: &Config, default: impl Fn(usize) -> LayerType) -> R
     }
 }
 
-/// A layer type that the family does not have.
+/// An error about a layer type that the family does not have.
 pub(super) fn no_such_layer(c: &Config, found: LayerType) -> crate::Error {
-    c.bad("layer_types", format_args!("{found:?} is no layer of this family"))
+    c.bad("layer_types", format_args!("{found:?} is not a layer of this family"))
 }
 
 /// Channels of a recurrent mixer: `mamba_expand` times the model width.
@@ -126,7 +126,7 @@ pub(super) fn expanded(c: &Config, key: &str, width: usize) -> Result<usize> {
     c.width(key, &[c.usize_or(key, 2)?, width])
 }
 
-/// A size that may also be `"auto"` (or missing), as `auto` has it.
+/// A size that may also be `"auto"` or missing, which means `auto`.
 pub(super) fn size_or_auto(c: &Config, key: &str, auto: impl FnOnce() -> Result<usize>) -> Result<usize> {
     match c.value(key) {
         None => auto(),

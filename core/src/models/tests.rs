@@ -21,6 +21,7 @@ fn caps() -> Caps {
         memory: None,
         act: DType::Bf16,
         products: DType::Bf16,
+        int8: false,
         kv: DType::Bf16,
         conv: DType::Bf16,
         state: DType::F32,
@@ -138,7 +139,7 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
             format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "mamba_hidden_act": "gelu"}}"#),
             "\"gelu\" is not supported, only \"silu\"",
         ),
-        (format!(r#"{{{nemotron}, "layers_block_type": ["conv"]}}"#), "Conv is no layer of this family"),
+        (format!(r#"{{{nemotron}, "layers_block_type": ["conv"]}}"#), "Conv is not a layer of this family"),
         (
             format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "n_groups": 7}}"#),
             "128 is not a multiple of `n_groups`",
@@ -164,7 +165,10 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
         (family("jamba", r#""sliding_window": 1024"#), "`sliding_window`: 1024 is not supported"),
         (family("lfm2", r#""conv_dim": 16"#), "`conv_dim`: 16 is not supported, only the width"),
         (family("lfm2", r#""block_use_swiglu": false"#), "`block_use_swiglu`: false"),
-        (family("lfm2", r#""layer_types": ["conv", "mamba", "conv", "conv"]"#), "Recurrent is no layer of this family"),
+        (
+            family("lfm2", r#""layer_types": ["conv", "mamba", "conv", "conv"]"#),
+            "Recurrent is not a layer of this family",
+        ),
         (family("mamba", r#""expand": 3"#), "8 is not `expand` times the width, 24"),
         (family("falcon_h1", r#""ssm_multipliers": [1, 2]"#), "`ssm_multipliers`: 2 multipliers; there are 5"),
         (family("falcon_h1", r#""mamba_d_ssm": 48, "mamba_d_head": 10"#), "are not `mamba_d_ssm`, 48"),

@@ -42,7 +42,7 @@ impl<Buf: Handle> Activation<Buf> {
     }
 
     pub(super) fn cost(&self) -> Cost {
-        Cost { bytes: moved(&self.tensors()), flops: 8 * self.out.len() as u64 }
+        Cost { bytes: moved(&self.tensors()), held: 0, flops: 8 * self.out.len() as u64 }
     }
 
     pub(super) fn check(&self) {

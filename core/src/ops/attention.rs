@@ -1,6 +1,6 @@
 //! Causal grouped-query attention over KV pages: prefill, decode and verification in one op.
 
-use super::{Access, Cost, KvPool, ensure, expect};
+use super::{Access, Cost, KvPool, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::{PAGE, Step};
 use crate::tensor::Tensor;
@@ -36,9 +36,8 @@ impl<Buf: Handle> Attention<Buf> {
         let b = &self.step.bucket;
         let kv_columns = self.pool.k.dims()[1] * self.head_dim;
         let keys = b.pages * PAGE;
-        let kv = 2 * b.rows * keys * kv_columns * self.pool.k.dtype.bytes();
-        let bytes = 2 * self.q.len() * self.q.dtype.bytes() + kv;
-        Cost { bytes: bytes as u64, flops: 4 * (keys * self.q.len()) as u64 }
+        let held = (2 * b.rows * keys * kv_columns * self.pool.k.dtype.bytes()) as u64;
+        Cost { bytes: 2 * size(&self.q) + held, held, flops: 4 * (keys * self.q.len()) as u64 }
     }
 
     pub(super) fn check(&self) {

@@ -4,7 +4,7 @@
 //! (`architectures`: cross-correlation, no flip). Taps reach back through the packed tokens of the same row, then into
 //! the state of the row's first chunk's `src`. A chunk's `dst` receives the K-1 raw inputs that end with its last token.
 
-use super::{Access, Act, Cost, ensure, expect};
+use super::{Access, Act, Cost, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
@@ -18,7 +18,7 @@ pub struct Conv1d<Buf> {
     pub x: Tensor<Buf>,
     /// `[C, K + 1] f32`: taps, oldest first, then the bias (0 without one).
     pub weight: Tensor<Buf>,
-    /// `[S, C, K - 1]`, oldest input first. Slot 0 reads as zero and swallows writes.
+    /// `[S, C, K - 1]`, oldest input first. Slot 0 reads as zero and discards writes.
     pub pool: Tensor<Buf>,
     /// `[T, C]`; rows of padding tokens receive 0.
     pub out: Tensor<Buf>,
@@ -34,8 +34,8 @@ impl<Buf: Handle> Conv1d<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let state = self.pool.row_len() * self.pool.dtype.bytes() * self.step.bucket.rows;
-        let bytes = 2 * self.x.len() * self.x.dtype.bytes() + 4 * self.weight.len() + 2 * state;
-        Cost { bytes: bytes as u64, flops: 2 * (self.x.len() * self.weight.row_len()) as u64 }
+        let held = (4 * self.weight.len() + 2 * state) as u64;
+        Cost { bytes: 2 * size(&self.x) + held, held, flops: 2 * (self.x.len() * self.weight.row_len()) as u64 }
     }
 
     pub(super) fn check(&self) {

@@ -1,17 +1,18 @@
 //! Token embedding: `out[t] = scale * table[id(t)]`.
 
-use super::{Access, Cost, Weight, ensure, expect};
+use super::{Access, Cost, Weight, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::Tensor;
 
-/// Looks up the rows of the step's token ids. Padding tokens leave their output row as it is, and so do tokens whose lane sampled
-/// none ([`crate::step::NONE`], see [`crate::ops::Sample`]): their sequence has ended, and what is computed for it is not used.
+/// Looks up the rows of the step's token ids. The output row is not written for a padding token, and not for a token
+/// whose lane sampled none ([`crate::step::NONE`], see [`crate::ops::Sample`]): its sequence has ended and its results
+/// are not used.
 #[derive(Clone, Debug)]
 pub struct Embed<Buf> {
     /// Token ids of the step; an id with [`crate::step::FROM_DEVICE`] names a lane of `last`.
     pub step: Step<Buf>,
-    /// `[L] u32`: what each lane sampled last.
+    /// `[L] u32`: the last sampled token of each lane.
     pub last: Tensor<Buf>,
     /// `[V, D]`, row blocks at `col` = first vocabulary id of the block.
     pub table: Weight<Buf>,
@@ -29,9 +30,9 @@ impl<Buf: Handle> Embed<Buf> {
     }
 
     pub(super) fn cost(&self) -> Cost {
-        let row = self.table.k * self.table.blocks[0].w.dtype.bytes();
-        let bytes = self.step.bucket.tokens * row + self.out.len() * self.out.dtype.bytes();
-        Cost { bytes: bytes as u64, flops: self.out.len() as u64 }
+        let row = self.table.blocks[0].w.row_len() * self.table.blocks[0].w.dtype.bytes();
+        let held = (self.step.bucket.tokens * row) as u64;
+        Cost { bytes: held + size(&self.out), held, flops: self.out.len() as u64 }
     }
 
     pub(super) fn check(&self) {

@@ -11,7 +11,7 @@ pub struct ExpertRange<Buf> {
     pub first: usize,
     /// Number of experts E.
     pub experts: usize,
-    /// Each `[E, n, K]`; together they cover the N output columns once.
+    /// Each `[E, n, ..]`; together they cover the N output columns once.
     pub blocks: Vec<RowBlock<Buf>>,
 }
 
@@ -34,7 +34,7 @@ pub struct ExpertMatmul<Buf> {
     pub out: Tensor<Buf>,
     /// With `combine`: factor on the sum.
     pub scale: f32,
-    /// With `combine`: adds to what `out` holds.
+    /// With `combine`: adds to `out` instead of overwriting it.
     pub accumulate: bool,
 }
 
@@ -55,7 +55,8 @@ impl<Buf: Handle> ExpertMatmul<Buf> {
             self.experts.iter().flat_map(|r| &r.blocks).map(|b| (b.w.len() * b.w.dtype.bytes()) as u64).sum();
         // A step touches at most one expert per choice.
         let touched = weights * (t * k).min(experts) as u64 / experts.max(1) as u64;
-        Cost { bytes: moved(&self.tensors()) - weights + touched, flops: 2 * (t * k * n * self.x.row_len()) as u64 }
+        let flops = 2 * (t * k * n * self.x.row_len()) as u64;
+        Cost { bytes: moved(&self.tensors()) - weights + touched, held: touched, flops }
     }
 
     pub(super) fn check(&self) {
@@ -75,7 +76,9 @@ impl<Buf: Handle> ExpertMatmul<Buf> {
             let rows: usize = r.blocks.iter().map(|b| b.w.dims()[1]).sum();
             ensure!("expert_matmul", rows == n, "blocks of {rows} rows for {n} columns");
             for b in &r.blocks {
-                expect("expert_matmul", "block", &b.w, &[r.experts, b.w.dims()[1], self.x.row_len()]);
+                let dims = b.w.dims();
+                ensure!("expert_matmul", dims.len() == 3 && dims[0] == r.experts, "a block is {dims:?}");
+                b.check("expert_matmul", self.x.row_len());
             }
         }
     }

@@ -3,7 +3,7 @@
 //! Per value head, with `q ← l2(q) dk^-1/2`, `k ← l2(k)` (`l2(v) = v rsqrt(Σv² + 1e-6)`), `β = beta_scale σ(b)` and
 //! `g = a_neg softplus(a + dt_bias)`: `S ← exp(g) S; δ = β (v - kᵀS); S ← S + k ⊗ δ; o = qᵀS`. State and arithmetic f32.
 
-use super::{Access, Cost, ensure, expect};
+use super::{Access, Cost, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
@@ -25,7 +25,7 @@ pub struct GatedDelta<Buf> {
     pub b: Tensor<Buf>,
     /// `[2, H] f32`: a_neg = -exp(A_log), dt_bias; the row stride may exceed H.
     pub par: Tensor<Buf>,
-    /// `[S, H, dk, dv]`. Slot 0 reads as zero and swallows writes.
+    /// `[S, H, dk, dv]`. Slot 0 reads as zero and discards writes.
     pub pool: Tensor<Buf>,
     /// `[T, H * dv]`; rows of padding tokens receive 0.
     pub out: Tensor<Buf>,
@@ -48,10 +48,10 @@ impl<Buf: Handle> GatedDelta<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let state = self.pool.row_len();
-        let inputs = [&self.q, &self.k, &self.v, &self.a, &self.b, &self.par, &self.out];
-        let bytes: usize = inputs.iter().map(|t| t.len() * t.dtype.bytes()).sum();
+        let activations: u64 = [&self.q, &self.k, &self.v, &self.a, &self.b, &self.out].map(size).iter().sum();
         let states = 2 * self.step.bucket.rows * state * self.pool.dtype.bytes();
-        Cost { bytes: (bytes + states) as u64, flops: 7 * (self.step.bucket.tokens * state) as u64 }
+        let held = states as u64 + size(&self.par);
+        Cost { bytes: activations + held, held, flops: 7 * (self.step.bucket.tokens * state) as u64 }
     }
 
     pub(super) fn check(&self) {

@@ -1,6 +1,6 @@
 //! Picks the rows whose logits are wanted.
 
-use super::{Access, Cost, expect};
+use super::{Access, Cost, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::Tensor;
@@ -22,7 +22,7 @@ impl<Buf: Handle> Gather<Buf> {
     }
 
     pub(super) fn cost(&self) -> Cost {
-        Cost { bytes: 2 * (self.out.len() * self.out.dtype.bytes()) as u64, flops: 0 }
+        Cost { bytes: 2 * size(&self.out), held: 0, flops: 0 }
     }
 
     pub(super) fn check(&self) {

@@ -1,16 +1,46 @@
 //! `out = scale * columns * x Wᵀ (+ bias) (+ out)`: every linear layer.
 
-use super::{Access, Cost, ensure, expect, moved};
+use super::{Access, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
+use crate::format::Format;
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive output rows of a weight: a view of stored bytes, and the output column of its first row.
 #[derive(Clone, Debug)]
 pub struct RowBlock<Buf> {
-    /// `[n, K]` f32, bf16 or f16; on the CPU the mapped file, at any alignment. For experts `[E, n, K]`.
+    /// `[n, K]` f32, bf16 or f16, or the bytes of coded rows, `[n, bytes] u8`; on the CPU the mapped file, at any alignment. For
+    /// experts `[E, n, ..]`.
     pub w: Tensor<Buf>,
+    /// What the bytes of a row are.
+    pub format: Format,
     /// First output column.
     pub col: usize,
+}
+
+impl<Buf: Clone> RowBlock<Buf> {
+    /// A block of plain elements.
+    pub fn plain(w: Tensor<Buf>, col: usize) -> Self {
+        Self { w, format: Format::Plain, col }
+    }
+
+    /// Elements of a row, K; `None` if the row is no whole number of blocks.
+    pub fn k(&self) -> Option<usize> {
+        let stored = *self.w.dims().last()?;
+        match self.format.block() {
+            None => Some(stored),
+            Some((n, bytes)) => (stored % bytes == 0).then(|| stored / bytes * n),
+        }
+    }
+
+    /// Panics, naming the op, unless rows of `k` elements are stored in a dtype that goes with the format.
+    pub(super) fn check(&self, op: &str, k: usize) {
+        assert!(self.k() == Some(k), "{op}: a block of {} is {:?}, inner dim {k}", self.format.name(), self.w.dims());
+        let fits = match self.format {
+            Format::Plain => matches!(self.w.dtype, DType::F32 | DType::Bf16 | DType::F16),
+            _ => self.w.dtype == DType::U8,
+        };
+        assert!(fits, "{op}: a weight of {:?} as {}", self.w.dtype, self.format.name());
+    }
 }
 
 /// A weight `[N, K]` as row blocks that together cover the N output columns once.
@@ -33,8 +63,8 @@ impl<Buf: Handle> Weight<Buf> {
         let mut next = 0;
         for (b, (col, n)) in self.blocks.iter().zip(&cols) {
             assert!(*col == next, "{op}: columns {next}..{col} of a weight are missing or covered twice");
-            assert!(b.w.dims()[1..] == [self.k], "{op}: a block is {:?}, inner dim {}", b.w.dims(), self.k);
-            assert!(b.w.dtype != DType::U32, "{op}: a weight of integers");
+            assert!(b.w.dims().len() == 2, "{op}: a block is {:?}", b.w.dims());
+            b.check(op, self.k);
             next += n;
         }
         assert!(next == self.n, "{op}: blocks cover {next} of {} columns", self.n);
@@ -46,7 +76,7 @@ impl<Buf: Handle> Weight<Buf> {
     }
 }
 
-/// A matrix product with its epilogue. Every dot product has one summation order, whatever the number of rows.
+/// A matrix product with its epilogue. Every dot product has one summation order, independent of the number of rows.
 #[derive(Clone, Debug)]
 pub struct Matmul<Buf> {
     /// `[M, K]`, activation dtype (or f32).
@@ -61,7 +91,7 @@ pub struct Matmul<Buf> {
     pub out: Tensor<Buf>,
     /// Factor on the product.
     pub scale: f32,
-    /// Adds to what `out` holds (the residual stream) instead of overwriting it.
+    /// Adds to `out` (the residual stream) instead of overwriting it.
     pub accumulate: bool,
 }
 
@@ -76,7 +106,9 @@ impl<Buf: Handle> Matmul<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let flops = 2 * self.x.rows() * self.w.n * self.w.k;
-        Cost { bytes: moved(&self.tensors()), flops: flops as u64 }
+        let vectors = self.columns.iter().chain(&self.bias);
+        let held = vectors.chain(self.w.blocks.iter().map(|b| &b.w)).map(size).sum();
+        Cost { bytes: moved(&self.tensors()), held, flops: flops as u64 }
     }
 
     pub(super) fn check(&self) {

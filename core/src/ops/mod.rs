@@ -6,30 +6,36 @@
 //! C channels, K conv width or a product's inner dim, E experts, V vocabulary, S slots, L lanes.
 
 mod activation;
+mod adjust;
 mod attention;
 mod conv1d;
 mod embed;
 mod expert_matmul;
 mod gated_delta;
 mod gather;
+mod logprobs;
 mod matmul;
 mod rms_norm;
 mod rope_kv;
 mod route;
+mod rules;
 mod sample;
 mod selective_scan;
 
 pub use activation::{Act, Activation};
+pub use adjust::Adjust;
 pub use attention::Attention;
 pub use conv1d::Conv1d;
 pub use embed::Embed;
 pub use expert_matmul::{ExpertMatmul, ExpertRange};
 pub use gated_delta::GatedDelta;
 pub use gather::Gather;
+pub use logprobs::Logprobs;
 pub use matmul::{Matmul, RowBlock, Weight};
 pub use rms_norm::{Gate, RmsNorm};
 pub use rope_kv::{KvPool, RopeKv};
 pub use route::{Route, Router};
+pub use rules::{ENTRY_WORDS, MOST_ENTRIES, MOST_TOP, REPORT_WORDS, RuleWords};
 pub use sample::{LANE_WORDS, Sample};
 pub use selective_scan::{ScanForm, SelectiveScan};
 
@@ -52,6 +58,8 @@ pub enum Access {
 pub struct Cost {
     /// Bytes that must move at least: each input read once, each output written once.
     pub bytes: u64,
+    /// Those of them that stay in memory between steps: of weights, pages that are read, and states. The rest are activations.
+    pub held: u64,
     /// Floating-point operations.
     pub flops: u64,
 }
@@ -109,7 +117,9 @@ ops! {
     Route "route",
     ExpertMatmul "expert_matmul",
     Gather "gather",
+    Adjust "adjust",
     Sample "sample",
+    Logprobs "logprobs",
 }
 
 impl<Buf: Handle> Op<Buf> {
@@ -176,10 +186,14 @@ fn expect<Buf: Clone>(op: &str, name: &str, t: &Tensor<Buf>, dims: &[usize]) {
     assert!(t.dims() == dims, "{op}: {name} is {:?}, not {dims:?}", t.dims());
 }
 
+/// Bytes of a tensor's elements.
+fn size<Buf: Clone>(t: &Tensor<Buf>) -> u64 {
+    (t.len() * t.dtype.bytes()) as u64
+}
+
 /// Bytes of every tensor, each counted once (twice if read and written).
 fn moved<Buf: Handle>(tensors: &[(Access, &Tensor<Buf>)]) -> u64 {
-    let bytes = |t: &Tensor<Buf>| (t.len() * t.dtype.bytes()) as u64;
-    tensors.iter().map(|(a, t)| if *a == Access::InPlace { 2 * bytes(t) } else { bytes(t) }).sum()
+    tensors.iter().map(|(a, t)| if *a == Access::InPlace { 2 * size(t) } else { size(t) }).sum()
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //!
 //! `x += add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight`, the mean over each of `groups` equal parts of a row.
 
-use super::{Access, Act, Cost, ensure, expect, moved};
+use super::{Access, Act, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
 use crate::tensor::{DType, Tensor};
 
@@ -30,8 +30,7 @@ pub struct RmsNorm<Buf> {
     pub gate: Option<Gate<Buf>>,
     /// `[T, D]`.
     pub out: Tensor<Buf>,
-    /// Adds to what `out` holds (a norm behind a mixer, whose result goes to the residual stream) instead of overwriting it. Not
-    /// with a gate or `add`.
+    /// Adds to `out` instead of overwriting it, for a norm after a mixer. Not with a gate or `add`.
     pub accumulate: bool,
     /// Added to the mean square.
     pub eps: f32,
@@ -50,7 +49,7 @@ impl<Buf: Handle> RmsNorm<Buf> {
     }
 
     pub(super) fn cost(&self) -> Cost {
-        Cost { bytes: moved(&self.tensors()), flops: 4 * self.x.len() as u64 }
+        Cost { bytes: moved(&self.tensors()), held: size(&self.weight), flops: 4 * self.x.len() as u64 }
     }
 
     pub(super) fn check(&self) {

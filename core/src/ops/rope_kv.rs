@@ -23,8 +23,8 @@ impl<Buf: Handle> KvPool<Buf> {
     }
 }
 
-/// For every token of the step: norm, rotate and store. Padding tokens are skipped; page 0 swallows nothing because no
-/// real token has it. Full pages of other sequences are never written.
+/// For every token of the step: norm, rotate and store. Padding tokens are skipped, and no real token has page 0, so it
+/// is never written. Full pages of other sequences are never written.
 #[derive(Clone, Debug)]
 pub struct RopeKv<Buf> {
     /// Positions and page tables.
@@ -59,7 +59,7 @@ impl<Buf: Handle> RopeKv<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let bytes = 2 * (self.q.len() + self.k.len() + self.v.len()) * self.q.dtype.bytes();
-        Cost { bytes: bytes as u64, flops: 6 * (self.q.len() + self.k.len()) as u64 }
+        Cost { bytes: bytes as u64, held: 0, flops: 6 * (self.q.len() + self.k.len()) as u64 }
     }
 
     pub(super) fn check(&self) {

@@ -1,6 +1,6 @@
 //! Mixture-of-experts routing: the experts of each token and their weights.
 
-use super::{Access, Cost, ensure, expect, moved};
+use super::{Access, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
@@ -34,7 +34,7 @@ pub enum Router {
 /// Routing of every token. A padding token gets no expert: its ids are [`crate::step::NONE`], its weights 0.
 #[derive(Clone, Debug)]
 pub struct Route<Buf> {
-    /// Tells padding.
+    /// Says which tokens are padding.
     pub step: Step<Buf>,
     /// `[T, E] f32`.
     pub logits: Tensor<Buf>,
@@ -57,7 +57,8 @@ impl<Buf: Handle> Route<Buf> {
     }
 
     pub(super) fn cost(&self) -> Cost {
-        Cost { bytes: moved(&self.tensors()), flops: 10 * self.logits.len() as u64 }
+        let held = self.bias.as_ref().map_or(0, size);
+        Cost { bytes: moved(&self.tensors()), held, flops: 10 * self.logits.len() as u64 }
     }
 
     pub(super) fn check(&self) {

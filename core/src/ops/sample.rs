@@ -43,7 +43,7 @@ impl<Buf: Handle> Sample<Buf> {
     pub(super) fn cost(&self) -> Cost {
         let logits = self.logits.len() * 4;
         let seen = self.step.bucket.outputs * self.seen.row_len() * 4;
-        Cost { bytes: (logits + seen) as u64, flops: self.logits.len() as u64 }
+        Cost { bytes: (logits + seen) as u64, held: 0, flops: self.logits.len() as u64 }
     }
 
     pub(super) fn check(&self) {

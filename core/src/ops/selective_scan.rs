@@ -3,7 +3,7 @@
 //! With `dt = clamp(softplus(dt_raw + dt_bias))`, per head h of group g:
 //! `S ← exp(dt A) S + (dt x) ⊗ B;  y = S C + D x`. State and arithmetic are f32.
 
-use super::{Access, Cost, ensure, expect};
+use super::{Access, Cost, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
@@ -32,7 +32,7 @@ pub struct SelectiveScan<Buf> {
     pub dt: Tensor<Buf>,
     /// Per-head or per-channel parameters, see [`ScanForm`]; the row stride may exceed H (a block of heads).
     pub par: Tensor<Buf>,
-    /// `[S, H, P, N]`. Slot 0 reads as zero and swallows writes.
+    /// `[S, H, P, N]`. Slot 0 reads as zero and discards writes.
     pub pool: Tensor<Buf>,
     /// `[T, H * P]`; rows of padding tokens receive 0.
     pub y: Tensor<Buf>,
@@ -57,10 +57,10 @@ impl<Buf: Handle> SelectiveScan<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let state = self.pool.row_len();
-        let inputs = [&self.x, &self.b, &self.c, &self.dt, &self.par, &self.y];
-        let bytes: usize = inputs.iter().map(|t| t.len() * t.dtype.bytes()).sum();
+        let activations: u64 = [&self.x, &self.b, &self.c, &self.dt, &self.y].map(size).iter().sum();
         let states = 2 * self.step.bucket.rows * state * self.pool.dtype.bytes();
-        Cost { bytes: (bytes + states) as u64, flops: 5 * (self.step.bucket.tokens * state) as u64 }
+        let held = states as u64 + size(&self.par);
+        Cost { bytes: activations + held, held, flops: 5 * (self.step.bucket.tokens * state) as u64 }
     }
 
     pub(super) fn check(&self) {

@@ -63,7 +63,7 @@ fn a_buffer_that_is_read_and_written_is_refused() {
 
 #[test]
 fn a_product_binds_one_row_block_at_a_time() {
-    let blocks = (0..12).map(|i| RowBlock { w: tensor(2 + i, &[4, 8]), col: 4 * i }).collect();
+    let blocks = (0..12).map(|i| RowBlock::plain(tensor(2 + i, &[4, 8]), 4 * i)).collect();
     let op: Op<Numbered> = Matmul {
         x: tensor(0, &[1, 8]),
         w: Weight { blocks, n: 48, k: 8 },

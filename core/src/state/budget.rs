@@ -8,7 +8,7 @@
 //! than a path can use and no less than one sequence needs.
 
 use super::{GRID, Limits, StateShape};
-use crate::{Error, Result};
+use crate::{Error, Result, units::thousands};
 
 /// Slots that a running sequence uses at a time: its state, and the one that it writes next.
 pub const RUNNING_SLOTS: u64 = 2;
@@ -23,8 +23,8 @@ pub struct Split {
 }
 
 impl Split {
-    /// Splits `bytes`, null slot and null page included. `slots` and `pages` override what the split would give, even
-    /// where they ask for more than `bytes`.
+    /// Splits `bytes`, null slot and null page included. `slots` and `pages` override the result of the split, even
+    /// where they need more than `bytes`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if not even one slot and one page fit, [`Error::BadRequest`] for an override of 0 of
@@ -58,9 +58,9 @@ impl Split {
             let of = |count: u64, size: u64| (count.saturating_add(1)).saturating_mul(size);
             let asked = of(slots, slot).saturating_add(of(pages, page));
             let what = match (shape.has_slots(), shape.has_pages()) {
-                (true, false) => format!("{slots} slots"),
-                (false, true) => format!("{pages} KV pages"),
-                _ => format!("{slots} slots and {pages} KV pages"),
+                (true, false) => format!("{} slots", thousands(slots)),
+                (false, true) => format!("{} KV pages", thousands(pages)),
+                _ => format!("{} slots and {} KV pages", thousands(slots), thousands(pages)),
             };
             return Err(Error::OutOfMemory { what, asked, free: bytes });
         }
@@ -69,8 +69,8 @@ impl Split {
         Ok(Self { slots: count(slots), pages: count(pages) })
     }
 
-    /// What the batch and the context can use at most, the null slot and page included: `max_batch` cached paths, or
-    /// `slots` and `pages` where they are given, so that an override of one pool leaves the other what it needs.
+    /// The most that batch and context can use, the null slot and page included: `max_batch` cached paths, or `slots`
+    /// and `pages` where they are given. An override of one pool leaves the other its need.
     pub fn useful_bytes(shape: &StateShape, limits: &Limits, slots: Option<usize>, pages: Option<usize>) -> u64 {
         let pool = |given: Option<usize>, per_path: u64, size: u64| {
             let count = given.map_or_else(|| per_path.saturating_mul(limits.max_batch as u64), |n| n as u64);
@@ -181,9 +181,9 @@ mod tests {
         assert_eq!(new(None, Some(50)).unwrap(), Split { slots: 5, pages: 50 });
         assert_eq!(new(Some(99), Some(99)).unwrap(), Split { slots: 99, pages: 99 });
         assert!(new(Some(0), None).is_err());
-        // The error names the bytes that were wanted, not the least that could run.
+        // The error names the bytes requested, not the smallest configuration that could run.
         let Err(Error::OutOfMemory { what, asked, free }) = new(None, Some(1000)) else { panic!("that cannot fit") };
-        assert_eq!((what.as_str(), asked, free), ("1 slots and 1000 KV pages", 200 + 10_010, 1110));
+        assert_eq!((what.as_str(), asked, free), ("1 slots and 1,000 KV pages", 200 + 10_010, 1110));
         let pure = StateShape { slot_bytes: 0, ..shape };
         assert_eq!(Split::new(&pure, &limits, 1010, Some(7), None).unwrap(), Split { slots: 0, pages: 100 });
         let error = new(Some(99), None).unwrap_err().to_string();

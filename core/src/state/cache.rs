@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use super::{
-    CacheEvent, Limits, Pool, PrefixHash, Reason, StateShape,
+    CacheEvent, Limits, Pool, PrefixHash, Realm, Reason, StateShape,
     prefix::{NONE, NodeId, Stateless, Tree},
     recent::Recent,
 };
@@ -15,7 +15,7 @@ use super::{
 /// How many removed nodes are remembered for the reason `evicted`.
 const REMEMBERED: usize = 1 << 14;
 
-/// The part of a prompt that the tree has.
+/// The part of a prompt that is in the tree.
 #[derive(Debug)]
 pub struct Match {
     /// The matched nodes, from the first page on.
@@ -24,7 +24,7 @@ pub struct Match {
     pub hit: usize,
     /// Why `hit` is not more.
     pub reason: Reason,
-    /// Whether a matched page or state is computed by the step that is being planned: one step later it can be used.
+    /// Whether the step that is being planned computes a matched page or state: the next step can use it.
     pub pending: bool,
 }
 
@@ -33,7 +33,7 @@ pub struct Match {
 pub struct Wanted {
     /// Position in tokens, a multiple of 64.
     pub position: usize,
-    /// Where the prompt leaves a known path.
+    /// The prompt leaves a known path here.
     pub branch: bool,
     /// False: the policy or the cap decided against it.
     pub take: bool,
@@ -107,9 +107,9 @@ impl Cache {
         self.evictions
     }
 
-    /// Name of the empty prefix of `namespace`.
-    pub fn root_hash(&self, namespace: &str) -> PrefixHash {
-        PrefixHash::root(&self.fingerprint, namespace)
+    /// Name of the empty prefix of `realm`.
+    pub fn root_hash(&self, realm: &Realm) -> PrefixHash {
+        PrefixHash::root_of(&self.fingerprint, realm)
     }
 
     /// Starts to collect events, or stops.
@@ -122,10 +122,10 @@ impl Cache {
         self.events.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Walks `pages` (name and tokens of each) from the root of `namespace`. `step` is the step being planned.
-    pub fn find<'a>(&self, namespace: &str, pages: impl Iterator<Item = (PrefixHash, &'a [u32])>, step: u64) -> Match {
+    /// Walks `pages` (name and tokens of each) from the root of `realm`. `step` is the step being planned.
+    pub fn find<'a>(&self, realm: &Realm, pages: impl Iterator<Item = (PrefixHash, &'a [u32])>, step: u64) -> Match {
         let mut found = Match { nodes: Vec::new(), hit: 0, reason: Reason::Full, pending: false };
-        let mut at = self.tree.find_root(namespace);
+        let mut at = self.tree.find_root(realm);
         let mut next = None;
         for (hash, tokens) in pages {
             next = Some(hash);
@@ -161,6 +161,15 @@ impl Cache {
     pub fn obtainable_pages(&self, found: &Match) -> usize {
         let wanted = found.nodes[..found.hit].iter().filter(|&&id| self.tree[id].guards == 0).count();
         self.pages.free() + self.tree.unguarded() - wanted
+    }
+
+    /// Takes `count` pages into `to`; false if there are not so many.
+    pub fn take_pages(&mut self, count: usize, to: &mut Vec<u32>) -> bool {
+        for _ in 0..count {
+            let Some(page) = self.take_page() else { return false };
+            to.push(page);
+        }
+        true
     }
 
     /// A page with one holder, the caller: a free one, or that of the least recently used leaf.
@@ -207,13 +216,13 @@ impl Cache {
         self.pages.release(page);
     }
 
-    /// The root of `namespace`, to be guarded at once.
-    pub fn root(&mut self, namespace: &str) -> NodeId {
-        let hash = self.root_hash(namespace);
-        self.tree.root(namespace, hash)
+    /// The root of `realm`. The caller guards it before the next change.
+    pub fn root(&mut self, realm: &Realm) -> NodeId {
+        let hash = self.root_hash(realm);
+        self.tree.root(realm, hash)
     }
 
-    /// A running sequence needs `id` and all above it.
+    /// A running sequence needs `id` and all its ancestors.
     pub fn guard(&mut self, id: NodeId) {
         self.tree.guard(id);
     }
@@ -223,7 +232,7 @@ impl Cache {
         self.tree.guard_child(id);
     }
 
-    /// A running sequence needs `id` no longer.
+    /// A running sequence no longer needs `id`.
     pub fn unguard(&mut self, id: NodeId) {
         self.tree.touch(id);
         self.tree.unguard(id);
@@ -246,7 +255,7 @@ impl Cache {
     }
 
     /// Enters a page of committed tokens under `parent`; the tree becomes one more holder of `page`. `None` if a model
-    /// without pages has all the nodes it may have and none of them can go.
+    /// without pages has reached its largest number of nodes and none of them can be evicted.
     pub fn enter(&mut self, parent: NodeId, hash: PrefixHash, tokens: &[u32], page: u32, step: u64) -> Option<NodeId> {
         if self.tree.len() >= self.max_nodes && !self.evict_leaf() {
             return None;
@@ -289,10 +298,10 @@ impl Cache {
         }
     }
 
-    /// Applies the cap per path to the states from the root to `tip` and the `wanted` ones below it: the shallowest one
-    /// goes whose node has at most one child, but never the first of the path, a branch, the newest, or one in use.
-    /// If none may go, the path keeps more than the cap: the next turn of a chat needs the newest state, and eviction bounds
-    /// the pool anyway. `leaving` is a state that its owner drops, so it does not count.
+    /// Applies the cap per path to the states from the root to `tip` and the `wanted` ones below it. The shallowest
+    /// state whose node has at most one child is dropped, but never the first of the path, a branch, the newest, or one
+    /// in use. If none can be dropped, the path keeps more than the cap: the next turn of a chat needs the newest
+    /// state, and eviction bounds the pool anyway. `leaving` is a state that its owner drops, so it does not count.
     pub fn cap_path(&mut self, tip: NodeId, wanted: &mut [Wanted], leaving: Option<NodeId>) {
         let mut held = self.states_on_path(tip, leaving);
         let newest = wanted.iter().rposition(|w| w.take);
@@ -311,9 +320,9 @@ impl Cache {
         }
     }
 
-    /// Makes room for one more state below `tip`, as [`cap_path`](Self::cap_path) does for a single wanted one. That one is kept
-    /// even if no other may go.
-    pub fn cap_path_for_one(&mut self, tip: NodeId, leaving: Option<NodeId>) {
+    /// Makes room for one more state below `tip`, by the rule of [`cap_path`](Self::cap_path). The caller keeps that state even if
+    /// no other may go.
+    pub fn make_room_on_path(&mut self, tip: NodeId, leaving: Option<NodeId>) {
         let mut held = self.states_on_path(tip, leaving);
         while held.len() >= self.path_cap && self.drop_one(&mut held) {}
     }
@@ -332,7 +341,7 @@ impl Cache {
         held
     }
 
-    /// Drops the first state after the path's first that nothing else uses. False if there is none.
+    /// Drops the shallowest state that nothing else uses, except for the path's first. False if there is none.
     fn drop_one(&mut self, held: &mut Vec<NodeId>) -> bool {
         let may_go = |&id: &NodeId| self.tree[id].children <= 1 && self.slots.holders(self.tree[id].slot) == 1;
         let Some(i) = (1..held.len()).find(|&i| may_go(&held[i])) else { return false };
@@ -355,7 +364,7 @@ impl Cache {
         }
     }
 
-    /// Compares every count with a recount, for tests. `slots`, `pages` and `guards` are what the sequences hold.
+    /// Compares every count with a recount, for tests. `slots`, `pages` and `guards` are those that the sequences hold.
     pub fn audit(&self, slots: &[u32], pages: &[u32], guards: &[NodeId]) -> Result<(), String> {
         let recount = |held: &[u32], of_tree: &dyn Fn(NodeId) -> u32| {
             let mut counts: HashMap<u32, u32> = HashMap::new();
@@ -429,8 +438,8 @@ impl Cache {
         true
     }
 
-    /// Removes nodes upwards from `id` that have no use any more: roots without a page, and, in a recurrent model
-    /// without pages, leaves without a slot.
+    /// Removes useless nodes from `id` upwards: roots without a page, and, in a recurrent model without pages, leaves
+    /// without a slot.
     fn prune(&mut self, id: NodeId, evicted: bool) {
         let mut at = id;
         while at != NONE && self.tree.is_alive(at) {

@@ -1,9 +1,9 @@
 //! The name of a prefix: a 128-bit hash chained page by page, the same in every process and on every machine.
 //!
-//! It mixes the model's fingerprint, the namespace and all tokens so far. It is no cryptographic hash: the tree compares
+//! It mixes the model's fingerprint, the namespace and all tokens so far. It is not a cryptographic hash: the tree compares
 //! the tokens themselves before it trusts a match, so that a collision costs a miss and never a wrong text.
 
-use super::GRID;
+use super::{GRID, Realm};
 
 /// Names a prefix of whole pages under one model and one namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -12,8 +12,21 @@ pub struct PrefixHash(pub u128);
 impl PrefixHash {
     /// The empty prefix in `namespace` of the model that `fingerprint` names.
     pub fn root(fingerprint: &[u8], namespace: &str) -> Self {
+        Self::of_parts(&[fingerprint, namespace.as_bytes()])
+    }
+
+    /// The empty prefix in `realm`, whose origin is a part of the name unless it is empty.
+    pub fn root_of(fingerprint: &[u8], realm: &Realm) -> Self {
+        let Realm { namespace, origin } = realm;
+        match origin.as_str() {
+            "" => Self::root(fingerprint, namespace),
+            origin => Self::of_parts(&[fingerprint, namespace.as_bytes(), origin.as_bytes()]),
+        }
+    }
+
+    fn of_parts(parts: &[&[u8]]) -> Self {
         let mut mixer = Mixer { a: 0x243f_6a88_85a3_08d3, b: 0x1319_8a2e_0370_7344 };
-        for part in [fingerprint, namespace.as_bytes()] {
+        for part in parts {
             // The length first: ("ab", "c") is not ("a", "bc").
             mixer.absorb(part.len() as u64);
             for word in part.chunks(8) {
@@ -70,6 +83,9 @@ mod tests {
         // Values of the first release: a saved session is keyed by them.
         assert_eq!(format!("{:032x}", root.0), "6537f5e6ea879da6e8687c1502d6dde7");
         assert_eq!(format!("{:032x}", root.child(&page).0), "18decd98a4a575a1ab240fa796145fcd");
+        let realm = |origin: &str| Realm { namespace: "tenant".into(), origin: origin.into() };
+        assert_eq!(PrefixHash::root_of(b"model", &realm("")), root);
+        assert_ne!(PrefixHash::root_of(b"model", &realm("elsewhere")), root);
     }
 
     #[test]

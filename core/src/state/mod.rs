@@ -1,13 +1,13 @@
 //! The states of sequences: recurrent slots, KV pages and the prefix tree over both.
 //!
 //! No tensor appears here. A slot or a page is a number; the pools behind the numbers belong to the backend. Slot 0 and
-//! page 0 read as zero and swallow writes: they are never handed out and never counted.
+//! page 0 read as zero and discard writes: they are never handed out and never counted.
 //!
 //! * [`pool`]: reference-counted ids, one pool for slots and one for pages.
 //! * [`hash`]: the chained name of a 64-token page under its parent, the same in every process.
 //! * [`prefix`]: the tree of pages and its two orders of eviction.
 //! * [`cache`]: the pools and the tree together: match, enter, capture, evict.
-//! * [`recent`]: hashes of nodes removed lately, to tell an eviction from a first sight.
+//! * [`recent`]: hashes of recently removed nodes, to tell an eviction from a first sight.
 //! * [`report`]: a request's report about its match, and the events of the tree.
 //! * [`budget`]: how a number of bytes is split between slots and pages.
 
@@ -26,6 +26,16 @@ pub use report::{CacheEvent, Reason, Report};
 
 /// Tokens of a page, of a tree node and of the longest chunk: the grid of everything.
 pub const GRID: usize = crate::step::PAGE;
+
+/// Whose prefixes these are, and where their values came from. Nothing is shared between realms; each has a root of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Realm {
+    /// The tenant.
+    pub namespace: String,
+    /// The numerics of converted values that a prefix may begin with; empty for prefixes that this engine computed, or that one
+    /// with equal numerics did.
+    pub origin: String,
+}
 
 /// Sizes of one sequence's state, as far as scheduling needs them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! The prefix tree: one node per 64 tokens under a parent, one root per namespace.
+//! The prefix tree: one node per 64 tokens under a parent, one root per realm.
 //!
 //! A node holds a KV page (0 in a model without attention) and sometimes a slot, the state at its end. The tree only
 //! keeps the numbers; [`Cache`](super::Cache) owns the pools and counts the holders.
@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{PrefixHash, pool::Pool};
+use super::{PrefixHash, Realm, pool::Pool};
 
 /// Index of a node. Reused after the node is removed.
 pub type NodeId = u32;
@@ -75,9 +75,9 @@ pub struct Tree {
     nodes: Vec<Node>,
     free: Vec<NodeId>,
     by_hash: HashMap<PrefixHash, NodeId>,
-    roots: HashMap<Box<str>, NodeId>,
-    /// Namespace of each root.
-    names: HashMap<NodeId, Box<str>>,
+    roots: HashMap<Realm, NodeId>,
+    /// Realm of each root.
+    names: HashMap<NodeId, Realm>,
     states: BTreeSet<(u64, NodeId)>,
     leaves: BTreeSet<(u64, NodeId)>,
     guarded: usize,
@@ -130,24 +130,24 @@ impl Tree {
         self.leaves.len()
     }
 
-    /// Whether `id` is a node still.
+    /// Whether `id` is still a node.
     pub fn is_alive(&self, id: NodeId) -> bool {
         self[id].alive
     }
 
-    /// The root of `namespace`, if it has any node.
-    pub fn find_root(&self, namespace: &str) -> Option<NodeId> {
-        self.roots.get(namespace).copied()
+    /// The root of `realm`, if it has any node.
+    pub fn find_root(&self, realm: &Realm) -> Option<NodeId> {
+        self.roots.get(realm).copied()
     }
 
-    /// The root of `namespace`. The next change removes a root without guard and without child.
-    pub fn root(&mut self, namespace: &str, hash: PrefixHash) -> NodeId {
-        if let Some(root) = self.find_root(namespace) {
+    /// The root of `realm`. The next change removes a root without guard and without child.
+    pub fn root(&mut self, realm: &Realm, hash: PrefixHash) -> NodeId {
+        if let Some(root) = self.find_root(realm) {
             return root;
         }
         let root = self.add(hash, NONE, Box::default(), 0);
-        self.roots.insert(namespace.into(), root);
-        self.names.insert(root, namespace.into());
+        self.roots.insert(realm.clone(), root);
+        self.names.insert(root, realm.clone());
         root
     }
 
@@ -157,7 +157,7 @@ impl Tree {
         (self[id].parent == parent && *self[id].tokens == *tokens).then_some(id)
     }
 
-    /// Adds a page under `parent`. `None` if the name is taken by other tokens, which 128 bits make unlikely.
+    /// Adds a page under `parent`. `None` if a node with other tokens has this name, which 128 bits make unlikely.
     pub fn insert(&mut self, parent: NodeId, hash: PrefixHash, tokens: &[u32], page: u32) -> Option<NodeId> {
         if self.by_hash.contains_key(&hash) {
             return None;
@@ -186,7 +186,8 @@ impl Tree {
         } else {
             self.by_hash.remove(&hash);
             self[parent].children -= 1;
-            // A path was in use whenever its end was: its nodes are evicted from the end on, before paths used later.
+            // The whole path was in use whenever its end was. So its nodes are evicted from the end on, before paths
+            // used later.
             // `parent` had a child, so it is in no order and its key may change.
             self[parent].used = self[parent].used.max(used);
         }
@@ -256,7 +257,7 @@ impl Tree {
         self.leaves.first().map(|&(_, id)| id)
     }
 
-    /// One more sequence needs `id` and all above it.
+    /// One more sequence needs `id` and all its ancestors.
     pub fn guard(&mut self, id: NodeId) {
         let mut at = id;
         while at != NONE {

@@ -1,4 +1,4 @@
-//! Hashes of nodes that were removed for lack of room lately: they turn a `first_sight` into an `evicted`.
+//! Hashes of nodes that were removed recently for lack of room: they turn a `first_sight` into an `evicted`.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -39,7 +39,7 @@ impl Recent {
         self.added.remove(&hash);
     }
 
-    /// Whether `hash` was removed lately.
+    /// Whether `hash` was removed recently.
     pub fn contains(&self, hash: PrefixHash) -> bool {
         self.added.contains_key(&hash)
     }

@@ -7,16 +7,16 @@ use super::PrefixHash;
 pub enum Reason {
     /// The prefix cache is off.
     Off,
-    /// The deepest matched node lost its state for lack of room, or the next page was removed lately.
+    /// The deepest matched node lost its state for lack of room, or the next page was removed recently.
     Evicted,
     /// The state of the deepest matched node was dropped by the cap per path, replaced by a newer decode snapshot, or
     /// not taken under the capture policy.
     Policy,
     /// More tokens matched than have a state.
     NoState,
-    /// Everything that may be reused was: all whole pages before the last token.
+    /// Everything that can be reused was reused: all whole pages before the last token.
     Full,
-    /// The tree had not seen what follows.
+    /// The tree had not seen the next page.
     FirstSight,
 }
 
@@ -40,13 +40,16 @@ impl Reason {
 /// The match of one request, made when it was first admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// Tokens of the prompt that the tree knew, a multiple of 64 and less than the prompt.
+    /// Tokens of the prompt that were in the tree, a multiple of 64 and less than the prompt.
     pub matched: usize,
     /// Prompt tokens that were not computed. A multiple of 64, unless the request was pre-empted during its prefill and
     /// found, when admitted again, pages of other requests beyond its own.
     pub reused: usize,
-    /// Why not more.
+    /// Why `reused` is not larger.
     pub reason: Reason,
+    /// What was reused goes back to converted values of a bundle, see [`Realm::origin`](super::Realm::origin): the answer may
+    /// differ from one computed here.
+    pub converted: bool,
 }
 
 /// A change of the tree. A later `Stored` of the same hash replaces the earlier one (a node gained or lost its state).

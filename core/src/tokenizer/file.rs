@@ -1,7 +1,9 @@
-//! `tokenizer.json` before the library reads it: what could take all memory is refused, and how far rules can shrink or grow a
-//! text is found out.
+//! Checks `tokenizer.json` before the library reads it: files that could take all memory are refused. It also computes
+//! by how much the rules can shrink or grow a text.
 
 use serde_json::{Map, Value};
+
+use super::bytes::byte_characters;
 
 /// Rules (normalisers, pre-tokenisers, post-processors, decoders) of one kind.
 const MAX_RULES: usize = 64;
@@ -11,10 +13,10 @@ const MAX_TEXT: usize = 4096;
 const MAX_LIST: usize = 1024;
 /// How many times longer normalisers may make a text.
 const MAX_GROWTH: usize = 64;
-/// Longest word that WordPiece may be told to look at: its time grows with the square.
+/// Longest word that WordPiece may process: its time grows with the square.
 const MAX_WORD: u64 = 10_000;
 
-/// What a tokenizer's rules do to the length of a text.
+/// Effect of a tokenizer's rules on the length of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Lengths {
     /// Bytes of the longest token.
@@ -25,11 +27,11 @@ pub(super) struct Lengths {
     pub growth: usize,
 }
 
-/// Checks the file. Settings that pad or cut texts, left by some training runs, are taken out: a prompt is encoded whole.
-/// Whether there were any is the second result.
+/// Checks the file. Settings that pad or cut texts, left by some training runs, are removed: a prompt is encoded whole.
+/// The second result says whether there were any.
 ///
 /// # Errors
-/// The key and what is wrong with it.
+/// The key and its fault.
 pub(super) fn check(file: &mut Map<String, Value>) -> Result<(Lengths, bool), String> {
     let mut changed = false;
     for key in ["padding", "truncation"] {
@@ -46,7 +48,7 @@ pub(super) fn check(file: &mut Map<String, Value>) -> Result<(Lengths, bool), St
     let model = file.get("model").and_then(Value::as_object);
     let word = model.and_then(|m| m.get("max_input_chars_per_word")).and_then(Value::as_u64).unwrap_or(0);
     if word > MAX_WORD {
-        return Err(format!("key `model.max_input_chars_per_word` is {word}, it may be {MAX_WORD}"));
+        return Err(format!("key `model.max_input_chars_per_word` is {word}; at most {MAX_WORD} is allowed"));
     }
     decoder.growth()?;
     let growth = normalizer.growth()?;
@@ -55,7 +57,7 @@ pub(super) fn check(file: &mut Map<String, Value>) -> Result<(Lengths, bool), St
     let text = |token: &Map<String, Value>| token.get("content").and_then(Value::as_str).map_or(0, str::len);
     let longest = added.iter().map(|token| text(token)).max().unwrap_or(0);
     if longest > MAX_TEXT {
-        return Err(format!("key `added_tokens`: a token has {longest} bytes, it may have {MAX_TEXT}"));
+        return Err(format!("key `added_tokens`: a token has {longest} bytes; at most {MAX_TEXT} are allowed"));
     }
     let longest = longest.max(model.map_or(0, longest_token)).max(1);
     let strips =
@@ -114,7 +116,7 @@ impl<'a> Rules<'a> {
         self.list.iter().try_fold(1usize, |product, rule| Some(product.saturating_mul(shrink(rule)?)))
     }
 
-    /// Whether these pre-tokenisers only cut.
+    /// Whether these pre-tokenisers only split text.
     fn keeps_text(&self) -> bool {
         self.list.iter().all(|rule| match kind(rule) {
             "ByteLevel" | "Metaspace" | "Digits" | "UnicodeScripts" => true,
@@ -136,7 +138,7 @@ fn text<'a>(rule: &'a Map<String, Value>, key: &str) -> Option<&'a str> {
     rule.get(key).and_then(Value::as_str)
 }
 
-/// What `Replace` looks for, if that is a fixed text.
+/// The text that `Replace` looks for, if it is fixed.
 fn fixed_pattern(rule: &Map<String, Value>) -> Option<&str> {
     rule.get("pattern")?.get("String")?.as_str().filter(|text| !text.is_empty())
 }
@@ -185,40 +187,33 @@ fn drops_nothing(model: &Map<String, Value>, normalizer: &Rules<'_>, pre_tokeniz
     let is = |key: &str| model.get(key) == Some(&Value::Bool(true));
     if normalizer.any("ByteLevel") || pre_tokenizer.any("ByteLevel") {
         let mut one = [0u8; 4];
-        return byte_alphabet().all(|c| vocab.contains_key(&*c.encode_utf8(&mut one)));
+        return byte_characters().keys().all(|c| vocab.contains_key(&*c.encode_utf8(&mut one)));
     }
     let bytes = || (0..=255).all(|byte| vocab.contains_key(&format!("<0x{byte:02X}>")));
     let unknown = model.get("unk_token").is_some_and(Value::is_string) && !is("fuse_unk");
     unknown || (is("byte_fallback") && bytes())
 }
 
-/// The 256 characters that stand for bytes.
-fn byte_alphabet() -> impl Iterator<Item = char> {
-    let printed = |b: &u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    let others = (0..256).filter(move |b| !printed(b)).count() as u32;
-    (0..256).filter(printed).chain(256..256 + others).filter_map(char::from_u32)
-}
-
 /// Refuses long texts and lists at any depth.
 fn bounded(value: &Value) -> Result<(), String> {
     match value {
         Value::String(text) if text.len() > MAX_TEXT => {
-            Err(format!("a text has {} bytes, it may have {MAX_TEXT}", text.len()))
+            Err(format!("a text has {} bytes; at most {MAX_TEXT} are allowed", text.len()))
         }
         Value::Array(list) if list.len() > MAX_LIST => {
-            Err(format!("a list has {} entries, it may have {MAX_LIST}", list.len()))
+            Err(format!("a list has {} entries; at most {MAX_LIST} are allowed", list.len()))
         }
         Value::Array(list) => list.iter().try_for_each(bounded),
         Value::Object(map) if map.len() > MAX_LIST => {
-            Err(format!("there are {} entries, there may be {MAX_LIST}", map.len()))
+            Err(format!("there are {} entries; at most {MAX_LIST} are allowed", map.len()))
         }
         Value::Object(map) => map.values().try_for_each(bounded),
         _ => Ok(()),
     }
 }
 
-/// Checks a sentencepiece map of characters, in base64: four bytes with the size of a table in bytes, the table of u32, and texts.
-/// The library allocates what the size says.
+/// Checks a sentencepiece map of characters, in base64: four bytes with the size of a table in bytes, the table of u32,
+/// and texts. The library allocates that size without a check.
 fn charsmap(value: &Value) -> Result<(), String> {
     let Some(text) = value.as_str() else { return Ok(()) };
     let digit = |c: u8| match c {
@@ -238,12 +233,12 @@ fn charsmap(value: &Value) -> Result<(), String> {
     // 36 bits: four bytes and a half.
     let size = ((bits >> 4) as u32).swap_bytes() as usize;
     if !size.is_multiple_of(4) || size > bytes - 4 {
-        return Err(format!("the table is said to have {size} bytes, and {} follow", bytes - 4));
+        return Err(format!("the table claims {size} bytes, but {} follow", bytes - 4));
     }
     Ok(())
 }
 
-/// Whether a text that holds none of `specials` can hold one once these normalisers went over it.
+/// Whether these normalisers can produce one of `specials` from a text that holds none.
 pub(super) fn may_forge(normalizer: Option<&Value>, specials: &[String]) -> bool {
     let Ok(rules) = Rules::read("normalizer", normalizer, "normalizers") else { return true };
     let foreign = |text: &str| !text.is_empty() && text.chars().all(|c| !specials.iter().any(|s| s.contains(c)));

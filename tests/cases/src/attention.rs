@@ -150,6 +150,17 @@ pub(super) fn cases(to: &mut Table) {
             to.add(&format!("head dim {hd}, {when}"), Attn { batch, heads, kv_heads, hd, ..base.clone() });
         }
     }
+    // Qwen3.5: 4 or 8 query heads per KV head of 256.
+    for ratio in [4, 8] {
+        for name in ["rows of many lengths", "verification", "decode far out"] {
+            let wide = Attn { batch: find(name), heads: ratio, kv_heads: 1, hd: 256, views: true, ..base.clone() };
+            to.add(&format!("head dim 256, {ratio} query heads per KV head, {name}"), wide);
+        }
+    }
+    for window in [1, 64, 100] {
+        let wide = Attn { heads: 2, kv_heads: 1, hd: 256, window: Some(window), ..base.clone() };
+        to.sized(Size::Large, &format!("head dim 256, window of {window}, prefill"), wide);
+    }
     for ratio in [1, 3, 4, 5, 6, 7, 8, 12, 16] {
         for (when, batch) in [("prefill", find("off the grid")), ("decode", find("verification"))] {
             let name = format!("{ratio} query heads per KV head, {when}");

@@ -87,7 +87,7 @@ pub(super) fn cut(first_position: u32, tokens: u32, src: u32, dst: &[u32]) -> Ro
     row(first_position, &chunks)
 }
 
-/// The uses of the chunk table, one thing each; every stateful op runs all of them.
+/// The uses of the chunk table, one property each; every stateful op runs all of them.
 pub(super) fn stateful() -> Vec<(&'static str, Batch)> {
     let decode = |n: u32| (0..n).map(|i| row(5 + 61 * i, &[(1, i + 1, i + 1)])).collect::<Vec<_>>();
     let verify = |first: u32, src: u32, dst: &[u32]| {
@@ -146,6 +146,11 @@ pub(super) fn stateful() -> Vec<(&'static str, Batch)> {
         ("padding", Batch::new(mixed).padded()),
         ("padding of one token", Batch::new(vec![row(3, &[(1, 1, 1)])]).padded()),
     ]
+}
+
+/// The batch of [`stateful`] with this name.
+pub(super) fn find(name: &str) -> Batch {
+    stateful().into_iter().find(|(n, _)| *n == name).expect("a batch of that name").1
 }
 
 /// Gives every row the pages of its positions: scattered, not in order, each its own.

@@ -1,5 +1,5 @@
-//! Ops that follow each other in a step, where a backend may make one kernel of several: together they leave what they leave
-//! one by one.
+//! Ops that follow each other in a step, where a backend may fuse several into one kernel. Together they leave the same
+//! results as one by one.
 
 use super::Plain;
 use super::host::{Rng, put};
@@ -15,7 +15,7 @@ const LIMIT: f32 = 1e-4;
 /// Ops of one row or a few, as a decode step has them. Activations are f32.
 #[derive(Clone, Debug)]
 pub struct Chain {
-    /// What is special about it.
+    /// The property that the chain is for.
     pub name: String,
     links: Links,
 }
@@ -59,7 +59,7 @@ pub fn chains() -> Vec<Chain> {
 }
 
 impl Chain {
-    /// What differs between the ops in one step and one by one, if anything does.
+    /// The difference between the ops in one step and one by one, if there is any.
     ///
     /// # Errors
     /// Those of the backend.
@@ -85,7 +85,7 @@ impl Chain {
 }
 
 impl Chain {
-    /// The ops over handles without bytes behind them: for what depends on shapes only.
+    /// The ops over handles without memory: for everything that depends on shapes only.
     pub fn plain_ops(&self) -> Vec<Op<Plain>> {
         let mut id = 0;
         let make = &mut |_: &str, bytes: &[u8]| {
@@ -134,7 +134,7 @@ impl<Buf: Handle> Maker<'_, Buf> {
 
     fn product(&mut self, x: &Tensor<Buf>, n: usize, weights: DType) -> Result<Matmul<Buf>> {
         let (rows, k) = (x.rows(), x.row_len());
-        let w = Weight { blocks: vec![RowBlock { w: self.filled_as("w", &[n, k], weights)?, col: 0 }], n, k };
+        let w = Weight { blocks: vec![RowBlock::plain(self.filled_as("w", &[n, k], weights)?, 0)], n, k };
         let out = self.filled("out", &[rows, n])?;
         Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 0.5, accumulate: false })
     }
@@ -178,7 +178,7 @@ impl<Buf: Handle> Maker<'_, Buf> {
         let words = encode(&rows, bucket);
         let ints = (self.make)("ints", bytemuck::cast_slice(&words))?;
         let x = self.filled("x", &[1, k])?;
-        // A factor would keep the convolution out of the product's dispatch.
+        // A scale would prevent the fusion of the convolution with the product.
         let product = Matmul { scale: 1.0, ..self.product(&x, n, DType::F32)? };
         let (pool, conv) = (self.filled("pool", &[3, channels, 3])?, self.filled("conv", &[1, channels])?);
         let next = Conv1d {

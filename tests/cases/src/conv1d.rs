@@ -1,6 +1,6 @@
 //! Cases of `conv1d`.
 
-use super::batch::{Batch, Tables, cut, stateful};
+use super::batch::{Batch, Tables, cut, find, stateful};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, silu};
 use selkie_core::backend::Handle;
@@ -104,14 +104,14 @@ pub(super) fn cases(to: &mut Table) {
     to.add("4 channels", Conv { channels: 4, ..base.clone() });
     to.add("260 channels", Conv { channels: 260, ..base.clone() });
     to.add("columns of wider matrices", Conv { views: true, ..base.clone() });
+    // LFM2.
+    let gated = Conv { channels: 2048, taps: 3, bias: false, act: Act::Identity, views: true, ..base.clone() };
+    for name in ["decode of 8 rows", "verification of 3 rows", "captures"] {
+        to.add(&format!("2048 channels of 3 taps, {name}"), Conv { batch: find(name), ..gated.clone() });
+    }
     let wide = Conv { channels: 10240, views: true, ..base };
-    let batch = |name| stateful().into_iter().find(|(n, _)| *n == name).expect("a batch of that name").1;
-    to.sized(Size::Bench, "decode, 10240 channels", Conv { batch: batch("decode in place"), ..wide.clone() });
-    to.sized(
-        Size::Bench,
-        "decode of 8 rows, 10240 channels",
-        Conv { batch: batch("decode of 8 rows"), ..wide.clone() },
-    );
+    to.sized(Size::Bench, "decode, 10240 channels", Conv { batch: find("decode in place"), ..wide.clone() });
+    to.sized(Size::Bench, "decode of 8 rows, 10240 channels", Conv { batch: find("decode of 8 rows"), ..wide.clone() });
     to.sized(
         Size::Bench,
         "512 tokens, 10240 channels",

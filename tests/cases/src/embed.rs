@@ -4,7 +4,8 @@ use super::batch::{Batch, Tables, cut, row};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
-use selkie_core::ops::{Embed, Gather, Op, RowBlock, Weight};
+use selkie_core::format::Format;
+use selkie_core::ops::{Embed, Gather, Op, Weight};
 use selkie_core::step::{FROM_DEVICE, NONE, TokenRef};
 use selkie_core::tensor::DType;
 
@@ -15,9 +16,11 @@ pub(super) struct Lookup {
     vocab: usize,
     d: usize,
     dtype: DType,
+    /// Of the table; other than plain, whatever the dtype.
+    format: Format,
     /// First ids of the row blocks, in the order of the list.
     blocks: Vec<usize>,
-    /// Every other token takes what a lane sampled.
+    /// Every other token takes the token that a lane sampled.
     from_device: bool,
     /// Every other lane sampled no token.
     no_token: bool,
@@ -60,7 +63,10 @@ impl Spec for Lookup {
         let last = |lane| if self.no_token && lane % 2 == 1 { NONE } else { rng.below(self.vocab) as u32 };
         h.int("last", &[LANES], (0..LANES).map(last).collect());
         for (i, (_, n)) in self.ranges().into_iter().enumerate() {
-            h.weight(&format!("w{i}"), self.dtype, &[n, self.d], rng.vec(n * self.d, 1.0));
+            match self.format {
+                Format::Plain => h.weight(&format!("w{i}"), self.dtype, &[n, self.d], rng.vec(n * self.d, 1.0)),
+                coded => h.codes(&format!("w{i}"), coded, &[n, self.d], 1.7, rng),
+            }
         }
         h.out("out", d.act, &[batch.bucket.tokens, self.d]);
         if self.views {
@@ -93,8 +99,12 @@ impl Spec for Lookup {
         vec![("out", out)]
     }
 
+    fn format(&self) -> Format {
+        self.format
+    }
+
     fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
-        let block = |(i, &col)| RowBlock { w: b.t(&format!("w{i}")), col };
+        let block = |(i, &col)| b.block(&format!("w{i}"), col);
         let blocks = self.blocks.iter().enumerate().map(block).collect();
         Embed {
             step: b.step(),
@@ -148,6 +158,7 @@ pub(super) fn cases(to: &mut Table) {
         vocab: 131,
         d: 64,
         dtype: DType::Bf16,
+        format: Format::Plain,
         blocks: vec![0],
         from_device: false,
         no_token: false,
@@ -160,6 +171,10 @@ pub(super) fn cases(to: &mut Table) {
     to.add("padding", Lookup { padded: true, ..base.clone() });
     to.add("f32 table", Lookup { dtype: DType::F32, ..base.clone() });
     to.add("f16 table", Lookup { dtype: DType::F16, ..base.clone() });
+    for format in Format::CODED.into_iter().chain(Format::SCALED) {
+        let coded = Lookup { format, d: 256, scale: 3.0, blocks: vec![70, 0], ..base.clone() };
+        to.add(&format!("{} table", format.name()), coded);
+    }
     to.add("width 4", Lookup { d: 4, ..base.clone() });
     to.add("width 1028", Lookup { d: 1028, ..base.clone() });
     to.add("row blocks", Lookup { blocks: vec![0, 50, 100], ..base.clone() });

@@ -3,7 +3,8 @@
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, dot};
 use selkie_core::backend::Handle;
-use selkie_core::ops::{ExpertMatmul, ExpertRange, Op, RowBlock};
+use selkie_core::format::Format;
+use selkie_core::ops::{ExpertMatmul, ExpertRange, Op};
 use selkie_core::step::NONE;
 use selkie_core::tensor::DType;
 
@@ -32,6 +33,8 @@ pub(super) struct Experts {
     /// `(first column, columns)` of each row block of a range; none = one block of all.
     blocks: Vec<(usize, usize)>,
     dtype: DType,
+    /// Of the weights; other than plain, whatever the dtype.
+    format: Format,
     choice: Choice,
     combine: bool,
     scale: f32,
@@ -64,7 +67,8 @@ impl Experts {
 
 impl Spec for Experts {
     fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
-        let (mut h, real) = (Host::default(), self.tokens - self.padding);
+        let mut h = Host { int8: d.int8 && self.format.is_integer(), ..Host::default() };
+        let real = self.tokens - self.padding;
         let (x_rows, per_token) =
             if self.combine { (self.tokens * self.choices, self.choices) } else { (self.tokens, 1) };
         let mut x = rng.vec(x_rows * self.k, 1.0);
@@ -72,8 +76,11 @@ impl Spec for Experts {
         h.float("x", d.act, &[x_rows, self.k], x);
         for (r, &experts) in self.ranges.iter().enumerate() {
             for (i, &(_, n)) in self.blocks().iter().enumerate() {
-                let values = rng.vec(experts * n * self.k, 1.0 / (self.k as f32).sqrt());
-                h.weight(&format!("w{r}.{i}"), self.dtype, &[experts, n, self.k], values);
+                let (name, dims, size) = (format!("w{r}.{i}"), [experts, n, self.k], 1.0 / (self.k as f32).sqrt());
+                match self.format {
+                    Format::Plain => h.weight(&name, self.dtype, &dims, rng.vec(experts * n * self.k, size)),
+                    coded => h.codes(&name, coded, &dims, 1.7 * size, rng),
+                }
             }
         }
         h.int("ids", &[self.tokens, self.choices], self.ids(rng));
@@ -96,7 +103,7 @@ impl Spec for Experts {
     }
 
     fn want(&self, h: &Host) -> Wants {
-        let (x, ids) = (h.get("x"), h.ints("ids"));
+        let (x, ids) = (h.factors("x"), h.ints("ids"));
         let product = |row: usize, expert: usize, col: usize| -> f64 {
             let (mut r, mut e) = (0, expert);
             while e >= self.ranges[r] {
@@ -138,11 +145,15 @@ impl Spec for Experts {
         vec![("out", out)]
     }
 
+    fn format(&self) -> Format {
+        self.format
+    }
+
     fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
         let mut first = 0;
         let mut experts = vec![];
         for (r, &n) in self.ranges.iter().enumerate() {
-            let block = |(i, (col, _))| RowBlock { w: b.t(&format!("w{r}.{i}")), col };
+            let block = |(i, (col, _))| b.block(&format!("w{r}.{i}"), col);
             experts.push(ExpertRange {
                 first,
                 experts: n,
@@ -173,6 +184,7 @@ pub(super) fn cases(to: &mut Table) {
         k: 64,
         blocks: vec![],
         dtype: DType::Bf16,
+        format: Format::Plain,
         choice: Choice::Random,
         combine: false,
         scale: 1.0,
@@ -200,6 +212,11 @@ pub(super) fn cases(to: &mut Table) {
         add("row blocks", Experts { blocks: vec![(12, 24), (0, 12)], tokens: 9, ..base.clone() });
         add("f32 weight", Experts { dtype: DType::F32, ..base.clone() });
         add("f16 weight", Experts { dtype: DType::F16, ..base.clone() });
+        for format in Format::CODED.into_iter().chain(Format::SCALED) {
+            let coded = Experts { format, k: 256, n: 20, blocks: vec![(12, 8), (0, 12)], ..base.clone() };
+            add(&format!("{} weight", format.name()), coded.clone());
+            add(&format!("{} weight, 33 tokens", format.name()), Experts { tokens: 33, ..coded });
+        }
         add("odd sizes", Experts { n: 20, k: 100, tokens: 19, ..base.clone() });
         add("64 x 256", Experts { n: 64, k: 256, tokens: 70, ..base.clone() });
         let few = Experts { tokens: 5, choices: 6, ranges: vec![16], n: 40, k: 520, ..base.clone() };
@@ -209,6 +226,18 @@ pub(super) fn cases(to: &mut Table) {
         add("1 x 6 of 16, many rows", Experts { tokens: 1, n: 2600, k: 72, ..few.clone() });
         add("2 x 3 of 16, long rows", Experts { tokens: 2, choices: 3, n: 20, k: 3720, ..few });
         add("columns of wider matrices", Experts { views: true, ..base.clone() });
+        // Many pairs of an expert.
+        let many = Experts { tokens: 130, choices: 4, ranges: vec![16], n: 264, k: 136, ..base.clone() };
+        add("130 x 4 of 16", many.clone());
+        add("130 x 4 of 16, padding", Experts { padding: 50, ..many.clone() });
+        add("130 x 4 of 16, some experts empty", Experts { choice: Choice::Odd, n: 8, k: 8, ..many.clone() });
+        add("130 x 4 of 16, columns of wider matrices", Experts { views: true, n: 600, k: 64, ..many.clone() });
+        add(
+            "330 x 1 of 4, all to one expert",
+            Experts { tokens: 330, choices: 1, ranges: vec![4], choice: Choice::Same, ..many.clone() },
+        );
+        add("290 x 2 of 4", Experts { tokens: 290, choices: 2, ranges: vec![4], n: 40, k: 72, ..many.clone() });
+        add("90 x 1 of 9", Experts { tokens: 90, choices: 1, ranges: vec![9], n: 512, k: 48, ..many });
     }
     to.add("down, residual", Experts { accumulate: true, ..down.clone() });
     to.add("down, residual and padding", Experts { accumulate: true, tokens: 8, padding: 3, ..down.clone() });
@@ -226,6 +255,10 @@ pub(super) fn cases(to: &mut Table) {
         let back = Experts { n: 2048, k: 512, combine: true, accumulate: true, ..wide };
         to.sized(Size::Bench, &format!("down, {tokens} x 8 of 64, 2048 x 512"), back);
     }
+    let wide = Experts { tokens: 128, choices: 8, ranges: vec![16], n: 1856, k: 2688, ..up.clone() };
+    to.sized(Size::Bench, "up, 128 x 8 of 16, 1856 x 2688", wide.clone());
+    let back = Experts { n: 2688, k: 1856, combine: true, accumulate: true, ..wide };
+    to.sized(Size::Bench, "down, 128 x 8 of 16, 2688 x 1856", back);
 }
 
 #[cfg(test)]
@@ -243,6 +276,7 @@ mod tests {
             k: 1,
             blocks: vec![],
             dtype: DType::F32,
+            format: Format::Plain,
             choice: Choice::Random,
             combine: true,
             scale: 2.0,

@@ -1,6 +1,6 @@
 //! Cases of `gated_delta`.
 
-use super::batch::{Batch, Tables, cut, row, stateful};
+use super::batch::{Batch, Tables, cut, find, row, stateful};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Decay, Size, Spec, Table, sigmoid, softplus};
 use selkie_core::backend::Handle;
@@ -145,7 +145,10 @@ pub(super) fn cases(to: &mut Table) {
     to.add("a key head per value head", Delta { key_heads: 4, per_key: 1, ..base.clone() });
     to.add("3 value heads per key head", Delta { per_key: 3, heads: 6, ..base.clone() });
     to.add("dk 20, dv 36", Delta { dk: 20, dv: 36, ..base.clone() });
+    // Long rows are chunked on some devices, short ones are not.
     to.add("dk 64, dv 64", Delta { dk: 64, dv: 64, ..base.clone() });
+    let batch = find("verification of 3 rows");
+    to.add("dk 64, dv 64, verification of 3 rows", Delta { batch, dk: 64, dv: 64, ..base.clone() });
     to.add("dk 96, dv 192", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 96, dv: 192, ..base.clone() });
     to.add("dk 128, dv 128", Delta { key_heads: 1, heads: 2, dk: 128, dv: 128, ..base.clone() });
     let common = Delta { key_heads: 1, heads: 2, dk: 128, dv: 128, ..base.clone() };
@@ -155,12 +158,25 @@ pub(super) fn cases(to: &mut Table) {
     for (name, decay) in Decay::ALL {
         to.sized(Size::Large, &format!("dk 128, dv 128, {name}"), Delta { decay, ..common.clone() });
     }
-    let long = stateful().into_iter().find(|(name, _)| *name == "long rows");
-    if let Some((name, batch)) = long {
-        let block =
-            Delta { batch, key_heads: 4, first_head: 3, heads: 3, dk: 128, dv: 32, views: true, ..base.clone() };
-        to.add(&format!("dk 128, dv 32, {name} of a block across key heads"), block);
+    let block = Delta { key_heads: 4, first_head: 3, heads: 3, dk: 128, dv: 32, views: true, ..base.clone() };
+    let narrow = Delta { batch: find("long rows"), dk: 96, dv: 96, ..block.clone() };
+    to.sized(Size::Large, "dk 96, dv 96, long rows of a block across key heads", narrow);
+    to.add("dk 128, dv 32, long rows of a block across key heads", Delta { batch: find("long rows"), ..block });
+    // Olmo-Hybrid: keys of 96 with values of 192, a key head per value head, and beta up to 2.
+    let olmo = Delta { key_heads: 2, per_key: 1, heads: 2, dk: 96, dv: 192, beta_scale: 2.0, ..base.clone() };
+    for name in ["verification of 3 rows", "captures"] {
+        to.add(&format!("dk 96, dv 192, {name}"), Delta { batch: find(name), ..olmo.clone() });
     }
+    for name in ["decode of 8 rows", "63 tokens", "long rows", "padding"] {
+        let batch = find(name);
+        to.sized(Size::Large, &format!("dk 96, dv 192, {name}"), Delta { batch, views: true, ..olmo.clone() });
+    }
+    for (name, decay) in Decay::ALL {
+        to.sized(Size::Large, &format!("dk 96, dv 192, {name}"), Delta { decay, ..olmo.clone() });
+    }
+    let block =
+        Delta { key_heads: 4, per_key: 2, first_head: 3, heads: 3, dk: 64, dv: 32, views: true, ..base.clone() };
+    to.add("dk 64, dv 32, long rows of a block across key heads", Delta { batch: find("long rows"), ..block });
     to.add("dk 256, dv 128", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 256, dv: 128, ..base.clone() });
     to.add("last block of heads", Delta { key_heads: 4, first_head: 6, heads: 2, ..base.clone() });
     to.add("a block across key heads", Delta { key_heads: 4, first_head: 3, heads: 3, ..base.clone() });
@@ -169,13 +185,14 @@ pub(super) fn cases(to: &mut Table) {
     for n in [1, 8] {
         to.sized(Size::Bench, &format!("decode of {n}, Qwen3-Next"), Delta { batch: rows(n), ..qwen.clone() });
     }
-    // A device may take many heads another way than few.
-    let verify = stateful().into_iter().find(|(name, _)| *name == "verification of 3 rows");
-    if let Some((name, batch)) = verify {
-        to.sized(Size::Bench, &format!("{name}, Qwen3-Next"), Delta { batch: batch.padded(), ..qwen.clone() });
-    }
+    // A device may use different kernels for many heads and for few.
+    let batch = find("verification of 3 rows").padded();
+    to.sized(Size::Bench, "verification of 3 rows, Qwen3-Next", Delta { batch, ..qwen.clone() });
     let batch = Batch::new(vec![cut(0, 256, 0, &[0, 1, 0, 2])]);
-    to.sized(Size::Bench, "256 tokens, Qwen3-Next", Delta { batch, ..qwen });
+    to.sized(Size::Bench, "256 tokens, Qwen3-Next", Delta { batch: batch.clone(), ..qwen });
+    let olmo = Delta { key_heads: 30, heads: 30, views: true, ..olmo };
+    to.sized(Size::Bench, "decode of 1, Olmo-Hybrid", Delta { batch: rows(1), ..olmo.clone() });
+    to.sized(Size::Bench, "256 tokens, Olmo-Hybrid", Delta { batch, ..olmo });
 }
 
 #[cfg(test)]

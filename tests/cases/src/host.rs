@@ -3,22 +3,27 @@
 use half::{bf16, f16};
 
 use super::batch::Batch;
+use super::codes;
 use selkie_core::backend::Caps;
+use selkie_core::format::Format;
+use selkie_core::ops::RowBlock;
 use selkie_core::step::{Bucket, Step};
 use selkie_core::tensor::{DType, Tensor};
 
-/// Fills whatever an op has no business with: a NaN as f32, bf16 and f16, and as u32 a number that no index is.
+/// Fills everything that an op must not read: a NaN as f32, bf16 and f16, and as u32 a number that is not an index.
 const POISON: [u8; 4] = [0xa5, 0xff, 0xa5, 0xff];
-/// Poisoned bytes behind every buffer.
+/// Poisoned bytes after every buffer.
 const GUARD_BYTES: usize = 64;
 
-/// The dtypes that a backend chose for what is not a weight.
+/// The dtypes that a backend chose for everything but weights.
 #[derive(Clone, Copy, Debug)]
 pub struct Dtypes {
     /// Activations.
     pub act: DType,
     /// Precision of the factors of products.
     pub products: DType,
+    /// Activations are rounded to 8 bits where weights are coded.
+    pub int8: bool,
     /// KV pages.
     pub kv: DType,
     /// Convolution states.
@@ -29,7 +34,7 @@ pub struct Dtypes {
 
 impl From<&Caps> for Dtypes {
     fn from(c: &Caps) -> Self {
-        Self { act: c.act, products: c.products, kv: c.kv, conv: c.conv, state: c.state }
+        Self { act: c.act, products: c.products, int8: c.int8, kv: c.kv, conv: c.conv, state: c.state }
     }
 }
 
@@ -39,7 +44,7 @@ pub(super) fn round(dtype: DType, x: f32) -> f32 {
         DType::F32 => x,
         DType::Bf16 => bf16::from_f32(x).to_f32(),
         DType::F16 => f16::from_f32(x).to_f32(),
-        DType::U32 => panic!("a float in an integer array"),
+        DType::U32 | DType::U8 => panic!("a float in an integer array"),
     }
 }
 
@@ -48,7 +53,7 @@ pub(super) fn put(dtype: DType, x: f32, to: &mut [u8]) {
         DType::F32 => to.copy_from_slice(&x.to_le_bytes()),
         DType::Bf16 => to.copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
         DType::F16 => to.copy_from_slice(&f16::from_f32(x).to_le_bytes()),
-        DType::U32 => panic!("a float in an integer array"),
+        DType::U32 | DType::U8 => panic!("a float in an integer array"),
     }
 }
 
@@ -58,10 +63,11 @@ fn take(dtype: DType, from: &[u8]) -> f64 {
         DType::Bf16 => bf16::from_le_bytes([from[0], from[1]]).into(),
         DType::F16 => f16::from_le_bytes([from[0], from[1]]).into(),
         DType::U32 => u32::from_le_bytes([from[0], from[1], from[2], from[3]]).into(),
+        DType::U8 => from[0].into(),
     }
 }
 
-/// What the contract says about one element after the op.
+/// The required value of one element after the op.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Want {
     /// The bits that were there before.
@@ -70,7 +76,7 @@ pub(super) enum Want {
     Exact(f64),
     /// This, within the op's limit.
     Near(f64),
-    /// Whatever: rounding decides, or the contract says nothing.
+    /// Any value: rounding decides, or the contract does not say.
     Any,
 }
 
@@ -81,6 +87,8 @@ pub(super) enum Data {
     /// Already rounded to the array's dtype; NaN elements are stored as poison.
     Float(Vec<f32>),
     Int(Vec<u32>),
+    /// Rows of codes, and the elements that they stand for.
+    Codes(Vec<u8>, Vec<f32>),
 }
 
 /// One argument of an op: a view, and its elements without the gaps.
@@ -92,8 +100,10 @@ pub(super) struct Array {
     pub row_stride: usize,
     /// Index of the buffer; several arrays may be views of one.
     pub buf: usize,
-    /// A row block of a weight, which a device may use where it lies in a file.
+    /// A row block of a weight, which a device may use in place in a file.
     pub weight: bool,
+    /// What the bytes of its rows are.
+    pub format: Format,
     pub data: Data,
 }
 
@@ -134,7 +144,12 @@ impl Array {
                     image[self.at(i)].copy_from_slice(&x.to_le_bytes());
                 }
             }
-            // Poison is there already where the array holds NaN.
+            Data::Codes(bytes, _) => {
+                for (i, x) in bytes.iter().enumerate() {
+                    image[self.at(i)][0] = *x;
+                }
+            }
+            // Poison is already there where the array holds NaN.
             Data::Float(v) => {
                 for (i, &x) in v.iter().enumerate().filter(|(_, x)| !x.is_nan()) {
                     put(self.dtype, x, &mut image[self.at(i)]);
@@ -149,6 +164,8 @@ impl Array {
 pub(super) struct Host {
     pub arrays: Vec<Array>,
     pub bucket: Option<Bucket>,
+    /// Products round activations to 8 bits.
+    pub int8: bool,
 }
 
 impl Host {
@@ -156,11 +173,22 @@ impl Host {
         let len = match &data {
             Data::Float(v) => v.len(),
             Data::Int(v) => v.len(),
+            Data::Codes(bytes, _) => bytes.len(),
         };
         assert_eq!(len, dims.iter().product::<usize>(), "{name}");
         let (buf, row_stride) = (self.arrays.len(), dims[1..].iter().product());
         let dims = dims.to_vec();
-        self.arrays.push(Array { name: name.into(), dtype, dims, offset: 0, row_stride, buf, weight: false, data });
+        self.arrays.push(Array {
+            name: name.into(),
+            dtype,
+            dims,
+            offset: 0,
+            row_stride,
+            buf,
+            weight: false,
+            format: Format::Plain,
+            data,
+        });
         self.arrays.last_mut().expect("just pushed")
     }
 
@@ -172,10 +200,23 @@ impl Host {
         self.push(name, dtype, dims, Data::Float(values));
     }
 
-    /// A row block of a weight, which a device may use where it lies in a file.
+    /// A row block of a weight, which a device may use in place in a file.
     pub fn weight(&mut self, name: &str, dtype: DType, dims: &[usize], values: Vec<f32>) {
         self.float(name, dtype, dims, values);
         self.arrays.last_mut().expect("just pushed").weight = true;
+    }
+
+    /// Row blocks of random codes, `[.., K]`, whose elements are about as large as `size`.
+    pub fn codes(&mut self, name: &str, format: Format, dims: &[usize], size: f32, rng: &mut Rng) {
+        let n = dims.iter().product();
+        let bytes = codes::random(format, n, size, rng);
+        let mut stored = dims.to_vec();
+        if let Some(k) = stored.last_mut() {
+            *k = format.bytes(*k, 1);
+        }
+        let values = format.decode(&bytes);
+        let array = self.push(name, DType::U8, &stored, Data::Codes(bytes, values));
+        (array.weight, array.format) = (true, format);
     }
 
     /// An array that holds poison until the op writes it.
@@ -204,7 +245,7 @@ impl Host {
         a.row_stride += gap;
     }
 
-    /// Makes these arrays column ranges of one matrix, `gap` columns left over behind them.
+    /// Makes these arrays column ranges of one matrix, with `gap` unused columns after them.
     pub fn join(&mut self, names: &[&str], gap: usize) {
         let first = self.index(names[0]);
         let width: usize = names.iter().map(|n| self.arrays[self.index(n)].row_len()).sum();
@@ -236,16 +277,31 @@ impl Host {
     /// Values of a float array, row after row.
     pub fn get(&self, name: &str) -> &[f32] {
         match &self.array(name).data {
-            Data::Float(v) => v,
+            Data::Float(v) | Data::Codes(_, v) => v,
             Data::Int(_) => panic!("{name} holds integers"),
         }
+    }
+
+    /// Values of a float array as products see them: every 32 of a row are integers of -127 to 127 times a scale, where the
+    /// device rounds them so.
+    pub fn factors(&self, name: &str) -> Vec<f32> {
+        let mut x = self.get(name).to_vec();
+        if self.int8 {
+            for group in x.chunks_mut(32) {
+                let most = group.iter().fold(0f32, |most, x| most.max(x.abs()));
+                let inverse = if most > 0.0 { 127.0 / most } else { 0.0 };
+                let scale = f64::from(most / 127.0);
+                group.iter_mut().for_each(|x| *x = (scale * f64::from((*x * inverse).round_ties_even())) as f32);
+            }
+        }
+        x
     }
 
     /// Values of an integer array.
     pub fn ints(&self, name: &str) -> &[u32] {
         match &self.array(name).data {
             Data::Int(v) => v,
-            Data::Float(_) => panic!("{name} holds floats"),
+            Data::Float(_) | Data::Codes(..) => panic!("{name} holds floats"),
         }
     }
 
@@ -289,6 +345,11 @@ impl<Buf: Clone> Bound<'_, Buf> {
         t
     }
 
+    /// A row block of a weight.
+    pub fn block(&self, name: &str, col: usize) -> RowBlock<Buf> {
+        RowBlock { w: self.t(name), format: self.host.array(name).format, col }
+    }
+
     pub fn opt(&self, name: &str) -> Option<Tensor<Buf>> {
         self.host.has(name).then(|| self.t(name))
     }
@@ -312,7 +373,7 @@ impl Rng {
         Self { state, blank: false }
     }
 
-    /// Vectors of zeros, which take no time to make: for what depends on shapes only.
+    /// Vectors of zeros, which are fast to make: for everything that depends on shapes only.
     pub fn blank(name: &str) -> Self {
         Self { blank: true, ..Self::new(name) }
     }

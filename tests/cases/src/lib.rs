@@ -8,6 +8,7 @@ mod activation;
 mod attention;
 mod batch;
 mod chain;
+mod codes;
 mod conv1d;
 mod embed;
 mod expert_matmul;
@@ -17,6 +18,7 @@ mod matmul;
 mod rms_norm;
 mod rope_kv;
 mod route;
+mod rules;
 mod run;
 mod sample;
 mod selective_scan;
@@ -31,6 +33,7 @@ pub use run::{OpReport, run_all};
 
 use host::{Bound, Host, Rng, Wants};
 use selkie_core::backend::Handle;
+use selkie_core::format::Format;
 use selkie_core::ops::{Act, Op};
 
 /// How much work a case is.
@@ -48,10 +51,12 @@ pub enum Size {
 pub struct Case {
     /// Stem of the op.
     pub op: &'static str,
-    /// What is special about the case.
+    /// The property that the case is for.
     pub name: String,
     /// How much work it is.
     pub size: Size,
+    /// Of the weight, if there is one.
+    pub format: Format,
     spec: AnySpec,
 }
 
@@ -61,10 +66,10 @@ impl Case {
         format!("{}/{}", self.op, self.name)
     }
 
-    /// The op over handles without bytes behind them: for what depends on shapes only, on f32 activations and states.
+    /// The op over handles without memory: for everything that depends on shapes only, with f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
         let d = selkie_core::tensor::DType::F32;
-        let dtypes = Dtypes { act: d, products: d, kv: d, conv: d, state: d };
+        let dtypes = Dtypes { act: d, products: d, int8: false, kv: d, conv: d, state: d };
         let host = self.spec.host(&dtypes, &mut Rng::blank(&self.id()));
         let handle = |(id, bytes): (usize, usize)| Some(Plain { id, bytes: bytes as u64 });
         let bufs = host.sizes().into_iter().enumerate().map(handle).collect();
@@ -92,7 +97,7 @@ impl Handle for Plain {
 pub fn all() -> Vec<Case> {
     let mut t = Table { op: "", cases: vec![] };
     type Fill = fn(&mut Table);
-    let ops: [(&'static str, Fill); 13] = [
+    let ops: [(&'static str, Fill); 15] = [
         ("embed", embed::cases),
         ("gather", embed::gather),
         ("rms_norm", rms_norm::cases),
@@ -106,6 +111,8 @@ pub fn all() -> Vec<Case> {
         ("route", route::cases),
         ("expert_matmul", expert_matmul::cases),
         ("sample", sample::cases),
+        ("adjust", rules::adjust),
+        ("logprobs", rules::logprobs),
     ];
     for (op, cases) in ops {
         t.op = op;
@@ -114,7 +121,7 @@ pub fn all() -> Vec<Case> {
     t.cases
 }
 
-/// What a file of cases provides for its op.
+/// A case's arguments, its reference and its op.
 trait Spec {
     /// The arguments.
     fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host;
@@ -122,6 +129,10 @@ trait Spec {
     fn want(&self, h: &Host) -> Wants;
     /// The op over a device's buffers.
     fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf>;
+    /// Format of the weight, if there is one.
+    fn format(&self) -> Format {
+        Format::Plain
+    }
 }
 
 macro_rules! specs {
@@ -146,6 +157,9 @@ macro_rules! specs {
             fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
                 match self { $(Self::$name(s) => s.op(b),)* }
             }
+            fn format(&self) -> Format {
+                match self { $(Self::$name(s) => s.format(),)* }
+            }
         }
     };
 }
@@ -164,6 +178,8 @@ specs! {
     Route route::Routing,
     ExpertMatmul expert_matmul::Experts,
     Sample sample::Draw,
+    Adjust rules::Rule,
+    Logprobs rules::Report,
 }
 
 /// The table while it is being filled.
@@ -178,7 +194,8 @@ impl Table {
     }
 
     fn sized(&mut self, size: Size, name: &str, spec: impl Into<AnySpec>) {
-        self.cases.push(Case { op: self.op, name: name.into(), size, spec: spec.into() });
+        let spec = spec.into();
+        self.cases.push(Case { op: self.op, name: name.into(), size, format: spec.format(), spec });
     }
 }
 
@@ -194,7 +211,7 @@ enum Decay {
     Underflow,
     /// Some heads of each.
     Any,
-    /// Weak, but for a token now and then that leaves nothing of the state.
+    /// Weak, except for an occasional token that clears the state.
     Resets,
 }
 
@@ -264,7 +281,7 @@ fn act(f: Act, x: f64) -> f64 {
     }
 }
 
-/// Σ a b in f64; several sums, since one would wait for itself.
+/// Σ a b in f64; several partial sums, since one would be limited by latency.
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     let mut sums = [0.0; 8];
     let (mut ca, mut cb) = (a.chunks_exact(8), b.chunks_exact(8));
@@ -285,8 +302,14 @@ mod tests {
     use super::*;
     use selkie_core::tensor::DType;
 
-    pub(super) const F32: Dtypes =
-        Dtypes { act: DType::F32, products: DType::F32, kv: DType::F32, conv: DType::F32, state: DType::F32 };
+    pub(super) const F32: Dtypes = Dtypes {
+        act: DType::F32,
+        products: DType::F32,
+        int8: false,
+        kv: DType::F32,
+        conv: DType::F32,
+        state: DType::F32,
+    };
 
     pub(super) fn near(w: &Want) -> f64 {
         match w {

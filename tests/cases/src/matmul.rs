@@ -3,7 +3,8 @@
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, dot};
 use selkie_core::backend::Handle;
-use selkie_core::ops::{Matmul, Op, RowBlock, Weight};
+use selkie_core::format::Format;
+use selkie_core::ops::{Matmul, Op, Weight};
 use selkie_core::tensor::DType;
 
 #[derive(Clone)]
@@ -12,6 +13,8 @@ pub(super) struct Product {
     n: usize,
     k: usize,
     dtype: DType,
+    /// Of the weight; other than plain, whatever the dtype.
+    format: Format,
     /// Row blocks `(first column, columns)` in the order of the list; none = one block of all.
     blocks: Vec<(usize, usize)>,
     /// All blocks are parts of one buffer.
@@ -21,7 +24,7 @@ pub(super) struct Product {
     bias: bool,
     scale: f32,
     accumulate: bool,
-    /// f32 whatever the activation dtype.
+    /// f32 with every activation dtype.
     out_f32: bool,
     /// Gaps between the rows of x and out, and of the weight.
     views: bool,
@@ -35,14 +38,17 @@ impl Product {
 
 impl Spec for Product {
     fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
-        let mut h = Host::default();
+        let mut h = Host { int8: d.int8 && self.format.is_integer(), ..Host::default() };
         h.float("x", d.act, &[self.m, self.k], rng.vec(self.m * self.k, 1.0));
         let blocks = self.blocks();
         let scale = 1.0 / (self.k as f32).sqrt();
         let mut lead = 0;
         for (i, &(_, n)) in blocks.iter().enumerate() {
             let name = format!("w{i}");
-            h.weight(&name, self.dtype, &[n, self.k], rng.vec(n * self.k, scale));
+            match self.format {
+                Format::Plain => h.weight(&name, self.dtype, &[n, self.k], rng.vec(n * self.k, scale)),
+                coded => h.codes(&name, coded, &[n, self.k], 1.7 * scale, rng),
+            }
             if self.one_buffer {
                 h.share(&name, "w0", lead);
                 lead += n * self.k;
@@ -70,7 +76,7 @@ impl Spec for Product {
     }
 
     fn want(&self, h: &Host) -> Wants {
-        let (x, before) = (h.get("x"), h.get("out"));
+        let (x, before) = (h.factors("x"), h.get("out"));
         let mut out = vec![Want::Keep; self.m * self.n];
         for (i, (col, n)) in self.blocks().into_iter().enumerate() {
             let w = h.get(&format!("w{i}"));
@@ -94,8 +100,12 @@ impl Spec for Product {
         vec![("out", out)]
     }
 
+    fn format(&self) -> Format {
+        self.format
+    }
+
     fn op<Buf: Handle>(&self, b: &Bound<Buf>) -> Op<Buf> {
-        let block = |(i, (col, _))| RowBlock { w: b.t(&format!("w{i}")), col };
+        let block = |(i, (col, _))| b.block(&format!("w{i}"), col);
         let blocks = self.blocks().into_iter().enumerate().map(block).collect();
         Matmul {
             x: b.t("x"),
@@ -116,6 +126,7 @@ pub(super) fn cases(to: &mut Table) {
         n: 36,
         k: 64,
         dtype: DType::Bf16,
+        format: Format::Plain,
         blocks: vec![],
         one_buffer: false,
         columns: false,
@@ -131,10 +142,20 @@ pub(super) fn cases(to: &mut Table) {
             to.add(&format!("{name} weight, {m} rows"), Product { dtype, m, ..base.clone() });
         }
     }
+    // Rows of three blocks of the longest kind: none begins at a word where blocks are not whole words.
+    for format in Format::CODED.into_iter().chain(Format::SCALED) {
+        let coded = Product { format, k: 768, n: 37, ..base.clone() };
+        for m in [1, 5, 70] {
+            to.add(&format!("{} weight, {m} rows", format.name()), Product { m, ..coded.clone() });
+        }
+        let all = Product { columns: true, scale: 0.22, bias: true, accumulate: true, ..coded };
+        let all = Product { blocks: vec![(30, 7), (0, 4), (4, 26)], ..all };
+        to.add(&format!("{} weight, factors of columns, scale, bias, residual, row blocks", format.name()), all);
+    }
     for m in [1, 2, 3, 4, 8, 16, 33, 64, 130] {
         to.add(&format!("{m} rows"), Product { m, ..base.clone() });
     }
-    // A kernel for few rows that keeps x in shared memory is tightest at small inner dimensions.
+    // The skinny kernels keep x in shared memory, which is tightest at small inner dimensions.
     for k in [256, 512, 768, 1024, 1544] {
         for m in [3, 6, 8] {
             to.add(&format!("few rows, {m} x {k}"), Product { m, k, ..base.clone() });
@@ -162,7 +183,7 @@ pub(super) fn cases(to: &mut Table) {
     to.add("130 x 4100 x 64", Product { m: 130, n: 4100, ..base.clone() });
     let wide = Product { m: 67, n: 132, k: 196, ..base.clone() };
     to.add("67 x 132 x 196", wide.clone());
-    // Kernels that go over the inner dimension in slices may take whole ones only.
+    // Kernels that take the inner dimension in slices may require whole slices.
     let slices = Product { k: 192, ..wide.clone() };
     let kinds = [("one row", Product { m: 1, ..base.clone() }), ("many rows", wide), ("many rows, slices", slices)];
     for (name, base) in kinds {
@@ -190,7 +211,7 @@ pub(super) fn cases(to: &mut Table) {
         let odd = vec![(0, 3), (3, 1), (4, n - 4)];
         to.add(&format!("odd row blocks, {name}"), Product { blocks: odd, dtype: DType::F32, ..base });
     }
-    // Kernels may cut a long inner dimension into parts where there is little else to share out.
+    // Kernels may split a long inner dimension where there are few tiles.
     let long = Product { m: 67, n: 132, k: 4128, ..base.clone() };
     to.add("67 x 132 x 4128", long.clone());
     let all = Product { scale: 0.22, bias: true, accumulate: true, views: true, ..long };
@@ -221,7 +242,7 @@ pub(super) fn cases(to: &mut Table) {
             Product { m, n: 4096, k: 21504, accumulate: true, ..base.clone() },
         );
     }
-    // Long enough for a kernel that every warp streams rows of W for by itself.
+    // Long enough for the kernel in which every warp streams its own rows of W.
     let all = Product { m: 2, columns: true, scale: 0.22, bias: true, accumulate: true, ..base.clone() };
     to.sized(Size::Bench, "2 x 18560 x 4096", Product { n: 18560, k: 4096, ..all.clone() });
     to.sized(Size::Bench, "2 x 36000 x 768", Product { n: 36000, k: 768, ..all.clone() });
@@ -229,7 +250,7 @@ pub(super) fn cases(to: &mut Table) {
     to.sized(Size::Bench, "2 x 4480 x 15680", Product { n: 4480, k: 15680, ..all.clone() });
     // So long that the warps of a block share its rows.
     to.sized(Size::Bench, "2 x 4300 x 16392", Product { n: 4300, k: 16392, ..all.clone() });
-    // Longer still: little of a row, or none of a shared one, fits beside x.
+    // Longer still: little of a row, or nothing of a shared one, fits into shared memory with x.
     to.sized(Size::Bench, "1 x 2740 x 24840", Product { m: 1, n: 2740, k: 24840, ..all.clone() });
     to.sized(Size::Bench, "2 x 2740 x 30728", Product { n: 2740, k: 30728, ..all.clone() });
     // Short, but dealt row by row.
@@ -245,6 +266,26 @@ pub(super) fn cases(to: &mut Table) {
 mod tests {
     use super::*;
 
+    /// The error of rounding activations itself: what is off, squared, over what is there.
+    #[test]
+    fn eight_bits_are_within_their_error() {
+        let mut worst = 0f64;
+        for case in crate::all().into_iter().filter(|c| c.size == Size::Small && c.format.is_integer()) {
+            let sums = |int8: bool| -> Vec<f64> {
+                let host = case.spec.host(&Dtypes { int8, ..crate::tests::F32 }, &mut Rng::new(&case.id()));
+                let wants = case.spec.want(&host);
+                let near = wants.iter().flat_map(|(_, w)| w);
+                near.filter_map(|w| if let Want::Near(v) = w { Some(*v) } else { None }).collect()
+            };
+            let (rounded, exact) = (sums(true), sums(false));
+            let off: f64 = rounded.iter().zip(&exact).map(|(a, b)| (a - b).powi(2)).sum();
+            let nmse = off / exact.iter().map(|x| x * x).sum::<f64>();
+            assert!(nmse <= 1e-4 && (nmse > 0.0 || case.op == "embed"), "{}: NMSE {nmse:e}", case.id());
+            worst = worst.max(nmse);
+        }
+        println!("activations of 8 bits: largest NMSE {worst:.1e}");
+    }
+
     #[test]
     fn hand_computed_blocks() {
         let spec = Product {
@@ -252,6 +293,7 @@ mod tests {
             n: 2,
             k: 2,
             dtype: DType::F32,
+            format: Format::Plain,
             blocks: vec![(1, 1), (0, 1)],
             one_buffer: false,
             columns: false,

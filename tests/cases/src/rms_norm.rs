@@ -16,7 +16,7 @@ pub(super) struct Norm {
     add: Option<f32>,
     /// The activation, and whether the gate comes before the norm.
     gate: Option<(Act, bool)>,
-    /// The norm is added to what `out` holds.
+    /// The norm is added to `out`.
     accumulate: bool,
     eps: f32,
     rms: f32,

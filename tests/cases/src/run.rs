@@ -1,4 +1,4 @@
-//! Runs a case on a backend and compares what it left with what the contract says.
+//! Runs a case on a backend and compares the result with the contract.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use selkie_core::tensor::{DType, Tensor};
 
 /// Largest RMS error over RMS value, of an output or of one slot: for f32, and where activations or the array have 16
 /// bits. A single element may be off by ten times that.
-const LIMITS: [(&str, f64, f64); 13] = [
+const LIMITS: [(&str, f64, f64); 15] = [
     ("embed", 1e-6, 3e-3),
     ("gather", 0.0, 0.0),
     ("rms_norm", 1e-5, 1e-2),
@@ -28,6 +28,8 @@ const LIMITS: [(&str, f64, f64); 13] = [
     ("route", 1e-5, 1e-5),
     ("expert_matmul", 1e-5, 1e-2),
     ("sample", 0.0, 0.0),
+    ("adjust", 1e-6, 1e-6),
+    ("logprobs", 1e-5, 1e-5),
 ];
 /// Error of a single element over the RMS value plus its own, in units of the op's limit.
 const ELEMENT: f64 = 10.0;
@@ -47,7 +49,7 @@ pub struct Check {
     pub ratio: f64,
     /// Largest error of an element over the RMS value plus its own.
     pub element: f64,
-    /// What `ratio` may be; `element` may be ten times that.
+    /// Limit of `ratio`; that of `element` is ten times as large.
     pub limit: f64,
 }
 
@@ -58,12 +60,12 @@ impl Check {
     }
 }
 
-/// What a run of a case showed.
+/// The result of running a case.
 #[derive(Clone, Debug, Default)]
 pub struct CaseReport {
     /// Errors, one per output and written slot.
     pub checks: Vec<Check>,
-    /// What is wrong, for people; empty if the case passed.
+    /// Failures as text; empty if the case passed.
     pub failures: Vec<String>,
 }
 
@@ -258,15 +260,15 @@ impl<B: Backend> Loaded<B> {
 }
 
 /// Runs `case` once, compares, and replays it twice from the restored buffers: the bits must be the same. A device that
-/// uses weights where they lie in a file does so once more, at an odd address.
+/// reads weights in place in a file runs it once more, with weights at an odd address.
 ///
 /// # Errors
-/// Those of the backend; a wrong result is no error but a failure in the report.
+/// Those of the backend; a wrong result is not an error but a failure in the report.
 pub async fn run<B: Backend>(backend: &B, case: &Case) -> Result<CaseReport> {
     run_prepared(backend, case, Prepared::new(case, backend.caps().into())).await
 }
 
-/// How the cases of one op went.
+/// Results of the cases of one op.
 #[cfg(not(target_arch = "wasm32"))]
 #[derive(Clone, Debug, Default)]
 pub struct OpReport {
@@ -279,7 +281,7 @@ pub struct OpReport {
 /// Runs `cases` with these dtypes, for which the references are computed on all threads.
 ///
 /// # Errors
-/// Those of the backend; a wrong result is none.
+/// Those of the backend; a wrong result is not an error.
 #[cfg(not(target_arch = "wasm32"))]
 pub async fn run_all<B: Backend>(backend: &B, cases: &[Case], dtypes: Dtypes) -> Result<OpReport> {
     use rayon::prelude::*;
@@ -345,14 +347,20 @@ mod tests {
     use crate::all;
     use crate::tests::F32;
 
-    const BF16: Dtypes =
-        Dtypes { act: DType::Bf16, products: DType::Bf16, kv: DType::Bf16, conv: DType::Bf16, state: DType::F32 };
+    const BF16: Dtypes = Dtypes {
+        act: DType::Bf16,
+        products: DType::Bf16,
+        int8: false,
+        kv: DType::Bf16,
+        conv: DType::Bf16,
+        state: DType::F32,
+    };
 
     fn find(id: &str) -> Case {
         all().into_iter().find(|c| c.id() == id).unwrap_or_else(|| panic!("no case {id}"))
     }
 
-    /// What a perfect device leaves behind.
+    /// The buffers after a perfect device.
     fn ideal(p: &Prepared) -> Vec<Vec<u8>> {
         let mut out = p.images.clone();
         for (name, want) in &p.wants {
@@ -414,7 +422,7 @@ mod tests {
                 let wrong = spoiled(&id, "pool", |a, _, got| a.set(slot * len, 1.0 + a.read(slot * len, got), got));
                 assert!(!wrong.ok(), "{id}: slot {slot} is wrong");
             }
-            // To another slot than asked for; to slot 0; to an unused slot; to a src that must be kept.
+            // Written to another slot than requested, to slot 0, to an unused slot, or to a src that must be kept.
             for slot in [0, 2, 4, 12] {
                 let other = spoiled(&id, "pool", |a, _, got| a.set(slot * len + 1, 0.5, got));
                 assert!(!other.ok(), "{id}: slot {slot} was written");

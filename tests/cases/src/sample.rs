@@ -35,8 +35,8 @@ pub(super) struct Draw {
     /// Logits are multiples of this, so that many are equal; 0 = all different.
     step: f32,
     rms: f32,
-    /// What is wrong with output `o` is byte `o % len`: `n` every logit is NaN, `-` minus infinity, `m` one or the other, `+` one is
-    /// plus infinity, `s` only every seventh is a number, anything else nothing.
+    /// Byte `o % len` says how the logits of output `o` are damaged: `n` all NaN, `-` all minus infinity, `m` one or
+    /// the other, `+` one is plus infinity, `s` only every seventh is a number; anything else: not at all.
     damage: &'static [u8],
 }
 
@@ -81,8 +81,8 @@ fn uniform(seed: u64, position: u32) -> f64 {
     f64::from(finish(h) >> 8) / f64::from(1 << 24)
 }
 
-/// Makes the logits of an output what `damage` says, see [`Draw`].
-fn spoil(logits: &mut [f32], damage: u8) {
+/// Damages the logits of an output, see [`Draw`].
+pub(super) fn spoil(logits: &mut [f32], damage: u8) {
     let half = logits.len() / 2;
     for (id, x) in logits.iter_mut().enumerate() {
         *x = match damage {
@@ -160,7 +160,7 @@ fn choose(logits: &[f32], seen: &[u32], p: Params, position: u32) -> Option<u32>
         let before = sum;
         sum += w;
         if sum > target {
-            // At the very ends nobody can be on the other side.
+            // At the ends no rounding can change the choice.
             sure &= target - before > MARGIN * total || before == 0.0;
             sure &= sum - target > MARGIN * total;
             return sure.then_some(id as u32);
@@ -212,7 +212,8 @@ impl Spec for Draw {
             let position = tables.position(t) as u32 + 1;
             let id = choose(&h.get("logits")[o * v..(o + 1) * v], bits, p, position);
             ids[o] = id.map_or(Want::Any, |id| Want::Exact(id.into()));
-            // Which of several outputs of a lane is the last one, and whether the bits of all are wanted, is the caller's affair.
+            // If a lane has several outputs, the caller decides which one is the last and whether the bits of all are
+            // wanted.
             let alone = self.lanes.iter().filter(|&&l| l as usize == lane).count() == 1;
             match id.filter(|_| alone) {
                 Some(id) => {
@@ -298,7 +299,7 @@ fn table() -> Vec<(String, Size, Draw)> {
     let narrow = Params { top_k: 20, top_p: 0.9, min_p: 0.02, ..WARM };
     add("damaged logits, all of it", Draw { params: vec![narrow], damage: b"n-m+", ..damaged });
     add("a rule per lane", Draw { params: vec![GREEDY, WARM, top_k, Params { top_p: 0.5, ..WARM }], ..warm.clone() });
-    // More than one id per thread of a workgroup, and more than one workgroup searches alone.
+    // More than one id per thread of a workgroup, and more ids than one workgroup searches alone.
     for (vocab, rms) in [(1003, 2.0), (9001, 3.0)] {
         let spec = Draw { vocab, rms, ..warm.clone() };
         add(&format!("vocabulary of {vocab}, temperature"), spec.clone());
@@ -349,7 +350,7 @@ mod tests {
         for p in [Params { top_k: 1, ..WARM }, Params { top_p: 0.2, ..WARM }, Params { min_p: 0.9, ..WARM }] {
             assert_eq!(only(p), Some(3));
         }
-        // 3 / 2 and 1: seen tokens 3 and 1 fall behind 2 only for a penalty above 3.
+        // 3 / 2 and 1: seen tokens 3 and 1 are below 2 only for a penalty above 3.
         assert_eq!(choose(&logits, &[0b1010], Params { penalty: 4.0, ..GREEDY }, 7), Some(2));
     }
 }

@@ -1,6 +1,6 @@
 //! Cases of `selective_scan`.
 
-use super::batch::{Batch, Tables, cut, row, stateful};
+use super::batch::{Batch, Tables, cut, find, row, stateful};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Decay, Size, Spec, Table, softplus};
 use selkie_core::backend::Handle;
@@ -171,7 +171,35 @@ pub(super) fn cases(to: &mut Table) {
     for (name, decay) in Decay::ALL {
         to.sized(Size::Large, &format!("p 64, n 128, {name}"), Scan { decay, ..common.clone() });
     }
-    to.sized(Size::Large, "p 128, n 256", Scan { layer_heads: 2, heads: 2, p: 128, n: 256, groups: 1, ..base.clone() });
+    // Falcon-H1 has states of 256, in heads of 128 or 64.
+    for (p, heads) in [(128, 1), (64, 2)] {
+        let falcon = Scan { layer_heads: heads, heads, p, n: 256, groups: 1, ..base.clone() };
+        to.add(&format!("p {p}, n 256, captures"), Scan { batch: find("captures"), ..falcon.clone() });
+        for name in ["decode of 8 rows", "verification of 3 rows", "63 tokens", "long rows", "padding"] {
+            let batch = find(name);
+            to.sized(Size::Large, &format!("p {p}, n 256, {name}"), Scan { batch, views: true, ..falcon.clone() });
+        }
+        for (name, decay) in Decay::ALL {
+            to.sized(Size::Large, &format!("p {p}, n 256, {name}"), Scan { decay, ..falcon.clone() });
+        }
+    }
+    let block =
+        Scan { layer_heads: 12, first_head: 5, heads: 4, p: 32, n: 256, groups: 3, views: true, ..base.clone() };
+    to.add("p 32, n 256, long rows of a block across groups", Scan { batch: find("long rows"), ..block });
+    // Widths that a device may cut into blocks of channels.
+    let wide = Scan { layer_heads: 96, heads: 96, ..channels.clone() };
+    for (name, batch) in stateful() {
+        to.sized(Size::Large, &format!("96 channels, {name}"), Scan { batch, ..wide.clone() });
+    }
+    for (name, decay) in Decay::ALL {
+        to.sized(Size::Large, &format!("96 channels, {name}"), Scan { decay, ..wide.clone() });
+    }
+    let block = Scan { layer_heads: 256, first_head: 40, heads: 128, views: true, ..wide.clone() };
+    to.sized(Size::Large, "128 of 256 channels, long rows", Scan { batch: find("long rows"), ..block });
+    to.sized(Size::Large, "96 channels, dt within limits", Scan { dt_limit: (0.2, 0.9), ..wide });
+    let batch = Batch::new(vec![cut(0, 256, 0, &[0, 1, 0, 2])]);
+    let jamba = Scan { batch, layer_heads: 8192, heads: 8192, ..channels.clone() };
+    to.sized(Size::Bench, "256 tokens, Jamba-Mini", jamba);
     to.add("p 80, n 128", Scan { layer_heads: 1, heads: 1, p: 80, n: 128, groups: 1, ..base.clone() });
     to.add("views", Scan { views: true, ..base.clone() });
     to.add("last block of heads", Scan { layer_heads: 12, first_head: 8, heads: 4, groups: 3, ..base.clone() });
@@ -183,20 +211,23 @@ pub(super) fn cases(to: &mut Table) {
     }
     to.add("per channel, a block", Scan { layer_heads: 64, first_head: 40, views: true, ..channels.clone() });
     to.add("per channel, n 4", Scan { n: 4, ..channels.clone() });
+    // Falcon-Mamba and Jamba.
+    let wide = Scan { layer_heads: 8192, heads: 8192, views: true, ..channels.clone() };
+    for name in ["decode in place", "short chunks"] {
+        to.add(&format!("per channel, 8192 channels, {name}"), Scan { batch: find(name), ..wide.clone() });
+    }
+    let batch = Batch::new(vec![cut(37, 43, 1, &[2, 3])]);
+    to.sized(Size::Large, "per channel, 8192 channels, 43 tokens", Scan { batch, ..wide });
     let nemotron = Scan { layer_heads: 128, heads: 128, p: 64, n: 128, groups: 8, views: true, ..base };
     let rows = |n: u32| Batch::new((0..n).map(|i| row(70, &[(1, i + 1, i + 1)])).collect());
     for n in [1, 8] {
         to.sized(Size::Bench, &format!("decode of {n}, Nemotron-H-8B"), Scan { batch: rows(n), ..nemotron.clone() });
     }
-    // A device may take many heads another way than few.
+    // A device may use different kernels for many heads and for few.
     let batch = find("verification of 3 rows").padded();
     to.sized(Size::Bench, "verification of 3 rows, Nemotron-H-8B", Scan { batch, ..nemotron.clone() });
     let batch = Batch::new(vec![cut(0, 256, 0, &[0, 1, 0, 2])]);
     to.sized(Size::Bench, "256 tokens, Nemotron-H-8B", Scan { batch, ..nemotron });
-}
-
-fn find(name: &str) -> Batch {
-    stateful().into_iter().find(|(n, _)| *n == name).expect("a batch of that name").1
 }
 
 #[cfg(test)]

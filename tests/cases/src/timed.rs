@@ -1,12 +1,12 @@
-//! Shapes of published models at full size, for timing: one definition for every backend. The cases say whether an op is
-//! right, these say how fast it is.
+//! Shapes of published models at full size, for timing: one definition for every backend. The cases check that an op is
+//! right, these shapes measure its speed.
 
 use std::cell::Cell;
 
 use selkie_core::{
     Error, Result,
     backend::{Backend, Handle},
-    ops::{Act, Attention, Conv1d, Cost, GatedDelta, KvPool, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
+    ops::{Act, Attention, Conv1d, GatedDelta, KvPool, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
     step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
@@ -16,7 +16,7 @@ use selkie_core::{
 pub struct Shape {
     /// Stem of the op.
     pub op: &'static str,
-    /// What is special about the shape.
+    /// The property that the shape is for.
     pub name: String,
     /// Dtype of the recurrent states, if it is not the backend's own.
     pub state: Option<DType>,
@@ -25,11 +25,16 @@ pub struct Shape {
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
-    /// Rows of tokens, from an own slot each.
-    Scan(Batch),
-    Delta(Batch),
-    Conv(Batch),
-    Attention(Batch),
+    /// Rows of tokens, from an own slot each. Heads, P, N, groups.
+    Scan(Batch, [usize; 4]),
+    /// Channels, N of Mamba-1.
+    Channels(Batch, [usize; 2]),
+    /// Key heads, value heads, dk, dv.
+    Delta(Batch, [usize; 4]),
+    /// Channels, taps.
+    Conv(Batch, [usize; 2], Act),
+    /// Query heads, KV heads, head dim.
+    Attention(Batch, [usize; 3]),
     /// Rows of x, of w, and their length.
     Matmul([usize; 3]),
 }
@@ -47,31 +52,52 @@ enum Batch {
 pub struct Timed<Buf> {
     /// The op, with arguments that hold random numbers.
     pub op: Op<Buf>,
-    /// Bytes that must move, each once, and operations. Recurrent states count as read and written.
-    pub cost: Cost,
+    /// Bytes that must move, each once. Recurrent states count as read and written.
+    pub bytes: u64,
+    /// Operations.
+    pub flops: u64,
 }
 
-/// All shapes, op by op. Mamba-2 and attention as in Nemotron-H-8B, the delta rule as in Qwen3-Next.
+/// All shapes, op by op. Mamba-2 and attention as in Nemotron-H-8B, the delta rule as in Qwen3-Next, unless a model is named.
 pub fn shapes() -> Vec<Shape> {
     let mut all = Vec::new();
     let mut add = |op, name: String, kind| all.push(Shape { op, name, state: None, kind });
+    let decode = |rows| Batch::Decode { rows, position: 70 };
+    let prefill = |rows, tokens| Batch::Prefill { rows, tokens };
+    let (scan, delta, conv, attention) = ([128, 64, 128, 8], [16, 32, 128, 128], [10_240, 4], [32, 8, 128]);
     for rows in [1, 8, 64, 256] {
-        add("selective_scan", format!("decode of {rows}"), Kind::Scan(Batch::Decode { rows, position: 70 }));
+        add("selective_scan", format!("decode of {rows}"), Kind::Scan(decode(rows), scan));
     }
     for tokens in [2048, 8192, 32_768] {
-        add("selective_scan", format!("prefill of {tokens}"), Kind::Scan(Batch::Prefill { rows: 1, tokens }));
-    }
-    for rows in [1, 8, 64, 256] {
-        add("gated_delta", format!("decode of {rows}"), Kind::Delta(Batch::Decode { rows, position: 70 }));
-    }
-    for (rows, tokens) in [(1, 2048), (1, 8192), (1, 32_768), (8, 4096)] {
-        add("gated_delta", format!("prefill of {rows} x {tokens}"), Kind::Delta(Batch::Prefill { rows, tokens }));
+        add("selective_scan", format!("prefill of {tokens}"), Kind::Scan(prefill(1, tokens), scan));
     }
     for tokens in [2048, 8192] {
-        add("conv1d", format!("prefill of {tokens}"), Kind::Conv(Batch::Prefill { rows: 1, tokens }));
+        let (falcon, jamba) = ([24, 128, 256, 1], [8192, 16]);
+        add("selective_scan", format!("prefill of {tokens}, Falcon-H1-7B"), Kind::Scan(prefill(1, tokens), falcon));
+        add("selective_scan", format!("prefill of {tokens}, Jamba-Mini"), Kind::Channels(prefill(1, tokens), jamba));
+    }
+    for rows in [1, 8, 64, 256] {
+        add("gated_delta", format!("decode of {rows}"), Kind::Delta(decode(rows), delta));
+    }
+    for (rows, tokens) in [(1, 2048), (1, 8192), (1, 32_768), (8, 4096)] {
+        add("gated_delta", format!("prefill of {rows} x {tokens}"), Kind::Delta(prefill(rows, tokens), delta));
+    }
+    for tokens in [2048, 8192] {
+        let name = format!("prefill of {tokens}, Olmo-Hybrid-7B");
+        add("gated_delta", name, Kind::Delta(prefill(1, tokens), [30, 30, 96, 192]));
+    }
+    for tokens in [2048, 8192] {
+        add("conv1d", format!("prefill of {tokens}"), Kind::Conv(prefill(1, tokens), conv, Act::Silu));
+    }
+    for tokens in [2048, 8192] {
+        add(
+            "conv1d",
+            format!("prefill of {tokens}, LFM2-1.2B"),
+            Kind::Conv(prefill(1, tokens), [2048, 3], Act::Identity),
+        );
     }
     for rows in [1, 64] {
-        add("conv1d", format!("decode of {rows}"), Kind::Conv(Batch::Decode { rows, position: 70 }));
+        add("conv1d", format!("decode of {rows}"), Kind::Conv(decode(rows), conv, Act::Silu));
     }
     for (n, k) in [(18_560, 4096), (21_504, 4096), (4096, 21_504), (131_072, 4096), (4096, 8192)] {
         for m in [1, 8, 64] {
@@ -86,10 +112,14 @@ pub fn shapes() -> Vec<Shape> {
     }
     for (rows, context) in [(1, 4096), (1, 32_768), (64, 4096)] {
         let batch = Batch::Decode { rows, position: context - 1 };
-        add("attention", format!("decode of {rows} at {context}"), Kind::Attention(batch));
+        add("attention", format!("decode of {rows} at {context}"), Kind::Attention(batch, attention));
     }
     for tokens in [2048, 8192] {
-        add("attention", format!("prefill of {tokens}"), Kind::Attention(Batch::Prefill { rows: 1, tokens }));
+        add("attention", format!("prefill of {tokens}"), Kind::Attention(prefill(1, tokens), attention));
+    }
+    for tokens in [2048, 8192] {
+        let name = format!("prefill of {tokens}, Qwen3.5-9B");
+        add("attention", name, Kind::Attention(prefill(1, tokens), [16, 4, 256]));
     }
     all
 }
@@ -103,7 +133,7 @@ impl Shape {
     /// The shape with recurrent states of another dtype, if it has some.
     pub fn with_state(&self, state: DType) -> Option<Self> {
         let name = format!("{}, {} state", self.name, format!("{state:?}").to_lowercase());
-        let recurrent = matches!(self.kind, Kind::Scan(_) | Kind::Delta(_));
+        let recurrent = matches!(self.kind, Kind::Scan(..) | Kind::Channels(..) | Kind::Delta(..));
         recurrent.then(|| Self { name, state: Some(state), ..self.clone() })
     }
 
@@ -115,10 +145,11 @@ impl Shape {
         let d = Device { backend, seed: Cell::new(1) };
         let state = self.state.unwrap_or(backend.caps().state);
         let timed = match self.kind {
-            Kind::Scan(batch) => d.scan(batch, state)?,
-            Kind::Delta(batch) => d.delta(batch, state)?,
-            Kind::Conv(batch) => d.conv(batch)?,
-            Kind::Attention(batch) => d.attention(batch)?,
+            Kind::Scan(batch, sizes) => d.scan(batch, sizes, state)?,
+            Kind::Channels(batch, sizes) => d.channels(batch, sizes, state)?,
+            Kind::Delta(batch, sizes) => d.delta(batch, sizes, state)?,
+            Kind::Conv(batch, sizes, act) => d.conv(batch, sizes, act)?,
+            Kind::Attention(batch, sizes) => d.attention(batch, sizes)?,
             Kind::Matmul(shape) => d.matmul(shape)?,
         };
         timed.op.check();
@@ -132,7 +163,7 @@ impl Batch {
         let one = |i: u32, first_position: usize, tokens: usize| {
             let chunks = tokens.div_ceil(PAGE) as u32;
             let pages = (first_position + tokens).div_ceil(PAGE) as u32;
-            // A prefill starts from nothing, a decoded token in place; either leaves its state in an own slot.
+            // A prefill starts from slot 0, a decoded token in place. Both leave their state in a slot of their own.
             let slot = i + 1;
             let src = if first_position == 0 { 0 } else { slot };
             let chunk = |c: u32| Chunk {
@@ -210,8 +241,7 @@ impl<B: Backend> Device<'_, B> {
         Ok(Step::new(buf, bucket))
     }
 
-    fn scan(&self, batch: Batch, state: DType) -> Result<Timed<B::Buf>> {
-        let (h, p, n, g) = (128, 64, 128, 8);
+    fn scan(&self, batch: Batch, [h, p, n, g]: [usize; 4], state: DType) -> Result<Timed<B::Buf>> {
         let (step, rows) = (self.step(batch)?, batch.count());
         let t = step.bucket.tokens;
         let x = self.act(&[t, h * p + 2 * g * n])?;
@@ -234,49 +264,70 @@ impl<B: Backend> Device<'_, B> {
         Ok(timed(op, bytes, t * h * p * n * 6))
     }
 
-    fn delta(&self, batch: Batch, state: DType) -> Result<Timed<B::Buf>> {
-        let (hk, hv, d) = (16, 32, 128);
+    fn channels(&self, batch: Batch, [c, n]: [usize; 2], state: DType) -> Result<Timed<B::Buf>> {
         let (step, rows) = (self.step(batch)?, batch.count());
         let t = step.bucket.tokens;
-        let x = self.act(&[t, 2 * hk * d + hv * d])?;
+        let both = self.act(&[t, 2 * n])?;
+        let mut par = vec![-2.0; n];
+        par.extend([1.0, -3.5]);
+        let op = SelectiveScan {
+            step,
+            x: self.act(&[t, c])?,
+            b: both.cols(0, n),
+            c: both.cols(n, n),
+            dt: self.act(&[t, c])?,
+            par: self.constants(&par, c)?,
+            pool: self.random(state, &[rows + 1, c, 1, n], 1.0)?,
+            y: self.act(&[t, c])?,
+            form: ScanForm::PerChannel,
+            heads_per_group: c,
+            first_head: 0,
+            dt_limit: (0.0, f32::INFINITY),
+        };
+        let bytes = 2 * rows * c * n * state.bytes() + t * (3 * c + 2 * n) * op.x.dtype.bytes();
+        Ok(timed(op, bytes, t * c * n * 6))
+    }
+
+    fn delta(&self, batch: Batch, [hk, hv, dk, dv]: [usize; 4], state: DType) -> Result<Timed<B::Buf>> {
+        let (step, rows) = (self.step(batch)?, batch.count());
+        let t = step.bucket.tokens;
+        let x = self.act(&[t, 2 * hk * dk + hv * dv])?;
         let op = GatedDelta {
             step,
-            q: x.cols(0, hk * d),
-            k: x.cols(hk * d, hk * d),
-            v: x.cols(2 * hk * d, hv * d),
+            q: x.cols(0, hk * dk),
+            k: x.cols(hk * dk, hk * dk),
+            v: x.cols(2 * hk * dk, hv * dv),
             a: self.act(&[t, hv])?,
             b: self.act(&[t, hv])?,
             par: self.constants(&[-1.0, -1.0], hv)?,
-            pool: self.random(state, &[rows + 1, hv, d, d], 1.0)?,
-            out: self.act(&[t, hv * d])?,
+            pool: self.random(state, &[rows + 1, hv, dk, dv], 1.0)?,
+            out: self.act(&[t, hv * dv])?,
             heads_per_key: hv / hk,
             first_head: 0,
             beta_scale: 1.0,
         };
         let act = op.q.dtype.bytes();
-        let bytes = 2 * rows * hv * d * d * state.bytes() + t * (2 * hk * d + 2 * hv * d) * act;
-        Ok(timed(op, bytes, t * hv * d * d * 8))
+        let bytes = 2 * rows * hv * dk * dv * state.bytes() + t * (2 * hk * dk + 2 * hv * dv) * act;
+        Ok(timed(op, bytes, t * hv * dk * dv * 8))
     }
 
-    fn conv(&self, batch: Batch) -> Result<Timed<B::Buf>> {
-        let c = 10_240;
+    fn conv(&self, batch: Batch, [c, taps]: [usize; 2], act: Act) -> Result<Timed<B::Buf>> {
         let step = self.step(batch)?;
         let t = step.bucket.tokens;
         let conv = self.backend.caps().conv;
         let op = Conv1d {
             step,
             x: self.act(&[t, c])?,
-            weight: self.random(DType::F32, &[c, 5], 0.5)?,
-            pool: self.random(conv, &[batch.count() + 1, c, 3], 1.0)?,
+            weight: self.random(DType::F32, &[c, taps + 1], 0.5)?,
+            pool: self.random(conv, &[batch.count() + 1, c, taps - 1], 1.0)?,
             out: self.act(&[t, c])?,
-            act: Act::Silu,
+            act,
         };
         let bytes = 2 * t * c * op.x.dtype.bytes();
-        Ok(timed(op, bytes, 2 * t * c * 4))
+        Ok(timed(op, bytes, 2 * t * c * taps))
     }
 
-    fn attention(&self, batch: Batch) -> Result<Timed<B::Buf>> {
-        let (h, kv, hd) = (32, 8, 128);
+    fn attention(&self, batch: Batch, [h, kv, hd]: [usize; 3]) -> Result<Timed<B::Buf>> {
         let step = self.step(batch)?;
         let (t, rows, kv_type) = (step.bucket.tokens, batch.count(), self.backend.caps().kv);
         let (keys, flops) = match batch {
@@ -295,7 +346,7 @@ impl<B: Backend> Device<'_, B> {
         let most = usize::try_from(self.backend.caps().max_binding).unwrap_or(usize::MAX) / (2 * k);
         let blocks = (0..n).step_by(most.min(n)).map(|col| {
             let w = self.random(DType::Bf16, &[most.min(n - col), k], (3.0 / k as f32).sqrt())?;
-            Ok(RowBlock { w, col })
+            Ok(RowBlock::plain(w, col))
         });
         let w = Weight { blocks: blocks.collect::<Result<_>>()?, n, k };
         let (x, out) = (self.act(&[m, k])?, self.act(&[m, n])?);
@@ -313,7 +364,7 @@ impl Batch {
 }
 
 fn timed<Buf: Handle>(op: impl Into<Op<Buf>>, bytes: usize, flops: usize) -> Timed<Buf> {
-    Timed { op: op.into(), cost: Cost { bytes: bytes as u64, flops: flops as u64 } }
+    Timed { op: op.into(), bytes: bytes as u64, flops: flops as u64 }
 }
 
 #[cfg(test)]
@@ -337,7 +388,7 @@ mod tests {
         let backend = CpuBackend::new();
         let shape = shapes().into_iter().find(|s| s.id() == "conv1d/decode of 1").unwrap();
         let timed = shape.load(&backend).unwrap();
-        assert!(timed.op.cost().bytes >= timed.cost.bytes);
+        assert!(timed.op.cost().bytes >= timed.bytes);
         backend.run(|ops| selkie_core::backend::Ops::op(ops, timed.op.clone())).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Matrix products beside the machine's own limits, as ratios of one run:
+//! Matrix products compared with the machine's own limits, as ratios of one run:
 //! `cargo run --release --manifest-path core/benches/peers/Cargo.toml`.
 
 use std::time::Instant;
@@ -40,6 +40,7 @@ fn product(isa: Isa, threads: usize, [m, n, k]: [usize; 3], dtype: DType, copies
                 bias: std::ptr::null(),
                 columns: std::ptr::null(),
                 accumulate: false,
+                int8: false,
             };
             // SAFETY: the vectors hold what the views describe.
             unsafe { matmul_on(isa, &p, threads) };

@@ -83,8 +83,9 @@ impl Case {
         let block = |row: usize, n: usize, col: usize| WeightRows {
             ptr: base.wrapping_add(row * (k + W_GAP) * self.dtype.bytes()),
             dtype: self.dtype,
+            format: Format::Plain,
             n,
-            row_stride: k + W_GAP,
+            row_bytes: (k + W_GAP) * self.dtype.bytes(),
             col,
         };
         let blocks = [block(n - split, split, 0), block(0, n - split, split)];
@@ -100,6 +101,7 @@ impl Case {
             bias: self.bias.as_ptr(),
             columns: std::ptr::null(),
             accumulate: true,
+            int8: true,
         };
         // SAFETY: the vectors hold what the views describe.
         unsafe { matmul_on(isa, &p, threads) };
@@ -171,8 +173,14 @@ fn plain_epilogue_overwrites() {
     for m in [2, 20] {
         let case = Case::new(m, 10, 33, DType::F16);
         let mut out = vec![f32::NAN; m * 10];
-        let block =
-            WeightRows { ptr: case.bytes[1..].as_ptr(), dtype: DType::F16, n: 10, row_stride: 33 + W_GAP, col: 0 };
+        let block = WeightRows {
+            ptr: case.bytes[1..].as_ptr(),
+            dtype: DType::F16,
+            format: Format::Plain,
+            n: 10,
+            row_bytes: 2 * (33 + W_GAP),
+            col: 0,
+        };
         let p = Product {
             x: case.x.as_ptr(),
             x_stride: 33 + X_GAP,
@@ -185,6 +193,7 @@ fn plain_epilogue_overwrites() {
             bias: std::ptr::null(),
             columns: std::ptr::null(),
             accumulate: false,
+            int8: false,
         };
         // SAFETY: the vectors hold what the views describe.
         unsafe { matmul(&p) };

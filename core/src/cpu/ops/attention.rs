@@ -111,8 +111,8 @@ impl Inputs<'_> {
     }
 }
 
-/// Adds the keys of one page to a running softmax. `keys` and `values` are `[n, hd]`, the first of them number `from` of
-/// the page, so that a key has the same lane whatever the query sees of the page.
+/// Adds the keys of one page to a running softmax. `keys` and `values` are `[n, hd]`. The first key is number `from` of
+/// its page, so that a key's lane does not depend on how much of the page the query sees.
 #[inline(always)]
 fn attend<S: Simd>(
     s: S,

@@ -59,7 +59,7 @@ impl Band<'_> {
         }
         let bias = gather(s, weight, K + 1, K);
         for row in self.tables.rows() {
-            // The last K inputs, oldest first; before a token is taken in, the oldest has no use.
+            // The last K inputs, oldest first. Entry 0 is unused until the current token shifts the window.
             let mut window = [s.zero(); K];
             for (i, chunk) in self.tables.chunks(row).enumerate() {
                 if i == 0

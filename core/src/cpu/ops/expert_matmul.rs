@@ -7,6 +7,7 @@ use crate::cpu::gemm::{self, Product, WeightRows};
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::view::RowBytes;
 use crate::cpu::{par, view};
+use crate::format::Products;
 use crate::ops::ExpertMatmul;
 use crate::step::NONE;
 
@@ -19,12 +20,12 @@ thread_local! {
 const TILE: usize = 8;
 
 impl ExpertMatmul<Buf> {
-    pub(super) fn run(&self) {
-        SCRATCH.with_borrow_mut(|[inputs, products]| self.grouped(inputs, products));
+    pub(super) fn run(&self, how: Products) {
+        SCRATCH.with_borrow_mut(|[inputs, products]| self.grouped(how, inputs, products));
     }
 
     /// Choices sorted by expert, one matrix product per chosen expert.
-    fn grouped(&self, inputs: &mut Vec<f32>, products: &mut Vec<f32>) {
+    fn grouped(&self, how: Products, inputs: &mut Vec<f32>, products: &mut Vec<f32>) {
         let (k, n, inner) = (self.ids.row_len(), self.out.row_len(), self.x.row_len());
         let ids = view::read::<u32>(&self.ids);
         let x = view::read::<f32>(&self.x);
@@ -42,13 +43,11 @@ impl ExpertMatmul<Buf> {
         for group in order.chunk_by(|a, b| a.0 == b.0) {
             let expert = group[0].0 as usize;
             let range = &self.experts[self.experts.partition_point(|r| r.first <= expert) - 1];
-            let weights: Vec<_> = range.blocks.iter().map(|b| (b.col, b.w.dims()[1], view::read_bytes(&b.w))).collect();
-            let rows = |(col, n, w): &(usize, usize, RowBytes<'_>)| WeightRows {
-                ptr: w.row(expert - range.first).as_ptr(),
-                dtype: w.dtype,
-                n: *n,
-                row_stride: inner,
-                col: *col,
+            let weights: Vec<_> = range.blocks.iter().map(|b| (b.col, b.w.dims()[1], view::read_bytes(b))).collect();
+            let rows = |(col, n, w): &(usize, usize, RowBytes<'_>)| {
+                let rows = w.row(expert - range.first);
+                let row_bytes = rows.len() / n;
+                WeightRows { ptr: rows.as_ptr(), dtype: w.dtype, format: w.format, n: *n, row_bytes, col: *col }
             };
             let blocks: Vec<_> = weights.iter().map(rows).collect();
             let (x, out) = (&inputs[first * inner..], &mut products[first * n..]);
@@ -65,6 +64,7 @@ impl ExpertMatmul<Buf> {
                 columns: std::ptr::null(),
                 bias: std::ptr::null(),
                 accumulate: false,
+                int8: how == Products::Fast,
             };
             // SAFETY: the scratch has the group's rows; `check` compared the blocks with `n` and `inner`, and their
             // views are held until the product is done.

@@ -128,8 +128,9 @@ impl Inputs<'_> {
         }
     }
 
-    /// [`Inputs::token_by_token`] with the same operations on each element: `16 C` columns of the state at a time go
-    /// through all tokens in the nearest cache, and the pass that updates them for one token predicts for the next.
+    /// [`Inputs::token_by_token`], blocked: `16 C` columns of the state stay in the first-level cache for all tokens,
+    /// and the pass that updates them for one token also computes the prediction for the next. Each element sees the
+    /// same operations.
     #[inline(always)]
     fn columns<S: Simd, const C: usize>(
         &self,
@@ -143,7 +144,7 @@ impl Inputs<'_> {
         let len = run.tokens.len();
         block.resize(dk, [[0.0; LANES]; C]);
         for column in (0..dv).step_by(C * LANES) {
-            // The block holds the decayed state, and `predicted` what it says, of the token at hand.
+            // For the current token: the block holds the decayed state, `predicted` its product with the key.
             let decay = s.splat(run.decay[0]);
             let mut predicted = [s.zero(); C];
             for ((old, row), k) in block.iter_mut().zip(state.chunks(dv)).zip(run.k) {

@@ -1,12 +1,14 @@
 //! The ops on the CPU, one file and one stem each: f32 vectors, tasks over the threads of the pool.
 
 mod activation;
+mod adjust;
 mod attention;
 mod conv1d;
 mod embed;
 mod expert_matmul;
 mod gated_delta;
 mod gather;
+mod logprobs;
 mod matmul;
 mod rms_norm;
 mod rope_kv;
@@ -15,15 +17,16 @@ mod sample;
 mod selective_scan;
 
 use super::Buf;
+use crate::format::Products;
 use crate::ops::Op;
 
 impl Op<Buf> {
     /// Runs the op on the calling thread and its helpers. The op has passed [`Op::check`].
-    pub(super) fn run(&self) {
+    pub(super) fn run(&self, products: Products) {
         match self {
             Self::Embed(op) => op.run(),
             Self::RmsNorm(op) => op.run(),
-            Self::Matmul(op) => op.run(),
+            Self::Matmul(op) => op.run(products),
             Self::Activation(op) => op.run(),
             Self::RopeKv(op) => op.run(),
             Self::Attention(op) => op.run(),
@@ -31,9 +34,11 @@ impl Op<Buf> {
             Self::SelectiveScan(op) => op.run(),
             Self::GatedDelta(op) => op.run(),
             Self::Route(op) => op.run(),
-            Self::ExpertMatmul(op) => op.run(),
+            Self::ExpertMatmul(op) => op.run(products),
             Self::Gather(op) => op.run(),
+            Self::Adjust(op) => op.run(),
             Self::Sample(op) => op.run(),
+            Self::Logprobs(op) => op.run(),
         }
     }
 }

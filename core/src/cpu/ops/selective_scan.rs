@@ -111,8 +111,8 @@ impl Inputs<'_> {
         }
     }
 
-    /// A few tokens of a head with one decay, `state` being `[P, N]`. All ways through it do the same operations on
-    /// each element; they differ in what stays in registers.
+    /// A few tokens of a head with one decay, `state` being `[P, N]`. All paths do the same operations on each element;
+    /// they differ in the values that they keep in registers.
     #[inline(always)]
     fn head_run<S: Simd>(&self, s: S, run: &Run, state: &mut [f32], y: &mut RowsMut<'_>) {
         let (p, n) = (self.p, self.n);
@@ -151,7 +151,7 @@ impl Inputs<'_> {
         (x, &self.b.row(t)[run.group.clone()], &self.c.row(t)[run.group.clone()])
     }
 
-    /// The first token of a run: four rows of the state at a time, each element once from memory and back.
+    /// The first token of a run: four rows of the state at a time, each element read and written once.
     #[inline(always)]
     fn one_token<S: Simd>(&self, s: S, run: &Run, state: &mut [f32], y: &mut RowsMut<'_>) {
         let n = self.n;

@@ -1,4 +1,4 @@
-//! Every operation on fixed numbers: for tests, on every platform, that instruction sets agree.
+//! Runs every operation on fixed numbers, for tests that all instruction sets agree on every platform.
 
 use super::Simd;
 

@@ -24,6 +24,8 @@ macro_rules! lanewise {
     };
 }
 
+pub(super) use {lanewise, proven};
+
 /// Token of NEON.
 #[derive(Clone, Copy, Debug)]
 pub struct Neon(());
@@ -111,7 +113,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     fn prefetch(self, _: *const u8) {
-        // The intrinsic is not stable; the hardware prefetcher must do.
+        // The intrinsic is not stable, so this leaves it to the hardware prefetcher.
     }
 
     #[inline(always)]

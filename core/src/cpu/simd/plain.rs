@@ -24,7 +24,7 @@ fn called_fma(a: &[f32; LANES], b: &[f32; LANES], mut c: [f32; LANES]) -> [f32; 
 }
 
 #[inline(always)]
-fn zip(mut a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+pub(super) fn zip<T: Copy>(mut a: [T; LANES], b: [T; LANES], f: impl Fn(T, T) -> T) -> [T; LANES] {
     for j in 0..LANES {
         a[j] = f(a[j], b[j]);
     }

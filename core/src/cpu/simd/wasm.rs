@@ -17,6 +17,8 @@ macro_rules! lanewise {
     };
 }
 
+pub(super) use lanewise;
+
 /// Token of 128-bit vectors.
 #[derive(Clone, Copy, Debug)]
 pub struct Wasm128;

@@ -12,6 +12,8 @@ macro_rules! proven {
     }};
 }
 
+pub(super) use proven;
+
 /// Token of AVX-512 F, BW, DQ and VL.
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512(());
@@ -24,6 +26,11 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
         (found && Avx2::detect().is_some()).then_some(Self(()))
+    }
+
+    /// The token of the smaller instruction set.
+    pub fn avx2(self) -> Avx2 {
+        Avx2(())
     }
 }
 

@@ -1,0 +1,58 @@
+//! A digest of all weights, for files that only make sense with them.
+
+use std::collections::BTreeSet;
+
+use super::{Checkpoint, Kind};
+use crate::{
+    Result,
+    digest::{Digest, Hasher},
+};
+
+impl Checkpoint {
+    /// A digest of all weights: of the name, dtype and shape of every tensor and of all bytes that it is made of. The files that they
+    /// are in do not matter. `report` gets the bytes read so far, now and then.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub async fn digest(&self, report: &mut dyn FnMut(u64)) -> Result<Digest> {
+        /// Bytes read at a time.
+        const PIECE: u64 = 16 << 20;
+        let mut hasher = Hasher::default();
+        let (source, tensors) = match &self.kind {
+            Kind::Files { source, tensors, .. } => (source, tensors),
+            Kind::Random { seed, recipe } => {
+                hasher.update(format!("random {seed} {recipe:?}").as_bytes());
+                return Ok(hasher.finish());
+            }
+        };
+        let (mut seen, mut done) = (BTreeSet::new(), 0);
+        for (name, info) in tensors.iter() {
+            hasher.update(format!("{name} {} {:?}\n", info.dtype, info.shape).as_bytes());
+            let mut stored = vec![(&info.file, &info.range)];
+            if let Some(made) = &info.made {
+                hasher.update(format!("{:?}\n", made.change).as_bytes());
+                for run in &made.rows {
+                    hasher.update(format!("{} {} {}\n", run.first, run.step, run.count).as_bytes());
+                }
+                stored =
+                    made.rows.iter().map(|run| &run.from).chain(&made.factor).map(|s| (&s.file, &s.range)).collect();
+            }
+            if let Some(scaled) = &info.scaled {
+                stored.extend(scaled.tensors().map(|t| (&t.file, &t.range)));
+            }
+            for (file, range) in stored {
+                // A stored tensor may be a part of several.
+                let first = seen.insert((file.clone(), range.start));
+                hasher.update(format!("{} bytes {first}\n", range.end - range.start).as_bytes());
+                let mut at = if first { range.start } else { range.end };
+                while at < range.end {
+                    let end = range.end.min(at + PIECE);
+                    hasher.update(&source.read(file, at..end).await?);
+                    (done, at) = (done + end - at, end);
+                    report(done);
+                }
+            }
+        }
+        Ok(hasher.finish())
+    }
+}

@@ -1,0 +1,58 @@
+//! Steps on the device whose results have not been read.
+
+use std::pin::Pin;
+
+use super::{plan::SeqId, runner::Begun, tail::Needs};
+use crate::{Result, backend::Backend};
+
+/// A step in flight: the sequences that it samples for, and the reads of its results.
+pub(super) struct Flight<B: Backend> {
+    pub tokens: usize,
+    /// Milliseconds of the engine's clock.
+    pub enqueued: f64,
+    /// Sequences and their lanes.
+    pub outputs: Vec<(SeqId, u32)>,
+    /// Its sampling is not enqueued yet: masks wait for the ids of the step before.
+    pub held: Option<(Begun, Needs)>,
+    pub ids: Option<Incoming<B::Read>>,
+    pub logits: Option<Incoming<B::Read>>,
+    pub reports: Option<Incoming<B::Read>>,
+}
+
+/// A read that keeps its result, so that a wait for it can be dropped and repeated.
+pub(super) enum Incoming<R> {
+    Pending(Pin<Box<R>>),
+    Arrived(Vec<u8>),
+}
+
+impl<R: Future<Output = Result<Vec<u8>>>> Incoming<R> {
+    pub fn new(read: R) -> Self {
+        Self::Pending(Box::pin(read))
+    }
+
+    pub async fn arrive(&mut self) -> Result<()> {
+        if let Self::Pending(read) = self {
+            let bytes = read.as_mut().await?;
+            *self = Self::Arrived(bytes);
+        }
+        Ok(())
+    }
+
+    /// The bytes; none before they have arrived.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Pending(_) => &[],
+            Self::Arrived(bytes) => bytes,
+        }
+    }
+}
+
+impl<B: Backend> Flight<B> {
+    /// Waits for all results of the step.
+    pub async fn arrive(&mut self) -> Result<()> {
+        for read in self.ids.iter_mut().chain(&mut self.logits).chain(&mut self.reports) {
+            read.arrive().await?;
+        }
+        Ok(())
+    }
+}

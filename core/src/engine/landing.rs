@@ -1,0 +1,197 @@
+//! Slots and pages of a prefix that leaves or enters the tree without being computed.
+
+use super::schedule::Scheduler;
+use crate::{
+    error::{Error, Result},
+    state::{GRID, PrefixHash, Realm, cache::Match, prefix::NodeId},
+};
+
+/// The deepest prefix of some tokens that a request could be continued from.
+#[derive(Debug, Default)]
+pub(super) struct Path {
+    /// Tokens, a multiple of [`GRID`]; 0: the tree has none.
+    pub depth: usize,
+    /// Its pages; empty for a model without attention.
+    pub pages: Vec<u32>,
+    /// Positions and slots of its states, ascending.
+    pub states: Vec<(usize, u32)>,
+}
+
+/// Slots and pages that wait for their values. Nobody sees them before [`Scheduler::land`]; [`Scheduler::close_landing`] frees them.
+#[derive(Debug)]
+pub(super) struct Landing {
+    pub realm: Realm,
+    /// Of the whole path.
+    hashes: Vec<PrefixHash>,
+    tokens: Vec<u32>,
+    /// Nodes of the path that exist, guarded down to the last of them or to the root.
+    nodes: Vec<NodeId>,
+    tip: NodeId,
+    /// Of the nodes that do not exist yet; empty without attention.
+    pages: Vec<u32>,
+    /// Positions and slots of states that the tree has not.
+    slots: Vec<(usize, u32)>,
+    /// Slots of the path's own states, held so that the new ones do not evict them.
+    held: Vec<u32>,
+}
+
+impl Landing {
+    /// The page to write at this place of the path; `None` if the tree has one.
+    pub fn page(&self, index: usize) -> Option<u32> {
+        self.pages.get(index.checked_sub(self.nodes.len())?).copied()
+    }
+
+    /// The slot to write for this position.
+    pub fn slot(&self, position: usize) -> Option<u32> {
+        self.slots.iter().find(|(p, _)| *p == position).map(|(_, slot)| *slot)
+    }
+
+    /// States that it brings.
+    pub fn states(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Pages that it brings.
+    pub fn pages(&self) -> usize {
+        self.pages.len()
+    }
+}
+
+impl Scheduler {
+    /// The deepest prefix of `tokens` in the tree that a request could be continued from, with its deepest `states` states.
+    pub(super) fn path(&self, realm: &Realm, tokens: &[u32], states: usize) -> Path {
+        let (found, _) = self.follow(realm, tokens);
+        let tree = self.cache.tree();
+        let nodes = &found.nodes[..found.hit];
+        let pages = if self.rules.has_pages { nodes.iter().map(|id| tree[*id].page).collect() } else { Vec::new() };
+        let all = nodes.iter().enumerate().map(|(i, id)| ((i + 1) * GRID, tree[*id].slot));
+        let mut kept: Vec<_> = all.filter(|(_, slot)| *slot != 0).collect();
+        kept.drain(..kept.len().saturating_sub(states));
+        Path { depth: found.hit * GRID, pages, states: kept }
+    }
+
+    /// What the tree has of the whole pages of `tokens`, and the names of all of them.
+    fn follow(&self, realm: &Realm, tokens: &[u32]) -> (Match, Vec<PrefixHash>) {
+        let mut hash = self.cache.root_hash(realm);
+        let pages = tokens.chunks_exact(GRID);
+        let hashes = pages.clone().map(|page| {
+            hash = hash.child(page);
+            hash
+        });
+        let hashes: Vec<PrefixHash> = hashes.collect();
+        (self.cache.find(realm, hashes.iter().copied().zip(pages), self.step + 1), hashes)
+    }
+
+    /// Takes pages for the blocks of `tokens`, which are whole, that the tree does not have, and slots for states at `positions`,
+    /// the last of which is the end: as many as can be had, the deepest first, at least one.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] with the numbers if that is not possible; then nothing is held.
+    pub(super) fn open_landing(&mut self, realm: Realm, tokens: &[u32], positions: &[usize]) -> Result<Landing> {
+        if !self.rules.cache {
+            return Err(Error::BadRequest("it can only be used with the prefix cache on".into()));
+        }
+        if tokens.len() > self.shape.context {
+            let (tokens, context) = (tokens.len(), self.shape.context);
+            return Err(Error::BadRequest(format!("its {tokens} tokens are more than the context of {context} holds")));
+        }
+        let (mut found, hashes) = self.follow(&realm, tokens);
+        found.hit = found.nodes.len();
+        let fresh = if self.rules.has_pages { hashes.len() - found.hit } else { 0 };
+        let possible = self.cache.obtainable_pages(&found);
+        if fresh > possible {
+            return Err(Error::BadRequest(format!(
+                "it needs {fresh} KV pages of {GRID} tokens, {possible} of {} can be had now; more memory for the cache holds it",
+                self.limits.pages
+            )));
+        }
+        let tip = found.nodes.last().copied().unwrap_or_else(|| self.cache.root(&realm));
+        self.cache.guard(tip);
+        let mut landing = Landing {
+            realm,
+            hashes,
+            tokens: tokens.to_vec(),
+            nodes: found.nodes,
+            tip,
+            pages: Vec::new(),
+            slots: Vec::new(),
+            held: Vec::new(),
+        };
+        let all = self.take_landing_slots(&mut landing, positions) && self.cache.take_pages(fresh, &mut landing.pages);
+        if !all {
+            self.close_landing(landing);
+            return Err(Error::BadRequest(
+                "there is no free slot or page for it now; try again when fewer requests run".into(),
+            ));
+        }
+        Ok(landing)
+    }
+
+    /// False if not even the deepest state has a slot.
+    fn take_landing_slots(&mut self, landing: &mut Landing, positions: &[usize]) -> bool {
+        for id in &landing.nodes {
+            let slot = self.cache.tree()[*id].slot;
+            self.cache.hold_slot(slot);
+            landing.held.push(slot);
+        }
+        let states = landing.held.iter().filter(|slot| **slot != 0).count();
+        let has =
+            |landing: &Landing, position: usize| landing.held.get(position / GRID - 1).is_some_and(|slot| *slot != 0);
+        let most = self.limits.path_cap.saturating_sub(states).max(1);
+        for &position in positions.iter().rev() {
+            if has(landing, position) {
+                continue;
+            }
+            if landing.slots.len() == most {
+                break;
+            }
+            let Some(slot) = self.cache.take_slot() else { break };
+            landing.slots.push((position, slot));
+        }
+        let deepest = positions.last().copied();
+        deepest.is_none_or(|deepest| has(landing, deepest) || landing.slot(deepest).is_some())
+    }
+
+    /// Frees everything that a landing holds.
+    pub(super) fn close_landing(&mut self, landing: Landing) {
+        for slot in landing.slots.iter().map(|(_, slot)| *slot).chain(landing.held) {
+            self.cache.release_slot(slot);
+        }
+        for page in landing.pages {
+            self.cache.release_page(page);
+        }
+        self.cache.unguard(landing.tip);
+    }
+
+    /// Gives the tree a landing whose slots and pages are written. Returns the tokens that requests need not compute now: all of
+    /// them, or fewer if the tree of a model without pages is full.
+    pub(super) fn land(&mut self, mut landing: Landing) -> usize {
+        let mut pages = std::mem::take(&mut landing.pages).into_iter();
+        for i in landing.nodes.len()..landing.hashes.len() {
+            let page = pages.next().unwrap_or(0);
+            let tokens = &landing.tokens[i * GRID..(i + 1) * GRID];
+            let node = self.cache.enter(landing.tip, landing.hashes[i], tokens, page, self.step);
+            if let Some(node) = node {
+                self.cache.guard_child(node);
+                landing.nodes.push(node);
+                landing.tip = node;
+            }
+            // The tree holds it now, or nobody does.
+            self.cache.release_page(page);
+            if node.is_none() {
+                break;
+            }
+        }
+        landing.pages = pages.collect();
+        for (position, slot) in std::mem::take(&mut landing.slots) {
+            match landing.nodes.get(position / GRID - 1) {
+                Some(node) if self.cache.tree()[*node].slot == 0 => self.cache.attach(*node, slot, self.step),
+                _ => self.cache.release_slot(slot),
+            }
+        }
+        let ready = |node: &NodeId| !self.rules.has_slots || self.cache.tree()[*node].slot != 0;
+        let deepest = landing.nodes.iter().rposition(ready).map_or(0, |i| (i + 1) * GRID);
+        self.close_landing(landing);
+        deepest
+    }
+}

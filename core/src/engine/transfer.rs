@@ -1,0 +1,240 @@
+//! Prefixes of the tree as bundles: read out of slots and pages, and written into free ones.
+//!
+//! Both run between two steps. Reads and writes are ordered with the steps on the device, so a step in flight is no obstacle.
+
+use std::{collections::VecDeque, io::Write, pin::Pin};
+
+use super::{Engine, landing::Landing, landing::Path};
+use crate::{
+    backend::Backend,
+    bundle::{Dtypes, Head, Identity, Kind, Part, Reader, Writer, convert, lineage, numerics, parts},
+    error::{Error, Result},
+    layer::LayerPools,
+    state::{GRID, Realm},
+    tensor::Tensor,
+};
+
+/// Reads of a device in flight at a time: their bytes are all that a transfer holds.
+const READS: usize = 8;
+
+/// What is written into a bundle.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The loaded model.
+    pub model: Identity,
+    /// Its name, for people.
+    pub name: String,
+    /// The text from its start. The bundle covers as much of it as the cache holds, in whole pages.
+    pub tokens: Vec<u32>,
+    /// Positions where messages end, ascending.
+    pub ends: Vec<u32>,
+    /// The conversation that the tokens are, as a JSON array.
+    pub messages: Option<String>,
+    /// Whose prefix.
+    pub realm: Realm,
+    /// Most states, the deepest ones. At least one is written.
+    pub states: usize,
+}
+
+/// What a bundle got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// Tokens from which a reader need not compute.
+    pub tokens: usize,
+    /// States on the way there, 0 for a model without recurrent layers.
+    pub states: usize,
+    /// Bytes of the bundle.
+    pub bytes: u64,
+}
+
+/// Where a bundle goes.
+#[derive(Clone, Debug)]
+pub struct Import {
+    /// The loaded model.
+    pub model: Identity,
+    /// The tenant that may use it.
+    pub namespace: String,
+    /// Refuse values of other numerics.
+    pub exact_only: bool,
+}
+
+/// What the tree got.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Imported {
+    /// Tokens that requests need not compute now; less than the bundle's if slots or nodes were scarce.
+    pub tokens: usize,
+    /// States that were written; those that the tree had already are not counted.
+    pub states: usize,
+    /// Pages that were written.
+    pub pages: usize,
+    /// Empty if the values are exact. Else they were converted, and only requests with this
+    /// [`Request::origin`](super::Request::origin) use them.
+    pub origin: String,
+}
+
+impl<B: Backend> Engine<B> {
+    /// The numerics of the states that this engine computes, see [`numerics`].
+    pub fn numerics(&self) -> String {
+        numerics(self.caps())
+    }
+
+    /// Writes the deepest prefix of `what.tokens` that a request could be continued from. The engine does nothing else
+    /// meanwhile; if the future is dropped, nothing has changed.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] if the tree holds no such prefix; [`Error::Io`] of `out`, which `file` names; a device error.
+    pub async fn export(&self, what: Export, file: &str, out: &mut dyn Write) -> Result<Exported> {
+        self.check_usable()?;
+        let path = self.scheduler.path(&what.realm, &what.tokens, what.states.max(1));
+        if path.depth == 0 {
+            let tokens = what.tokens.len();
+            return Err(Error::BadRequest(format!(
+                "{file}: the prefix cache holds nothing of these {tokens} tokens to save; it keeps whole blocks of {GRID} \
+                 tokens of prompts and answers while it is on"
+            )));
+        }
+        let caps = self.caps();
+        let dtypes = Dtypes { kv: caps.kv, conv: caps.conv, state: caps.state };
+        let positions: Vec<usize> = path.states.iter().map(|(position, _)| *position).collect();
+        let head = Head {
+            name: what.name,
+            model: what.model,
+            numerics: lineage(&what.realm.origin, &self.numerics()),
+            tokens: what.tokens,
+            ends: what.ends,
+            messages: what.messages,
+            parts: parts(&self.spec().layers, dtypes, path.depth / GRID, &positions),
+        };
+        let io = |e| Error::io(file, e);
+        let mut writer = Writer::new(out, &head).map_err(io)?;
+        let mut reads: VecDeque<Pin<Box<B::Read>>> = VecDeque::new();
+        for part in &head.parts {
+            for row in 0..part.rows() {
+                let entry = path.entry(part, row);
+                for pool in self.pools_of(part) {
+                    reads.push_back(Box::pin(self.runner.backend().read(&pool.slice_rows(entry as usize, 1))));
+                    if reads.len() == READS {
+                        let first = reads.pop_front().expect("it is full");
+                        writer.write(&first.await?).map_err(io)?;
+                    }
+                }
+            }
+        }
+        for read in reads {
+            writer.write(&read.await?).map_err(io)?;
+        }
+        let (_, bytes) = writer.finish().map_err(io)?;
+        Ok(Exported { tokens: path.depth, states: positions.len(), bytes })
+    }
+
+    /// Puts a bundle's prefix into the tree of one namespace. The whole bundle is read and checked before a slot or a page is
+    /// taken, then it is read again; of a file that changed in between nothing enters the tree.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] for a damaged bundle, one of another model or of other shapes, by name; [`Error::BadRequest`] for
+    /// other numerics with `exact_only`, while the cache is off, and without room; [`Error::Io`]; a device error.
+    pub fn import(&mut self, bundle: &mut Reader<'_>, into: &Import) -> Result<Imported> {
+        self.check_usable()?;
+        let file = bundle.file().to_owned();
+        let origin = self.admissible(bundle.head(), &file, into)?;
+        bundle.verify()?;
+        let head = bundle.head();
+        let realm = Realm { namespace: into.namespace.clone(), origin };
+        let tokens = &head.tokens[..head.depth()];
+        let landing = self.scheduler.open_landing(realm, tokens, &head.positions()).map_err(|e| match e {
+            Error::BadRequest(why) => Error::BadRequest(format!("{file}: {why}")),
+            e => e,
+        })?;
+        let written = bundle.rows(&mut |part, row, bytes| match landing.entry(part, row) {
+            Some(entry) => self.write_row(&file, part, entry, bytes),
+            None => Ok(()),
+        });
+        if let Err(e) = written {
+            self.scheduler.close_landing(landing);
+            return Err(e);
+        }
+        let (states, pages, origin) = (landing.states(), landing.pages(), landing.realm.origin.clone());
+        let tokens = self.scheduler.land(landing);
+        if tokens == 0 {
+            return Err(Error::BadRequest(format!("{file}: the prefix tree has no room for its {GRID}-token blocks")));
+        }
+        Ok(Imported { tokens, states, pages, origin })
+    }
+
+    /// Checks everything about a bundle but its values; returns the origin under which they would live.
+    fn admissible(&self, head: &Head, file: &str, into: &Import) -> Result<String> {
+        head.check_model(file, &into.model)?;
+        head.check_parts(file, &self.spec().layers)?;
+        let vocab = self.spec().vocab;
+        if let Some(id) = head.tokens.iter().find(|id| **id as usize >= vocab) {
+            return Err(Error::model(file, format!("token id {id} is outside the vocabulary of {vocab}")));
+        }
+        let own = self.numerics();
+        if head.numerics != own {
+            if into.exact_only {
+                return Err(Error::BadRequest(format!(
+                    "{file}: its values come from `{}`, this engine computes with `{own}`; without the option for exact \
+                     values only they are converted and kept apart",
+                    head.numerics
+                )));
+            }
+            return Ok(head.numerics.clone());
+        }
+        let differs = |part: &&Part| self.pools_of(part).any(|pool| pool.dtype != part.dtype);
+        match head.parts.iter().find(differs) {
+            Some(part) => {
+                let why = format!("tensor `{}` is {:?}, which its numerics `{own}` exclude", part.name(), part.dtype);
+                Err(Error::model(file, why))
+            }
+            None => Ok(String::new()),
+        }
+    }
+
+    /// The blocks of memory that hold one row of a part each time, in order.
+    fn pools_of(&self, part: &Part) -> impl Iterator<Item = &Tensor<B::Buf>> {
+        let LayerPools { kv, conv, recurrent } = &self.runner.pools()[part.layer as usize];
+        let kind = part.kind;
+        let pages = kv.iter().filter_map(move |kv| match kind {
+            Kind::Key => Some(&kv.k),
+            Kind::Value => Some(&kv.v),
+            _ => None,
+        });
+        let conv = conv.iter().filter(move |_| kind == Kind::Conv);
+        pages.chain(conv).chain(recurrent.iter().filter(move |_| kind == Kind::Recurrent))
+    }
+
+    /// Writes a row of a part into a slot or page, converted to the dtype there.
+    fn write_row(&self, file: &str, part: &Part, entry: u32, bytes: &[u8]) -> Result<()> {
+        let mut rest = bytes;
+        for pool in self.pools_of(part) {
+            let (now, later) = rest.split_at(pool.row_len() * part.dtype.bytes());
+            let values = convert(now, part.dtype, pool.dtype).ok_or_else(|| {
+                let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);
+                Error::model(file, why)
+            })?;
+            let at = pool.slice_rows(entry as usize, 1).byte_offset() as u64;
+            self.runner.backend().write(&pool.buf, at, &values)?;
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+impl Path {
+    fn entry(&self, part: &Part, row: usize) -> u32 {
+        match part.kind.is_paged() {
+            true => self.pages[row],
+            false => self.states.iter().find(|(p, _)| *p == part.position as usize).map_or(0, |(_, slot)| *slot),
+        }
+    }
+}
+
+impl Landing {
+    /// The slot or page of a row; `None` if the tree has it already, or there was no slot for it.
+    fn entry(&self, part: &Part, row: usize) -> Option<u32> {
+        match part.kind.is_paged() {
+            true => self.page(row),
+            false => self.slot(part.position as usize),
+        }
+    }
+}

@@ -1,0 +1,427 @@
+//! Architectures of GGUF files as data: which keys make the configuration of a family of this engine, and which stored tensors
+//! make which of its weights. One file per architecture.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::{Stored, meta::Meta};
+use crate::{Error, Result};
+
+mod falcon_h1;
+mod granite;
+mod jamba;
+mod lfm2;
+mod llama;
+mod mamba;
+mod nemotron_h;
+mod qwen3;
+mod qwen3next;
+
+/// Positions of the training of models with Llama 3's rule. Others differ from it by the bounds of the ramp alone.
+const TRAINED: f64 = 8192.0;
+
+/// An architecture, or several that differ little.
+pub(super) struct Arch {
+    /// Values of `general.architecture`.
+    pub names: &'static [&'static str],
+    /// Adds to the keys that all have.
+    pub config: fn(&Facts<'_>, &mut Map<String, Value>) -> Result<()>,
+    /// Where the weights are.
+    pub rules: fn(&Facts<'_>) -> Result<Vec<Rule>>,
+}
+
+/// All that are read.
+const ARCHS: &[Arch] = &[
+    llama::ARCH,
+    qwen3::ARCH,
+    nemotron_h::ARCH,
+    granite::ARCH,
+    mamba::ARCH,
+    mamba::ARCH_2,
+    jamba::ARCH,
+    falcon_h1::ARCH,
+    lfm2::ARCH,
+    qwen3next::ARCH,
+];
+
+/// The architecture of a name.
+pub(super) fn find(path: &str, name: &str) -> Result<&'static Arch> {
+    let known = || ARCHS.iter().flat_map(|a| a.names).copied().collect::<Vec<_>>().join(", ");
+    ARCHS.iter().find(|a| a.names.contains(&name)).ok_or_else(|| Error::Unsupported {
+        what: format!("{path}: architecture {name:?}"),
+        why: format!("the supported ones are {}", known()),
+    })
+}
+
+/// How stored tensors make a weight.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum How {
+    /// As it is.
+    Copy,
+    /// As a vector.
+    Flat,
+    /// Rows of several, one after the other.
+    Join,
+    /// Rows, by source.
+    Rows(Vec<Pick>),
+    /// The halves of this many heads, whose rows were interleaved.
+    Unpermute(usize),
+    /// `ln(-x)` of every element.
+    NegLog,
+    /// `x - 1` of every element.
+    MinusOne,
+}
+
+/// Every `step`th row of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Pick {
+    pub source: usize,
+    pub first: usize,
+    pub step: usize,
+    pub count: usize,
+}
+
+/// A weight by the name that the family asks for, and the stored tensors; `{}` is the number of a layer.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Rule {
+    pub name: String,
+    pub sources: Vec<String>,
+    pub how: How,
+}
+
+impl Rule {
+    pub fn new(name: impl Into<String>, sources: &[&str], how: How) -> Self {
+        Self { name: name.into(), sources: sources.iter().map(|s| (*s).to_owned()).collect(), how }
+    }
+}
+
+/// Weights, and biases where there are any, that are stored as they are: `(name below the prefix, name below blk.N)`.
+pub(super) fn copies(rules: &mut Vec<Rule>, prefix: &str, pairs: &[(&str, &str)]) {
+    for (name, stored) in pairs {
+        for leaf in ["weight", "bias"] {
+            rules.push(Rule::new(format!("{prefix}{name}.{leaf}"), &[&format!("blk.{{}}.{stored}.{leaf}")], How::Copy));
+        }
+    }
+}
+
+/// Projections of attention; `permuted` if the rows of q and k were.
+pub(super) fn attention(rules: &mut Vec<Rule>, f: &Facts<'_>, prefix: &str, permuted: bool) -> Result<()> {
+    copies(rules, prefix, &[("v_proj", "attn_v"), ("o_proj", "attn_output")]);
+    let heads = if permuted { Some(f.heads()?) } else { None };
+    let mut first = 0;
+    for (name, stored, n) in
+        [("q_proj", "attn_q", heads.map(|h| h.heads)), ("k_proj", "attn_k", heads.map(|h| h.kv_heads))]
+    {
+        for leaf in ["weight", "bias"] {
+            let how = n.map_or(How::Copy, How::Unpermute);
+            rules.push(Rule::new(format!("{prefix}{name}.{leaf}"), &[&format!("blk.{{}}.{stored}.{leaf}")], how));
+        }
+    }
+    // The fused form; q and k are permuted in it too, which no writer does for the architectures that permute.
+    let h = f.heads()?;
+    let widths = [("q_proj", h.heads), ("k_proj", h.kv_heads), ("v_proj", h.kv_heads)];
+    for (name, n) in widths.into_iter().filter(|_| !permuted) {
+        let pick = Pick { source: 0, first, step: 1, count: n * h.head_dim };
+        first += pick.count;
+        for leaf in ["weight", "bias"] {
+            let stored = format!("blk.{{}}.attn_qkv.{leaf}");
+            rules.push(Rule::new(format!("{prefix}{name}.{leaf}"), &[&stored], How::Rows(vec![pick])));
+        }
+    }
+    Ok(())
+}
+
+/// A Mamba-2 mixer.
+pub(super) fn mamba2(rules: &mut Vec<Rule>, prefix: &str) {
+    copies(rules, prefix, &[("in_proj", "ssm_in"), ("conv1d", "ssm_conv1d"), ("out_proj", "ssm_out")]);
+    rules.push(Rule::new(format!("{prefix}dt_bias"), &["blk.{}.ssm_dt.bias"], How::Copy));
+    rules.push(Rule::new(format!("{prefix}A_log"), &["blk.{}.ssm_a"], How::NegLog));
+    rules.push(Rule::new(format!("{prefix}D"), &["blk.{}.ssm_d"], How::Copy));
+    rules.push(Rule::new(format!("{prefix}norm.weight"), &["blk.{}.ssm_norm.weight"], How::Flat));
+}
+
+/// A Mamba-1 mixer.
+pub(super) fn mamba1(rules: &mut Vec<Rule>, prefix: &str) {
+    let pairs = [
+        ("in_proj", "ssm_in"),
+        ("conv1d", "ssm_conv1d"),
+        ("x_proj", "ssm_x"),
+        ("dt_proj", "ssm_dt"),
+        ("out_proj", "ssm_out"),
+        ("dt_layernorm", "ssm_dt_norm"),
+        ("b_layernorm", "ssm_b_norm"),
+        ("c_layernorm", "ssm_c_norm"),
+    ];
+    copies(rules, prefix, &pairs);
+    rules.push(Rule::new(format!("{prefix}A_log"), &["blk.{}.ssm_a"], How::NegLog));
+    rules.push(Rule::new(format!("{prefix}D"), &["blk.{}.ssm_d"], How::Copy));
+}
+
+/// Stacked experts with gates.
+pub(super) fn experts(rules: &mut Vec<Rule>, input: &str, output: &str) {
+    rules.push(Rule::new(input, &["blk.{}.ffn_gate_exps.weight", "blk.{}.ffn_up_exps.weight"], How::Join));
+    rules.push(Rule::new(input, &["blk.{}.ffn_gate_up_exps.weight"], How::Copy));
+    rules.push(Rule::new(output, &["blk.{}.ffn_down_exps.weight"], How::Copy));
+}
+
+/// Embedding, output matrix and the final norm.
+pub(super) fn ends(embedding: &str, norm: &str, how: How) -> Vec<Rule> {
+    vec![
+        Rule::new(embedding, &["token_embd.weight"], How::Copy),
+        Rule::new("lm_head.weight", &["output.weight"], How::Copy),
+        Rule::new(norm, &["output_norm.weight"], how),
+    ]
+}
+
+/// Heads of attention.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Heads {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+/// What a file says, for the functions of an [`Arch`].
+pub(super) struct Facts<'a> {
+    pub path: &'a str,
+    /// `general.architecture`.
+    pub arch: &'a str,
+    pub meta: &'a Meta,
+    pub tensors: &'a BTreeMap<String, Stored>,
+    /// `rope_freqs.weight`, by which frequencies are divided.
+    pub rope_factors: Option<&'a [f32]>,
+}
+
+impl Facts<'_> {
+    pub fn bad(&self, key: &str, why: impl std::fmt::Display) -> Error {
+        Error::model(self.path, format!("key `{}.{key}`: {why}", self.arch))
+    }
+
+    fn key(&self, key: &str) -> String {
+        format!("{}.{key}", self.arch)
+    }
+
+    /// A count that may be missing; of an entry per layer the one that all layers have but those with 0.
+    pub fn opt(&self, key: &str) -> Result<Option<usize>> {
+        let full = self.key(key);
+        if !self.meta.has(&full) {
+            return Ok(None);
+        }
+        let numbers = self.meta.ints(&full).ok_or_else(|| self.bad(key, "expected integers"))?;
+        let mut some = numbers.iter().copied().filter(|n| *n != 0);
+        let Some(first) = some.next() else { return Ok(Some(0)) };
+        if let Some(other) = some.find(|n| *n != first) {
+            return Err(self.bad(key, format_args!("layers with {first} and with {other} are not supported")));
+        }
+        usize::try_from(first).map(Some).map_err(|_| self.bad(key, format_args!("{first} is no size")))
+    }
+
+    /// A count.
+    pub fn usize(&self, key: &str) -> Result<usize> {
+        let missing = || Error::model(self.path, format!("key `{}.{key}` is missing; an integer is needed", self.arch));
+        self.opt(key)?.ok_or_else(missing)
+    }
+
+    /// A number that may be missing.
+    pub fn float(&self, key: &str) -> Option<f64> {
+        self.meta.float(&self.key(key))
+    }
+
+    /// A switch that may be missing.
+    pub fn bool(&self, key: &str) -> Option<bool> {
+        self.meta.bool(&self.key(key))
+    }
+
+    /// Layers, without those that draft tokens.
+    pub fn layers(&self) -> Result<usize> {
+        let (all, drafts) = (self.usize("block_count")?, self.opt("nextn_predict_layers")?.unwrap_or(0));
+        let layers = all.checked_sub(drafts).filter(|n| (1..=10_000).contains(n));
+        layers.ok_or_else(|| self.bad("block_count", format_args!("{all} layers, {drafts} of them for drafts")))
+    }
+
+    /// Whether a layer has a tensor.
+    pub fn stores(&self, layer: usize, leaf: &str) -> bool {
+        self.tensors.contains_key(&format!("blk.{layer}.{leaf}"))
+    }
+
+    /// Whether any layer has.
+    pub fn any(&self, leaf: &str) -> Result<bool> {
+        Ok((0..self.layers()?).any(|i| self.stores(i, leaf)))
+    }
+
+    /// The entry of every layer, as `of` has it.
+    pub fn layer_types(&self, of: impl Fn(usize) -> &'static str) -> Result<Value> {
+        Ok((0..self.layers()?).map(of).collect::<Vec<_>>().into())
+    }
+
+    /// Heads of the attention layers.
+    pub fn heads(&self) -> Result<Heads> {
+        let heads = self.usize("attention.head_count")?;
+        let kv_heads = self.opt("attention.head_count_kv")?.filter(|n| *n > 0).unwrap_or(heads);
+        let head_dim = match self.opt("attention.key_length")? {
+            Some(n) => n,
+            None if heads > 0 => self.usize("embedding_length")? / heads,
+            None => 0,
+        };
+        if heads == 0 || head_dim == 0 || heads > 1 << 16 || head_dim > 1 << 16 || kv_heads > heads {
+            return Err(self.bad("attention.head_count", format_args!("{heads} heads of {head_dim} are impossible")));
+        }
+        Ok(Heads { heads, kv_heads, head_dim })
+    }
+
+    /// Adds the keys of attention.
+    pub fn attention(&self, c: &mut Map<String, Value>) -> Result<()> {
+        let h = self.heads()?;
+        c.insert("num_attention_heads".into(), h.heads.into());
+        c.insert("num_key_value_heads".into(), h.kv_heads.into());
+        c.insert("head_dim".into(), h.head_dim.into());
+        c.insert("attention_bias".into(), self.any("attn_q.bias")?.into());
+        Ok(())
+    }
+
+    /// Adds the keys of the rotation.
+    pub fn rope(&self, c: &mut Map<String, Value>) -> Result<()> {
+        let head_dim = self.heads()?.head_dim;
+        let rotated = self.opt("rope.dimension_count")?.filter(|n| *n > 0).unwrap_or(head_dim);
+        // The reader rounds the product down.
+        let part = if rotated < head_dim { (rotated as f64 + 0.25) / head_dim as f64 } else { 1.0 };
+        let mut rope = Map::new();
+        rope.insert("rope_theta".into(), self.float("rope.freq_base").unwrap_or(10_000.0).into());
+        rope.insert("partial_rotary_factor".into(), part.into());
+        let kind = self.meta.text(&self.key("rope.scaling.type")).unwrap_or("none");
+        rope.insert("rope_type".into(), if kind == "none" { "default" } else { kind }.into());
+        if let Some(factor) = self.float("rope.scaling.factor") {
+            rope.insert("factor".into(), factor.into());
+        }
+        if let Some(factors) = self.rope_factors {
+            rope.extend(self.llama3(factors, &rope, rotated)?);
+        }
+        c.insert("rope_parameters".into(), rope.into());
+        Ok(())
+    }
+
+    /// Llama 3's rule out of the factors that it gives: the numbers of the published models, or others that fit.
+    fn llama3(&self, factors: &[f32], rope: &Map<String, Value>, rotated: usize) -> Result<Map<String, Value>> {
+        let theta = rope["rope_theta"].as_f64().unwrap_or(10_000.0);
+        let factor = factors.iter().fold(1.0f64, |a, b| a.max((*b).into()));
+        let frequency = |i: usize| theta.powf(-2.0 * i as f64 / rotated as f64);
+        let keeps = |i: usize, [low, high]: [f64; 2]| {
+            ((TRAINED * frequency(i) / std::f64::consts::TAU - low) / (high - low)).clamp(0.0, 1.0)
+        };
+        let fits = |bounds: &[f64; 2]| {
+            let near = |(i, found): (usize, &f32)| {
+                let keep = keeps(i, *bounds);
+                (((1.0 - keep) / factor + keep).recip() / f64::from(*found) - 1.0).abs() < 1e-5
+            };
+            factors.len() == rotated / 2 && factors.iter().enumerate().all(near)
+        };
+        let fitted = || {
+            // On the ramp, what is kept is linear in the frequency: its first and last point give both ends.
+            let kept = |i: usize| (f64::from(factors[i]).recip() - factor.recip()) / (1.0 - factor.recip());
+            let ramp = (0..factors.len()).filter(|i| (1e-4..1.0 - 1e-4).contains(&kept(*i)));
+            let ramp: Vec<usize> = ramp.collect();
+            let all = |i: usize| TRAINED * frequency(i) / std::f64::consts::TAU;
+            match ramp.as_slice() {
+                // A step: anything between its two sides.
+                [] => {
+                    let stretched = (0..factors.len()).find(|i| kept(*i) < 0.5)?;
+                    Some([all(stretched), all(stretched.checked_sub(1)?)])
+                }
+                // One point says one thing; the bounds of all published models are 1 to 4.
+                [only] => Some(all(*only) / (1.0 + 3.0 * kept(*only))).map(|low| [low, 4.0 * low]),
+                [a, .., b] => {
+                    let slope = (kept(*a) - kept(*b)) / (all(*a) - all(*b));
+                    let periods = |kept_there: f64| all(*a) + (kept_there - kept(*a)) / slope;
+                    Some([periods(0.0), periods(1.0)])
+                }
+            }
+        };
+        let bounds = Some([1.0, 4.0]).filter(fits).or_else(|| fitted().filter(fits));
+        let [low, high] = bounds.ok_or_else(|| Error::Unsupported {
+            what: format!("{}: tensor `rope_freqs.weight`", self.path),
+            why: "its factors are not those of Llama 3's rule".into(),
+        })?;
+        let object = json!({
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": TRAINED,
+        });
+        Ok(object.as_object().expect("it is an object").clone())
+    }
+
+    /// Channels, heads, state, groups and taps of Mamba-2 under the names of a family.
+    pub fn mamba2(&self, c: &mut Map<String, Value>, names: [&str; 5]) -> Result<usize> {
+        let (inner, heads) = (self.usize("ssm.inner_size")?, self.usize("ssm.time_step_rank")?);
+        if heads == 0 || !inner.is_multiple_of(heads) {
+            return Err(self.bad("ssm.time_step_rank", format_args!("{heads} heads for {inner} channels")));
+        }
+        let values = [
+            heads,
+            inner / heads,
+            self.usize("ssm.state_size")?,
+            self.opt("ssm.group_count")?.unwrap_or(1),
+            self.usize("ssm.conv_kernel")?,
+        ];
+        for (name, value) in names.iter().zip(values) {
+            c.insert((*name).to_owned(), value.into());
+        }
+        Ok(inner)
+    }
+
+    /// How many times the model width the channels of a recurrent mixer are.
+    pub fn expand(&self) -> Result<usize> {
+        let (inner, width) = (self.usize("ssm.inner_size")?, self.usize("embedding_length")?);
+        let times = inner.checked_div(width).filter(|n| n * width == inner);
+        times.ok_or_else(|| self.bad("ssm.inner_size", format_args!("{inner} is no multiple of the width, {width}")))
+    }
+
+    /// The keys that every family has.
+    pub fn common(&self, model_type: &str) -> Result<Map<String, Value>> {
+        let rows = self.tensors.get("token_embd.weight").and_then(|t| t.shape.first());
+        let vocab = match rows {
+            Some(rows) => *rows,
+            None => self.usize("vocab_size")?,
+        };
+        let eps = self.float("attention.layer_norm_rms_epsilon").or(self.float("attention.layer_norm_epsilon"));
+        let mut c = Map::new();
+        c.insert("model_type".into(), model_type.into());
+        c.insert("vocab_size".into(), vocab.into());
+        c.insert("hidden_size".into(), self.usize("embedding_length")?.into());
+        c.insert("num_hidden_layers".into(), self.layers()?.into());
+        c.insert("tie_word_embeddings".into(), (!self.tensors.contains_key("output.weight")).into());
+        if let Some(context) = self.opt("context_length")?.filter(|n| *n > 0) {
+            c.insert("max_position_embeddings".into(), context.into());
+        }
+        if let Some(eps) = eps {
+            // A number that was rounded to f32 is rounded to the same one again.
+            for key in ["rms_norm_eps", "norm_eps", "layer_norm_epsilon"] {
+                c.insert(key.into(), eps.into());
+            }
+        }
+        // The key counts experts too where there are both.
+        let stored = (0..self.layers()?).find_map(|i| self.tensors.get(&format!("blk.{i}.ffn_up.weight")));
+        let width = match stored.filter(|t| t.shape.len() == 2) {
+            Some(t) => Some(t.shape[0]),
+            None => self.opt("feed_forward_length")?.filter(|n| *n > 0),
+        };
+        if let Some(width) = width {
+            c.insert("intermediate_size".into(), width.into());
+        }
+        Ok(c)
+    }
+
+    /// The keys of experts under their usual names.
+    pub fn experts(&self, c: &mut Map<String, Value>) -> Result<()> {
+        c.insert("num_experts".into(), self.usize("expert_count")?.into());
+        c.insert("num_experts_per_tok".into(), self.usize("expert_used_count")?.into());
+        let inner = match self.opt("expert_feed_forward_length")?.filter(|n| *n > 0) {
+            Some(n) => n,
+            None => self.usize("feed_forward_length")?,
+        };
+        c.insert("moe_intermediate_size".into(), inner.into());
+        c.insert("norm_topk_prob".into(), self.bool("expert_weights_norm").unwrap_or(true).into());
+        let scale = self.float("expert_weights_scale").filter(|s| *s != 0.0).unwrap_or(1.0);
+        c.insert("routed_scaling_factor".into(), scale.into());
+        Ok(())
+    }
+}

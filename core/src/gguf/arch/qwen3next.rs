@@ -1,0 +1,145 @@
+//! `qwen3next`, `qwen35` and `qwen35moe`: norms have 1 added; the projections of Gated DeltaNet are split in the one, and the
+//! value heads of the others stand in another order.
+
+use serde_json::{Map, Value};
+
+use super::{Arch, Facts, How, Pick, Rule, attention, copies, ends, experts};
+use crate::Result;
+
+pub(super) const ARCH: Arch = Arch { names: &["qwen3next", "qwen35", "qwen35moe"], config, rules };
+
+/// Sizes of Gated DeltaNet.
+struct Delta {
+    key_heads: usize,
+    value_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+}
+
+impl Delta {
+    fn read(f: &Facts<'_>) -> Result<Self> {
+        let (key_heads, value_heads) = (f.usize("ssm.group_count")?, f.usize("ssm.time_step_rank")?);
+        let (key_dim, inner) = (f.usize("ssm.state_size")?, f.usize("ssm.inner_size")?);
+        let sizes = [key_heads, value_heads, key_dim, inner];
+        let fits = sizes.iter().all(|n| (1..=1 << 24).contains(n));
+        if !fits || !inner.is_multiple_of(value_heads) || !value_heads.is_multiple_of(key_heads) {
+            let why = format_args!("{key_heads} key heads, {value_heads} value heads, {inner} channels do not divide");
+            return Err(f.bad("ssm.group_count", why));
+        }
+        Ok(Self { key_heads, value_heads, key_dim, value_dim: inner / value_heads })
+    }
+
+    /// Value heads of a key head.
+    fn per_key(&self) -> usize {
+        self.value_heads / self.key_heads
+    }
+}
+
+/// Whether value head `p` uses key head `p mod Hk` rather than `p div r`.
+fn tiled(f: &Facts<'_>) -> bool {
+    f.arch != "qwen3next"
+}
+
+fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
+    let model_type = match f.arch {
+        "qwen3next" => "qwen3_next",
+        "qwen35" => "qwen3_5_text",
+        _ => "qwen3_5_moe_text",
+    };
+    c.insert("model_type".into(), model_type.into());
+    f.attention(c)?;
+    f.rope(c)?;
+    let d = Delta::read(f)?;
+    // Where the value heads are tiled, every one gets a copy of its key head's rows: heads keep the order of the file, in which
+    // the columns of the output projection stand too.
+    c.insert("linear_num_key_heads".into(), if tiled(f) { d.value_heads } else { d.key_heads }.into());
+    c.insert("linear_num_value_heads".into(), d.value_heads.into());
+    c.insert("linear_key_head_dim".into(), d.key_dim.into());
+    c.insert("linear_value_head_dim".into(), d.value_dim.into());
+    c.insert("linear_conv_kernel_dim".into(), f.usize("ssm.conv_kernel")?.into());
+    let kind = |i| if f.stores(i, "ssm_a") { "linear_attention" } else { "full_attention" };
+    c.insert("layer_types".into(), f.layer_types(kind)?);
+    let dense: Vec<usize> = (0..f.layers()?).filter(|i| !f.stores(*i, "ffn_gate_inp.weight")).collect();
+    c.insert("num_experts".into(), 0.into());
+    if f.opt("expert_count")?.is_some_and(|n| n > 0) {
+        f.experts(c)?;
+        c.insert("mlp_only_layers".into(), dense.into());
+        let shared = f.opt("expert_shared_feed_forward_length")?.unwrap_or(0);
+        c.insert("shared_expert_intermediate_size".into(), shared.into());
+    }
+    Ok(())
+}
+
+fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
+    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", How::MinusOne);
+    let layer = |leaf: &str| format!("model.layers.{{}}.{leaf}");
+    for (name, stored) in [
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
+    ] {
+        let stored = format!("blk.{{}}.{stored}.weight");
+        rules.push(Rule::new(layer(&format!("{name}.weight")), &[&stored], How::MinusOne));
+    }
+    // What is called `attn_qkv` here is a projection of another mixer.
+    let mut own = Vec::new();
+    attention(&mut own, f, &layer("self_attn."), false)?;
+    rules.extend(own.into_iter().filter(|rule| rule.how == How::Copy));
+    let pairs = [
+        ("linear_attn.norm", "ssm_norm"),
+        ("linear_attn.out_proj", "ssm_out"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+        ("mlp.gate", "ffn_gate_inp"),
+        ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+        ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+        ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ];
+    copies(&mut rules, &layer(""), &pairs);
+    experts(&mut rules, &layer("mlp.experts.gate_up_proj"), &layer("mlp.experts.down_proj"));
+    rules.push(Rule::new(layer("linear_attn.A_log"), &["blk.{}.ssm_a"], How::NegLog));
+    rules.push(Rule::new(layer("linear_attn.dt_bias"), &["blk.{}.ssm_dt.bias"], How::Copy));
+    let d = Delta::read(f)?;
+    if tiled(f) {
+        tiled_heads(&mut rules, &d, layer)
+    } else {
+        per_key_head(&mut rules, &d, layer)
+    }
+    Ok(rules)
+}
+
+/// q and k of every value head, then v; the rest is in the same order.
+fn tiled_heads(rules: &mut Vec<Rule>, d: &Delta, layer: impl Fn(&str) -> String) {
+    let keys = d.key_heads * d.key_dim;
+    let pick = |first, count| Pick { source: 0, first, step: 1, count };
+    let mut picks = vec![pick(0, keys); d.per_key()];
+    picks.extend(vec![pick(keys, keys); d.per_key()]);
+    picks.push(pick(2 * keys, d.value_heads * d.value_dim));
+    for (name, stored) in [("in_proj_qkv", "attn_qkv"), ("conv1d", "ssm_conv1d")] {
+        let name = layer(&format!("linear_attn.{name}.weight"));
+        rules.push(Rule::new(name, &[&format!("blk.{{}}.{stored}.weight")], How::Rows(picks.clone())));
+    }
+    let pairs = [("in_proj_z", "attn_gate"), ("in_proj_b", "ssm_beta"), ("in_proj_a", "ssm_alpha")];
+    copies(rules, &layer("linear_attn."), &pairs);
+}
+
+/// The rows of a key head together: q, k, its values, its z.
+fn per_key_head(rules: &mut Vec<Rule>, d: &Delta, layer: impl Fn(&str) -> String) {
+    let (keys, values) = (d.key_heads * d.key_dim, d.per_key() * d.value_dim);
+    let mut picks = Vec::new();
+    for g in 0..d.key_heads {
+        let mut pick = |source, first, count| picks.push(Pick { source, first, step: 1, count });
+        pick(0, g * d.key_dim, d.key_dim);
+        pick(0, keys + g * d.key_dim, d.key_dim);
+        pick(0, 2 * keys + g * values, values);
+        pick(1, g * values, values);
+    }
+    let name = layer("linear_attn.in_proj_qkvz.weight");
+    rules.push(Rule::new(name.clone(), &["blk.{}.attn_qkv.weight", "blk.{}.attn_gate.weight"], How::Rows(picks)));
+    // Older files have them as they were.
+    rules.push(Rule::new(name, &["blk.{}.ssm_in.weight"], How::Copy));
+    copies(rules, &layer("linear_attn."), &[("in_proj_ba", "ssm_ba"), ("conv1d", "ssm_conv1d")]);
+}

@@ -1,0 +1,16 @@
+//! The crate as its users see it. One program, so that the engine is compiled for it once.
+
+mod bundle;
+mod bundle_format;
+mod controls;
+mod engine;
+mod gguf;
+mod model;
+mod prefix_scenarios;
+mod promise;
+mod random;
+mod scaled;
+mod session;
+mod sim;
+mod state_engine;
+mod wrapped;

@@ -1,0 +1,568 @@
+//! The promise: cache on = cache off, alone = batched, bit for bit on the CPU backend.
+//!
+//! Random requests that share prefixes, fork, grow, stop and are cancelled run through an engine of random size. Every
+//! free slot and page is filled with NaN between steps. Tokens **and logits** of each request must equal those of the
+//! same request alone in a large engine with the cache off. Every second case runs as on an asynchronous device: the
+//! next step is planned before the last one's tokens are known. Two in three requests have rules over their logits: penalties,
+//! biases, forbidden tokens, a constraint that depends on its own tokens, log probabilities. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a
+//! longer run.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use pollster::block_on;
+use selkie_core::backend::{Backend, Caps};
+use selkie_core::checkpoint::Checkpoint;
+use selkie_core::config::Config;
+use selkie_core::controls::{Constraint, Controls, Logprobs};
+use selkie_core::cpu::{Buf, CpuBackend, Rec, Tape};
+use selkie_core::engine::{Engine, EngineOptions, Event, FinishReason, Request, SeqId};
+use selkie_core::error::Result;
+use selkie_core::format::{Format, Products};
+use selkie_core::models::{self, Architecture};
+use selkie_core::ops::Op;
+use selkie_core::sample::Sampling;
+use selkie_core::source::{Bytes, Dir, read_small};
+use selkie_core::state::{CapturePolicy, Reason, Report};
+use selkie_core::tensor::Tensor;
+
+use crate::random::Random;
+
+/// What a test sees of the work on a device and of a constraint, in order.
+pub(super) type Log = Arc<Mutex<Vec<&'static str>>>;
+
+/// The CPU, which runs each step immediately, presented as an asynchronous device.
+pub(super) struct Behind {
+    cpu: CpuBackend,
+    caps: Caps,
+    /// If a test looks at it.
+    log: Option<Log>,
+}
+
+impl Behind {
+    fn new(asynchronous: bool, products: Products) -> Self {
+        let cpu = CpuBackend::with(products);
+        let caps = Caps { asynchronous, ..cpu.caps().clone() };
+        Self { cpu, caps, log: None }
+    }
+
+    /// An asynchronous device that logs.
+    pub(super) fn logged(log: Log) -> Self {
+        Self { log: Some(log), ..Self::new(true, Products::Fast) }
+    }
+
+    fn note(&self, what: &'static str) {
+        if let Some(log) = &self.log {
+            log.lock().unwrap().push(what);
+        }
+    }
+}
+
+impl Backend for Behind {
+    type Buf = Buf;
+    type Rec<'a> = Rec<'a>;
+    type Tape = Tape;
+    type Read = <CpuBackend as Backend>::Read;
+
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+    fn free_memory(&self) -> Option<u64> {
+        self.cpu.free_memory()
+    }
+    fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
+        self.note("alloc");
+        self.cpu.alloc(label, bytes)
+    }
+    fn multiplies(&self, format: Format) -> bool {
+        self.cpu.multiplies(format)
+    }
+    fn adopts(&self) -> bool {
+        true
+    }
+    fn adopt(&self, bytes: &Bytes) -> Option<Buf> {
+        self.cpu.adopt(bytes)
+    }
+    fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        self.note("write");
+        self.cpu.write(dst, at, bytes)
+    }
+    fn scratch(&self, op: &Op<Buf>) -> u64 {
+        self.cpu.scratch(op)
+    }
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        self.cpu.reserve(bytes)
+    }
+    fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
+        self.note("run");
+        self.cpu.run(f)
+    }
+    fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
+        self.cpu.record(f)
+    }
+    fn play(&self, tape: &Tape) -> Result<()> {
+        self.note("play");
+        self.cpu.play(tape)
+    }
+    fn read(&self, src: &Tensor<Buf>) -> Self::Read {
+        self.note("read");
+        self.cpu.read(src)
+    }
+}
+
+struct TestModel {
+    name: String,
+    architecture: Architecture,
+    checkpoint: Checkpoint,
+    products: Products,
+}
+
+impl TestModel {
+    fn micro(name: &str, config: &str) -> Self {
+        let config = Config::parse("config.json", config.as_bytes()).unwrap();
+        let (architecture, checkpoint) = (models::read(&config).unwrap(), Checkpoint::random(7));
+        Self { name: name.into(), architecture, checkpoint, products: Products::Fast }
+    }
+
+    /// The same architecture with random weights in codes.
+    fn coded(self, recipe: &str, products: Products) -> Self {
+        let checkpoint = Checkpoint::random_coded(7, recipe.parse().unwrap());
+        Self { name: format!("{} in {recipe}, {products:?}", self.name), checkpoint, products, ..self }
+    }
+
+    /// The model of a reference folder, if its family is supported.
+    fn golden(path: &Path) -> Option<Self> {
+        let dir = Arc::new(Dir::open(path).unwrap());
+        let config = block_on(read_small(dir.as_ref(), "config.json", 1 << 20)).unwrap()?;
+        let config = Config::parse("config.json", &config).unwrap();
+        let family = models::FAMILIES.iter().find(|f| config.model_type().is_ok_and(|t| t == f.model_type))?;
+        Some(Self {
+            name: path.file_name().unwrap().to_string_lossy().into(),
+            architecture: (family.read)(&config).unwrap(),
+            checkpoint: block_on(Checkpoint::open(dir)).unwrap(),
+            products: Products::Fast,
+        })
+    }
+
+    fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
+        let (backend, name, mut report) = (Behind::new(asynchronous, self.products), self.name.as_bytes(), |_| {});
+        block_on(Engine::load(backend, &self.architecture, &self.checkpoint, name, options, &mut report)).unwrap()
+    }
+}
+
+/// Models so small that thousands of cases run in a minute, one for each kind of layer.
+fn micro_models() -> Vec<TestModel> {
+    let hybrid = r#"{"model_type":"nemotron_h","hidden_size":16,"num_attention_heads":2,"num_key_value_heads":1,
+        "head_dim":8,"intermediate_size":16,"mamba_num_heads":2,"mamba_head_dim":8,"ssm_state_size":8,"n_groups":1,
+        "conv_kernel":4,"vocab_size":40,"hybrid_override_pattern":"M*-M","max_position_embeddings":1024}"#;
+    let recurrent = r#"{"model_type":"mamba2","hidden_size":16,"num_heads":4,"head_dim":8,"state_size":8,"n_groups":2,
+        "num_hidden_layers":2,"vocab_size":40,"tie_word_embeddings":true}"#;
+    let attention = r#"{"model_type":"llama","hidden_size":16,"num_attention_heads":2,"num_key_value_heads":1,
+        "intermediate_size":16,"num_hidden_layers":2,"vocab_size":40,"max_position_embeddings":1024}"#;
+    let delta = r#"{"model_type":"qwen3_next","hidden_size":16,"num_hidden_layers":3,"full_attention_interval":3,
+        "num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"linear_num_key_heads":1,"linear_num_value_heads":2,
+        "linear_key_head_dim":8,"linear_value_head_dim":8,"num_experts":4,"num_experts_per_tok":2,
+        "moe_intermediate_size":8,"shared_expert_intermediate_size":8,"vocab_size":40,"max_position_embeddings":1024}"#;
+    vec![
+        TestModel::micro("micro hybrid", hybrid),
+        TestModel::micro("micro recurrent", recurrent),
+        TestModel::micro("micro attention", attention),
+        TestModel::micro("micro delta", delta),
+    ]
+}
+
+/// A constraint whose masks depend on every token so far.
+#[derive(Clone, Debug)]
+struct Rule {
+    /// One of this many tokens is forbidden.
+    modulus: u32,
+    vocab: u32,
+    /// It is over, or allows nothing, after this many tokens.
+    over: Option<u32>,
+    stuck: Option<u32>,
+    taken: u32,
+    state: u32,
+}
+
+impl Rule {
+    fn random(random: &mut Random, vocab: usize) -> Self {
+        Self {
+            modulus: random.pick(&[2, 3, 7]),
+            vocab: vocab as u32,
+            over: random.pick(&[None, None, Some(3), Some(20)]),
+            stuck: random.pick(&[None, None, None, Some(1), Some(11)]),
+            taken: 0,
+            state: random.below(1 << 20) as u32,
+        }
+    }
+
+    fn allows(&self, token: u32) -> bool {
+        !(token + self.state).is_multiple_of(self.modulus)
+    }
+}
+
+impl Constraint for Rule {
+    fn mask(&mut self, out: &mut [u32]) -> Result<()> {
+        assert!(out.iter().all(|word| *word == 0), "a mask that was not cleared");
+        let allowed = (0..self.vocab).filter(|_| self.stuck != Some(self.taken)).filter(|token| self.allows(*token));
+        allowed.for_each(|token| out[token as usize / 32] |= 1 << (token % 32));
+        Ok(())
+    }
+    fn commit(&mut self, token: u32) -> Result<()> {
+        assert!(self.allows(token) && self.stuck != Some(self.taken), "a token that the mask forbids");
+        self.taken += 1;
+        self.state = self.state.wrapping_mul(31).wrapping_add(token) % (1 << 20);
+        Ok(())
+    }
+    fn is_over(&self) -> bool {
+        self.over == Some(self.taken)
+    }
+    fn boxed_clone(&self) -> Box<dyn Constraint + Send> {
+        Box::new(self.clone())
+    }
+}
+
+/// A request and its constraint, which the request's own text does not show.
+#[derive(Clone, Debug)]
+struct Asked {
+    request: Request,
+    rule: Option<Rule>,
+}
+
+impl Asked {
+    fn request(&self) -> Request {
+        let constraint = self.rule.clone().map(|rule| Box::new(rule) as Box<dyn Constraint + Send>);
+        Request { constraint, ..self.request.clone() }
+    }
+}
+
+/// Rules over the logits of a request.
+fn controls(random: &mut Random, vocab: usize, max_tokens: usize) -> Controls {
+    let mut ids: Vec<u32> = (0..vocab as u32).filter(|_| random.one_in(3)).collect();
+    if ids.is_empty() {
+        ids.push(0);
+    }
+    // The stop ids are below.
+    ids.push(vocab as u32 - 1);
+    ids.dedup();
+    let biased = (0..vocab as u32).filter(|_| random.one_in(8)).collect::<Vec<_>>();
+    Controls {
+        logprobs: random.pick(&[None, Some(0), Some(1), Some(5), Some(20)]),
+        presence_penalty: random.pick(&[0.0, 0.0, 0.7, -0.5]),
+        frequency_penalty: random.pick(&[0.0, 0.0, 0.3, 1.9]),
+        logit_bias: if random.one_in(3) {
+            biased.into_iter().map(|id| (id, id as f32 / 9.0 - 1.5)).collect()
+        } else {
+            vec![]
+        },
+        min_tokens: random.pick(&[0, 0, 1, 5, 30]).min(max_tokens),
+        allowed_tokens: random.one_in(5).then_some(ids),
+    }
+}
+
+/// What a request gave: tokens, logits, log probabilities, and how it ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Output(Vec<u32>, Vec<Box<[f32]>>, Vec<Option<Box<Logprobs>>>, Option<FinishReason>);
+
+impl Output {
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Token { token, logits, logprobs, .. } => {
+                self.0.push(token);
+                self.1.push(logits.unwrap());
+                self.2.push(logprobs);
+            }
+            Event::Finished(end) => self.3 = Some(end.reason),
+        }
+    }
+}
+
+/// Runs requests alone, with the cache off, and keeps the results, since the same requests recur.
+struct Alone<'a> {
+    engine: Engine<Behind>,
+    known: HashMap<String, Output>,
+    model: &'a TestModel,
+}
+
+impl<'a> Alone<'a> {
+    fn new(model: &'a TestModel, context: usize) -> Self {
+        let options = EngineOptions {
+            max_batch: 1,
+            prefix_cache: false,
+            step_tokens: 4096,
+            context: Some(context),
+            logits: true,
+            ..EngineOptions::default()
+        };
+        Self { engine: model.engine(&options, false), known: HashMap::new(), model }
+    }
+
+    fn run(&mut self, asked: &Asked) -> Output {
+        let key = format!("{asked:?}");
+        if let Some(known) = self.known.get(&key) {
+            return known.clone();
+        }
+        self.engine.submit(asked.request()).unwrap();
+        let mut output = Output::default();
+        while !self.engine.is_idle() {
+            block_on(self.engine.step()).unwrap().into_iter().for_each(|event| output.take(event));
+        }
+        self.known.insert(key, output.clone());
+        assert!(!output.0.is_empty(), "{}: nothing sampled", self.model.name);
+        output
+    }
+}
+
+/// Requests of one case: prompts over a few shared stems, so that prefixes meet, diverge and grow.
+fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
+    let mut texts: Vec<Vec<u32>> = vec![Vec::new()];
+    let count = 3 + random.below(7);
+    let mut out = Vec::new();
+    for _ in 0..count {
+        let mut prompt = random.pick(&texts);
+        let all = prompt.len();
+        prompt.truncate(random.pick(&[all, all, all, all, all - all / 8, all / 2, 0]));
+        let more = random.pick(&[1, 3, 17, 63, 64, 65, 90, 128, 200]);
+        let mut boundaries = vec![prompt.len()];
+        prompt.extend((0..more).map(|_| random.below(vocab) as u32));
+        let max_tokens = random.pick(&[1, 2, 9, 40, 80]);
+        prompt.truncate(context - max_tokens);
+        boundaries.push(prompt.len());
+        texts.push(prompt.clone());
+        let sampled = random.one_in(3);
+        let sampling = Sampling {
+            temperature: if sampled { 0.8 } else { 0.0 },
+            top_k: if sampled { 20 } else { 0 },
+            repetition_penalty: random.pick(&[1.0, 1.3]),
+            seed: random.next() % 3,
+            ..Sampling::default()
+        };
+        let stop_ids = if random.one_in(4) { vec![random.below(vocab) as u32] } else { Vec::new() };
+        let namespace = random.pick(&["", "", "", "tenant"]).to_string();
+        boundaries.retain(|_| !random.one_in(3));
+        let controls = if random.one_in(3) { Controls::default() } else { controls(random, vocab, max_tokens) };
+        // Masks of both kinds could forbid everything.
+        let free = controls == Controls::default() || controls.allowed_tokens.is_none() && controls.min_tokens == 0;
+        let rule = (free && random.one_in(3)).then(|| Rule::random(random, vocab));
+        let constraint = None;
+        let origin = String::new();
+        let request =
+            Request { prompt, max_tokens, namespace, origin, boundaries, sampling, stop_ids, controls, constraint };
+        out.push(Asked { request, rule });
+    }
+    out
+}
+
+fn options(random: &mut Random, requests: &[Asked], context: usize) -> EngineOptions {
+    let pages = |r: &Request| (r.prompt.len() + r.max_tokens - 1).div_ceil(64);
+    let largest = requests.iter().map(|asked| pages(&asked.request)).max().unwrap();
+    EngineOptions {
+        memory: None,
+        slots: Some(random.pick(&[1, 1, 2, 3, 5, 9, 40])),
+        kv_pages: Some(largest + random.pick(&[0, 0, 1, 2, 5, 60])),
+        max_batch: random.pick(&[1, 2, 3, 8]),
+        step_tokens: random.pick(&[1, 2, 7, 63, 64, 65, 100, 128, 500]),
+        context: Some(context),
+        prefix_cache: !random.one_in(6),
+        policy: random.pick(&[CapturePolicy::Default, CapturePolicy::OnePerPrefill]),
+        logits: true,
+        ..EngineOptions::default()
+    }
+}
+
+/// Runs one case and compares everything. Returns the tokens reused, so that a run shows that it reused something.
+fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
+    let context = 512;
+    let mut random = Random(seed);
+    let vocab = model.architecture.spec().vocab;
+    let requests = requests(&mut random, vocab, context);
+    let options = options(&mut random, &requests, context);
+    let pipelined = seed.is_multiple_of(2);
+    let label = format!("{}, seed {seed}, pipelined {pipelined}, {options:?}", model.name);
+    let mut engine = model.engine(&options, pipelined);
+    let mut waiting: Vec<(usize, Asked)> = requests.iter().cloned().enumerate().rev().collect();
+    let mut running: HashMap<SeqId, (usize, Output)> = HashMap::new();
+    let (mut reused, mut prompt_tokens, mut cancelled) = (0, 0, false);
+    let mut steps = 0;
+    while !(waiting.is_empty() && engine.is_idle()) {
+        steps += 1;
+        assert!(steps < 100_000, "{label}: no end");
+        while !waiting.is_empty() && (engine.is_idle() || random.one_in(3)) {
+            let (index, asked) = waiting.pop().unwrap();
+            let id = engine.submit(asked.request()).unwrap_or_else(|e| panic!("{label}: {e}"));
+            running.insert(id, (index, Output::default()));
+        }
+        if random.one_in(60) && !running.is_empty() {
+            let mut ids: Vec<_> = running.keys().copied().collect();
+            ids.sort();
+            engine.cancel(random.pick(&ids));
+            cancelled = true;
+        }
+        if random.one_in(100) {
+            engine.clear_cache();
+        }
+        engine.poison_free().unwrap();
+        for event in block_on(engine.step()).unwrap_or_else(|e| panic!("{label}: {e}")) {
+            match event {
+                Event::Token { id, .. } => running.get_mut(&id).unwrap().1.take(event),
+                Event::Finished(end) => {
+                    let (index, output) = running.remove(&end.id).unwrap();
+                    let expected = alone.run(&requests[index]);
+                    let request = &requests[index].request;
+                    let n = output.0.len();
+                    if end.reason != FinishReason::Cancelled {
+                        assert_eq!(n, expected.0.len(), "{label}: length of request {index}");
+                        assert_eq!(Some(end.reason), expected.3, "{label}: end of request {index}");
+                    }
+                    assert_eq!(output.2, expected.2[..n], "{label}: log probabilities of request {index}");
+                    assert_eq!(output.0, expected.0[..n], "{label}: tokens of request {index}");
+                    for (i, (a, b)) in output.1.iter().zip(&expected.1).enumerate() {
+                        let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(same, "{label}: logits of token {i} of request {index}");
+                    }
+                    if let Some(report) = end.cache {
+                        reused += report.reused;
+                        prompt_tokens += request.prompt.len();
+                    }
+                }
+            }
+        }
+        engine.scheduler().audit().unwrap_or_else(|e| panic!("{label}: {e}"));
+    }
+    assert!(running.is_empty(), "{label}: lost requests");
+    let stats = engine.stats();
+    if !cancelled {
+        assert_eq!(stats.tokens_prefilled as usize + reused, prompt_tokens, "{label}: {stats:?}");
+    }
+    engine.clear_cache();
+    let scheduler = engine.scheduler();
+    assert_eq!((scheduler.slots().used(), scheduler.pages().used()), (0, 0), "{label}: leak");
+    for layer in engine.runner().pools() {
+        let kv = layer.kv.iter().flat_map(|kv| [&kv.k, &kv.v]);
+        for pool in layer.conv.iter().chain(&layer.recurrent).chain(kv) {
+            let null = block_on(engine.runner().backend().read(&pool.head(1))).unwrap();
+            assert!(null.iter().all(|&b| b == 0), "{label}: entry 0 of a pool was written");
+        }
+    }
+    reused
+}
+
+fn run(models: Vec<TestModel>, cases: u64) {
+    let number = |name| std::env::var(name).ok().map(|v| v.parse::<u64>().expect("a number"));
+    let cases = number("SELKIE_PROMISE_CASES").unwrap_or(cases);
+    let seed = number("SELKIE_PROMISE_SEED").unwrap_or(1);
+    for model in &models {
+        let mut alone = Alone::new(model, 512);
+        let reused: usize = (0..cases).map(|i| case(model, &mut alone, seed + i)).sum();
+        println!("{}: {cases} cases from seed {seed}, {reused} tokens reused", model.name);
+        assert!(reused > 0, "{}: no case reused anything", model.name);
+    }
+}
+
+#[test]
+fn cache_on_is_cache_off_and_alone_is_batched() {
+    run(micro_models(), 500);
+}
+
+/// Hybrids in codes whose widths are those of blocks of 32, 64 and 256, with products in 8 bits and exact ones.
+fn coded_models() -> Vec<TestModel> {
+    let hybrid = |hidden: usize| {
+        let config = format!(
+            r#"{{"model_type":"nemotron_h","hidden_size":{hidden},"num_attention_heads":2,"num_key_value_heads":1,
+            "head_dim":32,"intermediate_size":{hidden},"mamba_num_heads":2,"mamba_head_dim":32,"ssm_state_size":8,
+            "n_groups":1,"conv_kernel":4,"vocab_size":40,"hybrid_override_pattern":"M*-","max_position_embeddings":1024}}"#
+        );
+        TestModel::micro(&format!("hybrid of {hidden}"), &config)
+    };
+    let mut models = Vec::new();
+    for products in [Products::Fast, Products::Exact] {
+        for (hidden, recipe) in [(32, "q8_0"), (64, "nvfp4"), (96, "q5_0"), (256, "q4_k_m")] {
+            models.push(hybrid(hidden).coded(recipe, products));
+        }
+    }
+    models
+}
+
+#[test]
+fn so_it_is_for_codes() {
+    run(coded_models(), 12);
+}
+
+/// A model of each reference folder that runs.
+fn golden_models() -> Vec<TestModel> {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let mut folders: Vec<_> = std::fs::read_dir(golden).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.retain(|path| path.is_dir());
+    folders.sort();
+    let models: Vec<_> = folders.iter().filter_map(|path| TestModel::golden(path)).collect();
+    assert!(models.len() >= 25, "{} models", models.len());
+    models
+}
+
+#[test]
+fn so_it_is_for_real_families() {
+    run(golden_models(), 6);
+}
+
+/// The eight requests of the worked example of hybrid prefix caches: their blocks of 256 tokens, by number.
+const EIGHT: [&[u64]; 8] = [&[1, 2], &[1, 3], &[1, 4], &[1, 2, 5], &[1, 4, 5], &[1, 3, 5], &[1, 3], &[1, 3]];
+
+/// A request for these blocks, between the few tokens of a template.
+fn blocks(numbers: &[u64], vocab: usize) -> Request {
+    let block = |of: u64, tokens: usize| {
+        let mut random = Random(1000 * of);
+        (0..tokens).map(|_| random.below(vocab) as u32).collect::<Vec<_>>()
+    };
+    let body = numbers.iter().flat_map(|&n| block(n, 256));
+    let prompt = block(90, 7).into_iter().chain(body).chain(block(91, 6)).collect();
+    Request { prompt, max_tokens: 3, ..Request::default() }
+}
+
+/// Serves the eight in turn and compares each with itself alone; returns what each reused.
+fn serve_eight(model: &TestModel, alone: &mut Alone<'_>, policy: CapturePolicy) -> Vec<Report> {
+    let options = EngineOptions { context: Some(1024), logits: true, policy, ..EngineOptions::default() };
+    let mut engine = model.engine(&options, true);
+    let mut reports = Vec::new();
+    for numbers in EIGHT {
+        let request = blocks(numbers, model.architecture.spec().vocab);
+        let asked = Asked { request, rule: None };
+        let (expected, mut output) = (alone.run(&asked), Output::default());
+        engine.submit(asked.request()).unwrap();
+        while !engine.is_idle() {
+            engine.poison_free().unwrap();
+            for event in block_on(engine.step()).unwrap() {
+                if let Event::Finished(end) = &event {
+                    reports.push(end.cache.unwrap());
+                }
+                output.take(event);
+            }
+        }
+        assert!(output == expected, "{}, {policy:?}: {numbers:?} differs from itself alone", model.name);
+    }
+    reports
+}
+
+#[test]
+fn the_eight_requests_reuse_the_same_on_every_hybrid() {
+    use Reason::{FirstSight, Full, NoState};
+    for model in golden_models() {
+        let spec = model.architecture.spec();
+        let stateful = spec.layers.iter().any(|l| l.conv.is_some() || l.recurrent.is_some());
+        let mut alone = Alone::new(&model, 1024);
+        for (policy, hybrid, again) in [
+            (CapturePolicy::OnePerPrefill, [0, 0, 256, 512, 512, 256, 256, 512], NoState),
+            (CapturePolicy::Default, [0, 0, 256, 512, 512, 512, 512, 512], Full),
+        ] {
+            let (reused, [second, seventh]) = match stateful {
+                true => (hybrid, [NoState, again]),
+                false => ([0, 256, 256, 512, 512, 512, 512, 512], [FirstSight, Full]),
+            };
+            let reasons = [FirstSight, second, FirstSight, FirstSight, FirstSight, FirstSight, seventh, Full];
+            let reports = serve_eight(&model, &mut alone, policy);
+            let found: Vec<_> = reports.iter().map(|r| (r.reused, r.reason)).collect();
+            let expected: Vec<_> = reused.into_iter().zip(reasons).collect();
+            assert_eq!(found, expected, "{}, {policy:?}", model.name);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Arguments of `bench`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use selkie_core::engine::{MOST_BATCH, MOST_STEP_TOKENS};
+
+use super::{BackendArgs, ModelArgs, values::one_to};
+
+/// Maximum tokens of a benchmark's prompts, more than any model's context.
+pub const MAX_TOKENS: usize = 1 << 24;
+
+/// Arguments of `bench`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  selkie bench
+  selkie bench model -m DIR --prompt-tokens 512 --json
+  selkie bench model --config models/configs/granite-4.0-h-350m.json
+  selkie bench model --config models/configs/granite-4.0-h-350m.json --weights q4_k_m
+  selkie bench ops matmul
+  selkie bench prefix
+  selkie bench prefix --traffic --svg traffic.svg")]
+pub struct BenchArgs {
+    /// What to measure.
+    #[command(subcommand)]
+    pub what: BenchCommand,
+}
+
+/// The kinds of `bench`.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Tokens per second of prefill and decode, compared with the limits of this machine (the default)
+    Model(BenchModelArgs),
+    /// Times of single ops at the sizes of published models: cold, net of a launch, warm, and the share of the limit
+    Ops(BenchOpsArgs),
+    /// How much the prefix cache reuses: in a fixed scenario, or in realistic traffic
+    Prefix(BenchPrefixArgs),
+}
+
+/// The model of a benchmark.
+#[derive(Clone, Debug, Args)]
+pub struct BenchTarget {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Measure a model with random weights of this config.json
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    pub config: Option<PathBuf>,
+    /// With --config: random weights of this format, or mix of formats, e.g. q4_k_m or q8_0 (default: bf16)
+    #[arg(long, value_name = "FORMAT", requires = "config")]
+    pub weights: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `bench model`.
+#[derive(Debug, Args)]
+pub struct BenchModelArgs {
+    #[command(flatten)]
+    pub target: BenchTarget,
+    /// Tokens of each prompt, and so the context at the start of decoding
+    #[arg(long, visible_alias = "context", value_name = "N", default_value = "512", value_parser = one_to(MAX_TOKENS))]
+    pub prompt_tokens: usize,
+    /// Tokens that each sequence generates
+    #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MAX_TOKENS))]
+    pub decode_tokens: usize,
+    /// Sequences at once, each with a different prompt
+    #[arg(long, value_name = "B", default_value = "1", value_parser = one_to(MOST_BATCH))]
+    pub batch: usize,
+    /// Most tokens that one step computes
+    #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MOST_STEP_TOKENS))]
+    pub step_tokens: usize,
+    /// Repetitions after a warm-up run; the best is reported, as for the machine's limits [default: 3, fewer once
+    /// 2 s have passed]
+    #[arg(long, value_name = "N", value_parser = one_to(1000))]
+    pub runs: Option<usize>,
+}
+
+/// Arguments of `bench ops`.
+#[derive(Debug, Args)]
+pub struct BenchOpsArgs {
+    /// Only shapes whose name contains this, e.g. `matmul`
+    pub filter: Option<String>,
+    /// Where it runs.
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Include the largest shapes on a CPU, too
+    #[arg(long)]
+    pub all: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `bench prefix`.
+#[derive(Debug, Args)]
+pub struct BenchPrefixArgs {
+    #[command(flatten)]
+    pub target: BenchTarget,
+    /// Chats that share a system prompt and agents that branch, with memory for 100, 50 and 25 % of their states
+    #[arg(long)]
+    pub traffic: bool,
+    /// The cost of the cache without hits, and the time to the first token of a hit
+    #[arg(long, conflicts_with = "traffic")]
+    pub overhead: bool,
+    /// Number of chats
+    #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MOST_BATCH), requires = "traffic")]
+    pub chats: usize,
+    /// Turns per chat
+    #[arg(long, value_name = "N", default_value = "8", value_parser = one_to(MOST_BATCH), requires = "traffic")]
+    pub turns: usize,
+    /// Tokens of the system prompt that all chats share
+    #[arg(long, value_name = "N", default_value = "1000", value_parser = one_to(MAX_TOKENS), requires = "traffic")]
+    pub system_tokens: usize,
+    /// Also write the table as an SVG plot
+    #[arg(long, value_name = "FILE", requires = "traffic")]
+    pub svg: Option<PathBuf>,
+}

@@ -1,0 +1,215 @@
+//! Options that several subcommands share: model, device, sampling, memory.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use selkie_core::{
+    engine::{MOST_BATCH, MOST_STEP_TOKENS},
+    format::Products,
+    session::{Overrides, WhenFull},
+};
+
+use super::values::{at_least_one, one_to, parse_size};
+use crate::{
+    backend::Place,
+    failure::{Failure, Outcome},
+    open::Device,
+};
+
+/// The model and its device.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// Model: a directory as published on Hugging Face, or `owner/name[@revision][:file]`, which is looked for in the cache
+    /// of its tools and else fetched after a question (default: the embedded demo model)
+    #[arg(short, long, value_name = "MODEL")]
+    pub model: Option<PathBuf>,
+    /// Fetch a model that is not here without asking
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Where it runs.
+    #[command(flatten)]
+    pub backend: BackendArgs,
+}
+
+/// The device.
+#[derive(Clone, Debug, Args)]
+pub struct BackendArgs {
+    /// Where to run; a backend chosen by name never falls back to another
+    #[arg(long = "backend", value_name = "BACKEND", value_enum, default_value = "auto")]
+    pub name: BackendName,
+    /// Adapter of the wgpu backend: its number in `selkie devices`, or a part of its name
+    #[arg(long, value_name = "NAME")]
+    pub adapter: Option<String>,
+    /// Precision of stored recurrent states; bf16 takes half the memory and time (CUDA only)
+    #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
+    pub state_dtype: StateType,
+    /// Products with quantised weights; exact ones take activations as they are
+    #[arg(long, value_name = "KIND", value_enum, default_value = "fast")]
+    pub products: ProductsArg,
+}
+
+/// How activations enter products with quantised weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProductsArg {
+    /// In 8 bits on the CPU, as they are on GPUs
+    Fast,
+    /// As they are
+    Exact,
+}
+
+impl From<ProductsArg> for Products {
+    fn from(arg: ProductsArg) -> Self {
+        match arg {
+            ProductsArg::Fast => Self::Fast,
+            ProductsArg::Exact => Self::Exact,
+        }
+    }
+}
+
+impl BackendArgs {
+    /// What they mean.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if they contradict each other.
+    pub fn place(&self) -> Outcome<Place> {
+        let (bf16_state, adapter) = (self.state_dtype == StateType::Bf16, self.adapter.clone());
+        let device = match self.name {
+            BackendName::Auto => Device::Auto,
+            BackendName::Cuda => Device::Cuda,
+            BackendName::Wgpu => Device::Wgpu,
+            BackendName::Cpu => Device::Cpu,
+        };
+        match (device, &adapter) {
+            (Device::Cuda | Device::Cpu, Some(_)) => {
+                Err(Failure::Usage("--adapter chooses a device of the wgpu backend: add --backend wgpu".into()))
+            }
+            (Device::Wgpu | Device::Cpu, _) | (_, Some(_)) if bf16_state => {
+                Err(Failure::Usage("--state-dtype bf16 is for the CUDA backend: the others keep states in f32".into()))
+            }
+            _ => Ok(Place { device, adapter, bf16_state, products: self.products.into() }),
+        }
+    }
+}
+
+/// Precision of stored recurrent states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StateType {
+    /// Single precision
+    F32,
+    /// bf16 in memory, computation in single precision
+    Bf16,
+}
+
+/// The choice of a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendName {
+    /// cuda, else wgpu on a GPU, else cpu
+    Auto,
+    /// NVIDIA GPUs
+    Cuda,
+    /// Vulkan, Metal or DX12
+    Wgpu,
+    /// This machine's processor
+    Cpu,
+}
+
+/// How tokens are sampled; defaults come from the model's generation_config.json.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Maximum tokens to generate (default: 1024, or the rest of the context if that is less)
+    #[arg(long, value_parser = at_least_one, allow_negative_numbers = true, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Sampling temperature; 0 always takes the likeliest token
+    #[arg(long, allow_negative_numbers = true, value_name = "X")]
+    pub temperature: Option<f32>,
+    /// Sample from the K likeliest tokens only (0: from all)
+    #[arg(long, allow_negative_numbers = true, value_name = "K")]
+    pub top_k: Option<u32>,
+    /// Sample from the likeliest tokens whose probabilities add up to P
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
+    pub top_p: Option<f32>,
+    /// Sample only tokens at least P times as likely as the likeliest
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
+    pub min_p: Option<f32>,
+    /// Divide the logits of tokens that already occurred (1: off)
+    #[arg(long, allow_negative_numbers = true, value_name = "X")]
+    pub repetition_penalty: Option<f32>,
+    /// The same seed gives the same text (default: a new one every time)
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Stop before this text (may be given several times)
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+}
+
+/// What happens when a conversation is longer than the context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WhenFullArg {
+    /// The message is refused
+    Error,
+    /// The oldest turns are left out, the system prompt is kept
+    DropOldest,
+}
+
+impl From<WhenFullArg> for WhenFull {
+    fn from(arg: WhenFullArg) -> Self {
+        match arg {
+            WhenFullArg::Error => Self::Error,
+            WhenFullArg::DropOldest => Self::DropOldest,
+        }
+    }
+}
+
+/// Memory and scheduling.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Memory and scheduling")]
+pub struct PoolArgs {
+    /// Memory for recurrent states and KV pages, e.g. 4GiB, 512MiB or 4GB (10^9 bytes)
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// Number of recurrent-state slots, instead of a share of --memory
+    #[arg(long, value_name = "N")]
+    pub slots: Option<usize>,
+    /// Number of KV pages of 64 tokens, instead of a share of --memory
+    #[arg(long, value_name = "N")]
+    pub kv_pages: Option<usize>,
+    /// Longest sequence in tokens (default: the model's)
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub context: Option<usize>,
+    /// Maximum sequences that run at once (default: 16; for a conversation 1)
+    #[arg(long, value_name = "N", value_parser = one_to(MOST_BATCH))]
+    pub max_batch: Option<usize>,
+    /// Most tokens that one step computes
+    #[arg(long, value_name = "N", default_value = "512", value_parser = one_to(MOST_STEP_TOKENS))]
+    pub step_tokens: usize,
+    /// Turn the prefix cache off: compute every prompt from its start
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// Which states of a prompt the prefix cache keeps
+    #[arg(long, value_enum, default_value = "default")]
+    pub capture_policy: Policy,
+}
+
+/// Which states of a prompt the prefix cache keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Policy {
+    /// Branch point, last multiple of 64 tokens, ends of messages; while generating, the newest multiple of 64
+    Default,
+    /// One per prefill: the branch point, or else the last multiple of 64 tokens
+    OnePerPrefill,
+}
+
+impl SamplingArgs {
+    /// The given values.
+    pub fn overrides(&self) -> Overrides {
+        Overrides {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! Runs a request in the engine: its choices, their updates in order, and its end.
+
+use std::{
+    future::poll_fn,
+    task::{Context, Poll},
+};
+
+use selkie_core::{
+    Error,
+    engine::FinishReason,
+    reply::Event,
+    session::{Answer, Ask, Completion, Model, Overrides, Prepared, Prompt, Text, Token, Update, WhenFull},
+};
+
+use serde_json::{Map, Value};
+
+use super::{
+    gate::Places,
+    refusal::Refusal,
+    speech::{Listener, Said, Speech},
+    voice::Ended,
+    wanted::Wanted,
+};
+use crate::logprobs;
+
+/// Tokens from which a prompt is computed for the first of its choices, and reused for the others.
+const WORTH_REUSING: usize = 65;
+
+/// A request whose prompts are tokens, checked and ready for the engine.
+pub struct Ready {
+    choices: Vec<Choice>,
+    /// Choices of each prompt.
+    n: usize,
+    places: Places,
+}
+
+impl Ready {
+    /// Renders, tokenises and checks the prompts, which takes a while for long ones. `id` is the request's.
+    ///
+    /// # Errors
+    /// If a prompt cannot be used.
+    pub fn new(
+        model: &Model,
+        speech: &Speech,
+        wanted: Wanted,
+        namespace: &str,
+        id: &str,
+        places: Places,
+    ) -> Result<Self, Refusal> {
+        let n = wanted.n;
+        let structured = wanted.structure.is_some() || !wanted.tools.tools.is_empty();
+        let mut choices = Vec::with_capacity(wanted.choices());
+        for prompt in wanted.prompts {
+            let values = match &prompt {
+                Prompt::Conversation(chat) => Some(chat.values.clone()),
+                Prompt::Messages(_) => Some(Map::new()),
+                _ => None,
+            };
+            let chat = values.is_some();
+            let heard = values.filter(|_| !speech.is_plain(&wanted.tools));
+            let (prompt, waits, tail) = if n == 1 && heard.is_none() && !structured {
+                (prompt, false, None)
+            } else {
+                let encoded = model.encode(prompt, WhenFull::Error, wanted.max_tokens)?;
+                let (waits, tail) = (encoded.ids.len() >= WORTH_REUSING, chat.then(|| encoded.tail.clone()));
+                (Prompt::Encoded(encoded), waits, tail)
+            };
+            let constraint = speech.constraint(model, tail.as_deref(), &wanted.tools, wanted.structure.as_ref())?;
+            for i in 0..n {
+                let seed = wanted.overrides.seed.map(|seed| choice_seed(seed, i as u64));
+                let ask = Ask {
+                    prompt: prompt.clone(),
+                    sampling: Overrides { seed, ..wanted.overrides.clone() },
+                    max_tokens: wanted.max_tokens,
+                    stop: wanted.stop.clone(),
+                    namespace: namespace.to_owned(),
+                    ignore_eos: wanted.ignore_eos,
+                    stop_token_ids: wanted.stop_token_ids.clone(),
+                    controls: wanted.controls.clone(),
+                    constraint: constraint.clone(),
+                    ..Ask::default()
+                };
+                let prepared = Some(model.prepare(ask)?);
+                let ids = format!("call_{id}_{}_", choices.len());
+                let listener = heard.as_ref().zip(tail.as_ref());
+                let listener = listener.map(|(values, tail)| speech.listener(tail, &wanted.tools, values, ids));
+                let report =
+                    wanted.controls.logprobs.map(|_| Report { chat, stream: wanted.stream, tokens: Vec::new(), at: 0 });
+                choices.push(Choice { prepared, waits: waits && i > 0, answer: None, seed, listener, report });
+            }
+        }
+        Ok(Self { choices, n, places })
+    }
+}
+
+/// News of a request.
+pub enum News {
+    /// More of a choice.
+    Said {
+        /// Which.
+        choice: usize,
+        /// What it says, maybe nothing.
+        events: Vec<Event>,
+        /// Tokens.
+        ids: Vec<u32>,
+        /// Their log probabilities, if they were asked for.
+        logprobs: Option<Value>,
+    },
+    /// A choice has ended.
+    Ended(usize, Box<Ended>),
+}
+
+/// A request in the engine. Dropping it cancels what still runs.
+pub struct Run {
+    choices: Vec<Choice>,
+    n: usize,
+    model: Model,
+    /// Where the search for news begins, so that no choice starves the others.
+    next: usize,
+    _places: Places,
+}
+
+struct Choice {
+    /// The request, until it is sent.
+    prepared: Option<Prepared>,
+    /// It is sent once the first choice of its prompt has computed that.
+    waits: bool,
+    answer: Option<Answer>,
+    seed: Option<u64>,
+    /// Takes the answer apart, unless it is all content.
+    listener: Option<Listener>,
+    /// The log probabilities so far, if they were asked for.
+    report: Option<Report>,
+}
+
+/// Tokens whose log probabilities are reported.
+struct Report {
+    /// In the form of a chat, or else of a completion.
+    chat: bool,
+    /// With every piece, or else at the end.
+    stream: bool,
+    /// Those that wait for the end.
+    tokens: Vec<Token>,
+    /// Characters of the texts of all before the next one.
+    at: usize,
+}
+
+impl Report {
+    fn form(&mut self, tokens: &[Token], text: &Text) -> Option<Value> {
+        if self.chat { logprobs::chat(tokens, text) } else { logprobs::completion(tokens, text, &mut self.at) }
+    }
+
+    /// Takes more tokens; what is said of them now.
+    fn add(&mut self, tokens: Vec<Token>, text: &Text) -> Option<Value> {
+        if self.stream {
+            return self.form(&tokens, text);
+        }
+        self.tokens.extend(tokens);
+        None
+    }
+
+    /// What is said at the end.
+    fn end(mut self, text: &Text) -> Option<Value> {
+        let tokens = std::mem::take(&mut self.tokens);
+        self.form(&tokens, text)
+    }
+}
+
+impl Run {
+    /// Sends a request. Of several choices of one long prompt, the first computes it and the others reuse it.
+    pub fn start(model: &Model, ready: Ready) -> Self {
+        let Ready { choices, n, places } = ready;
+        let mut run = Self { choices, n, model: model.clone(), next: 0, _places: places };
+        let now = (0..run.choices.len()).filter(|i| !run.choices[*i].waits).collect();
+        run.send(now);
+        run
+    }
+
+    fn send(&mut self, mut which: Vec<usize>) {
+        which.retain(|i| self.choices[*i].prepared.is_some());
+        let prepared: Vec<Prepared> = which.iter().filter_map(|i| self.choices[*i].prepared.take()).collect();
+        for (i, answer) in which.iter().zip(self.model.send(prepared)) {
+            self.choices[*i].answer = Some(answer);
+        }
+    }
+
+    /// Tokens of the first prompt.
+    pub fn prompt_tokens(&self) -> usize {
+        self.choices.first().and_then(|c| c.answer.as_ref()).map_or(0, Answer::prompt_tokens)
+    }
+
+    /// The number of choices.
+    pub fn len(&self) -> usize {
+        self.choices.len()
+    }
+
+    /// The next news; `None` once all choices have ended.
+    ///
+    /// # Errors
+    /// If a choice has failed; the others are of no use then.
+    pub async fn next(&mut self) -> Result<Option<News>, Refusal> {
+        let Some((choice, update)) = poll_fn(|cx| self.poll(cx)).await else { return Ok(None) };
+        if choice.is_multiple_of(self.n) {
+            self.send((choice + 1..choice + self.n).collect());
+        }
+        match update {
+            Update::Text { text, tokens } => {
+                let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
+                let report = self.choices[choice].report.as_mut();
+                let logprobs = report.and_then(|report| report.add(tokens, self.model.text()));
+                Ok(Some(News::Said { choice, events: self.hear(choice, text, &ids), ids, logprobs }))
+            }
+            Update::Done(completion) => {
+                let ended = self.ended(choice, completion)?;
+                Ok(Some(News::Ended(choice, Box::new(ended))))
+            }
+        }
+    }
+
+    fn hear(&mut self, choice: usize, text: String, ids: &[u32]) -> Vec<Event> {
+        let Some(listener) = &mut self.choices[choice].listener else {
+            return if text.is_empty() { Vec::new() } else { vec![Event::Content(text)] };
+        };
+        // Special tokens have no text of their own.
+        let tokenizer = self.model.text().tokenizer().ok().filter(|_| text.is_empty());
+        let special = tokenizer.and_then(|t| ids.iter().find_map(|id| t.special_text(*id)));
+        listener.hear(&text, special)
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<(usize, Update)>> {
+        let mut running = false;
+        for step in 0..self.choices.len() {
+            let i = (self.next + step) % self.choices.len();
+            let Some(answer) = &mut self.choices[i].answer else { continue };
+            match answer.poll_next(cx) {
+                Poll::Ready(Some(update)) => {
+                    self.next = i + 1;
+                    return Poll::Ready(Some((i, update)));
+                }
+                Poll::Ready(None) => self.choices[i].answer = None,
+                Poll::Pending => running = true,
+            }
+        }
+        if running { Poll::Pending } else { Poll::Ready(None) }
+    }
+
+    fn ended(&mut self, choice: usize, done: Completion) -> Result<Ended, Refusal> {
+        if let Some(e) = done.error() {
+            return Err(failed(e));
+        }
+        if done.finish == FinishReason::Cancelled {
+            return Err(Refusal::new(503, "the server is shutting down"));
+        }
+        let at_stop = done.finish == FinishReason::Stop
+            && !done.ids.last().is_some_and(|id| self.model.text().stop_ids().contains(id));
+        let cache = done.end.cache;
+        let text = done.text.unwrap_or_default();
+        let (said, last) = match self.choices[choice].listener.take() {
+            Some(listener) => listener.finish(),
+            None => (Said { content: text, ..Said::default() }, Vec::new()),
+        };
+        let report = self.choices[choice].report.take();
+        let logprobs = report.and_then(|report| report.end(self.model.text()));
+        Ok(Ended {
+            logprobs,
+            said,
+            last,
+            ids: done.ids,
+            finish: done.finish,
+            at_stop,
+            prompt_tokens: done.end.prompt_tokens,
+            matched: cache.map_or(0, |c| c.matched),
+            reused: cache.map_or(0, |c| c.reused),
+            reason: cache.map(|c| c.reason.name()),
+            seed: self.choices[choice].seed,
+            timing: done.end.timing,
+        })
+    }
+}
+
+/// An error that came after the request was accepted.
+fn failed(e: &Error) -> Refusal {
+    let refusal = Refusal::from(e);
+    if refusal.status == 400 { Refusal { status: 500, ..refusal } } else { refusal }
+}
+
+/// The seed of a choice: the request's for the first, a mix of it and the number for others, with at most 53 bits, so that
+/// JSON carries it everywhere. A request with that seed alone has the same answer.
+pub fn choice_seed(seed: u64, choice: u64) -> u64 {
+    if choice == 0 {
+        return seed;
+    }
+    // The finaliser of splitmix64.
+    let mut z = seed.wrapping_add(choice.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (z ^ (z >> 31)) >> 11
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_of_choices_differ() {
+        assert_eq!(choice_seed(7, 0), 7);
+        let seeds: std::collections::HashSet<u64> =
+            (0..100).flat_map(|seed| (0..100).map(move |i| choice_seed(seed, i))).collect();
+        assert_eq!(seeds.len(), 10_000);
+        assert!((1..100).all(|i| choice_seed(u64::MAX, i) < 1 << 53));
+    }
+}
