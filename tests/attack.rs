@@ -1,5 +1,5 @@
-//! Inputs and events that once took the program down or cost its user work. Each ends in an error with a sentence, and what
-//! was complete is kept.
+//! Inputs and events that once stopped the program or lost its user's work. Each ends in an error message, and complete
+//! answers are kept.
 
 #[path = "attack/batch.rs"]
 mod batch;

@@ -1,4 +1,4 @@
-//! Chat templates, prompts and weights that do harm end one request, with a message that names what was at fault; the others are
+//! Hostile chat templates, prompts and weights end one request, with a message that names the cause; the others are
 //! answered.
 
 mod binary;
@@ -74,7 +74,7 @@ fn long_texts_are_refused_by_their_length() {
     let answers: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(answers[0]["error"], Value::Null);
     let why = answers[1]["error"].as_str().unwrap();
-    assert!(why.contains("bytes of text cannot fit: the context of 8192 tokens"), "{why}");
+    assert!(why.contains("bytes of text cannot fit: the context of 8,192 tokens"), "{why}");
     let endless = "a".repeat((32 << 20) + 1);
     for args in [&["generate", "-"][..], &["chat"][..]] {
         let out = run_with_input(&[args, &["--backend", "cpu"]].concat(), &endless);
@@ -93,7 +93,7 @@ fn logits_that_are_not_finite_are_an_error() {
     let at = 8 + header + norm["data_offsets"][0].as_u64().unwrap() as usize;
     bytes[at..at + 4].copy_from_slice(&[0xff, 0x7f, 0xff, 0x7f]);
     dir.write("model.safetensors", bytes);
-    let why = "the model's logits are not finite: a weight or the configuration is damaged";
+    let why = "the model's logits are not finite: a weight file or config.json is damaged";
     let out = run(&["generate", "-m", dir.dir(), "--backend", "cpu", "--max-tokens", "5", "hi"]);
     assert_eq!((out.status.code(), stderr(&out).contains(why)), (Some(1), true), "{}", stderr(&out));
     let [plain, chat] = {

@@ -1,6 +1,8 @@
 //! Whole models on every backend against the references of `tests/golden`: the logits of every prompt position, 24 greedy
 //! tokens, and the final states of all layers. A folder there is a model of its own, so a new family needs no line here.
 
+#[path = "common/bundles.rs"]
+mod bundles;
 mod common;
 #[path = "common/golden.rs"]
 mod golden;
@@ -11,7 +13,7 @@ mod sessions;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
+use std::sync::Arc;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use safetensors::SafeTensors;
@@ -35,19 +37,19 @@ const LIMITS: Limits = Limits { max_tokens: 256, max_outputs: 256 };
 /// A greedy token must agree where the reference's best logit leads by more than this, in units of the logits.
 const MARGIN: f32 = 1e-3;
 
-/// What may lie between a result and its reference.
+/// Allowed differences between a result and its reference.
 #[derive(Clone, Copy)]
 struct Tolerance {
     /// Largest difference of one logit, in units of 1 + |reference|.
     logits: f32,
     /// Largest difference of one value of a state, in the same units.
     states: f32,
-    /// RMS difference of all logits of a prompt, or of one state of one layer, over the RMS value of the reference. Zeros have
-    /// 1, whatever the size of the values.
+    /// RMS difference of all logits of a prompt, or of one state of one layer, over the RMS value of the reference. For
+    /// zeros it is 1, for values of any size.
     rms: f32,
 }
 
-/// f32 on the CPU, in another order than the reference.
+/// f32 on the CPU, summed in another order than the reference.
 const CPU: Tolerance = Tolerance { logits: 1e-4, states: 1e-4, rms: 1e-4 };
 
 /// f32 on CUDA.
@@ -160,7 +162,7 @@ fn margin(logits: &[f32]) -> f32 {
     sorted[sorted.len() - 1] - sorted[sorted.len() - 2]
 }
 
-/// The newest positions of `[KH, tokens, hd]`, as many as `shape` `[1, KH, n, hd]` has: the reference forgets what lies
+/// The newest positions of `[KH, tokens, hd]`, as many as `shape` `[1, KH, n, hd]` has: the reference drops positions
 /// before a sliding window.
 fn newest(kept: &[f32], shape: &[usize]) -> Vec<f32> {
     let &[_, heads, n, dim] = shape else { panic!("keys or values of shape {shape:?}") };
@@ -195,7 +197,7 @@ fn check_states(prompt: &Prompt, layers: &[LayerValues], tolerance: Tolerance) -
 async fn load<B: Backend>(backend: &B, dir: &Path) -> Result<Box<dyn models::Model<B>>, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
-    let checkpoint = Checkpoint::open(Rc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
+    let checkpoint = Checkpoint::open(Arc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
     let architecture = models::read(&config).map_err(text)?;
     let mut report = |_| ();
     let mut loader = Loader::new(backend, &checkpoint, &mut report);
@@ -224,7 +226,7 @@ async fn check<B: Backend>(
         worst[1] = worst[1].max(check_states(prompt, &states, tolerance)?);
         let last = &logits[logits.len() - vocab..];
         let (ids, logits) = direct.greedy(&mut sequence, last, prompt.greedy_ids.len()).await.map_err(text)?;
-        // Row j of the reference follows token j; what chose token j are the logits before it.
+        // Row j of the reference follows token j; the logits before it chose token j.
         let before = |j: usize| match j {
             0 => &prompt.logits[prompt.logits.len() - vocab..],
             _ => &prompt.greedy_logits[(j - 1) * vocab..j * vocab],
@@ -242,7 +244,7 @@ async fn check<B: Backend>(
     Ok(format!("logits {}, states {}, greedy logits {}", worst[0], worst[1], worst[2]))
 }
 
-/// Zeros, and the values of another place, are within no tolerance that a trial uses.
+/// Zeros, and values of other places, exceed every tolerance that a trial uses.
 fn nonsense_is_refused() -> Result<(), Failed> {
     for dir in folders() {
         for tolerance in [CPU, CUDA, WGPU, COOPERATIVE, bf16_tolerance(&dir), cooperative_tolerance(&dir)] {
@@ -282,12 +284,13 @@ fn models_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance:
     common::on(name, open, tests)
 }
 
-/// What bf16 may differ by: activations, KV pages and convolution states have 8 bits of mantissa, and a random model amplifies
-/// that at some tokens. `cpu-bf16`, the reference arithmetic with its results rounded, stays within the same limits.
+/// Tolerance of bf16: activations, KV pages and convolution states have 8 bits of mantissa, and a random model
+/// amplifies that at some tokens. `cpu-bf16`, the reference arithmetic with rounded results, stays within the same
+/// limits.
 fn bf16_tolerance(dir: &Path) -> Tolerance {
     let (logits, states) = match dir.file_name().and_then(|name| name.to_str()).unwrap_or_default() {
         name if name.starts_with("granite") => (0.05, 0.1),
-        // Single tokens stand out, in the rounded reference as on a device: the delta rule feeds what was rounded back.
+        // Single tokens differ more, in the rounded reference as on a device: the delta rule feeds rounded values back.
         name if ["qwen3_next", "qwen3_5", "olmo_hybrid"].iter().any(|f| name.starts_with(f)) => (0.5, 0.5),
         // Products of three rounded factors around the convolution, norms of rounded time steps.
         name if ["lfm2", "falcon_mamba", "jamba"].iter().any(|f| name.starts_with(f)) => (0.3, 0.2),
@@ -296,15 +299,16 @@ fn bf16_tolerance(dir: &Path) -> Tolerance {
     Tolerance { logits, states, rms: 0.1 }
 }
 
-/// What products with f16 factors may differ by: the model whose tokens stand out in bf16 does so here too.
+/// Tolerance of products with f16 factors: the model with outliers in bf16 has them here too.
 fn cooperative_tolerance(dir: &Path) -> Tolerance {
     let name = dir.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if name.starts_with("qwen3_next") { bf16_tolerance(dir) } else { COOPERATIVE }
 }
 
-/// Logits and states of every prompt of a folder in bf16, beside a run in f32. A router decides between nearly equal experts
-/// of a random model by the last bits, so a mixture of experts is compared twice: with the choices of the f32 run, which must
-/// be within the limits everywhere, and with its own, which must be so at every token before the first other choice.
+/// Logits and states of every prompt of a folder in bf16, compared with a run in f32. A router decides between nearly
+/// equal experts of a random model by the last bits. So a mixture of experts is compared twice: with the choices of the
+/// f32 run, within the limits everywhere, and with its own choices, within the limits at every token before the first
+/// different choice.
 async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path) -> Result<String, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let tolerance = bf16_tolerance(dir);
@@ -319,8 +323,8 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
             let states = direct.states(&sequence).await.map_err(text)?;
             Ok::<_, Failed>((logits, states, backend.take().await.map_err(text)?))
         };
-        // A backend may hold ops back until their kernels are compiled. A first run compiles all of them, so that what is
-        // observed or given between two ops of the runs below happens there.
+        // A backend may hold ops back until their kernels are compiled. A first run compiles all of them, so that in
+        // the runs below routing is observed and replaced between the right two ops.
         run(&exact, exact_model.as_ref()).await?;
         run(&short, short_model.as_ref()).await?;
         let (.., choices) = run(&exact, exact_model.as_ref()).await?;
@@ -330,7 +334,7 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
         let found = tolerance.logits(&format!("logits of prompt {i}"), &logits, &prompt.logits)?;
         worst[0] = worst[0].max(found);
         worst[1] = worst[1].max(check_states(prompt, &states, tolerance)?);
-        // Tokens before the first that goes to other experts.
+        // Tokens before the first one with other experts.
         let first = choices.iter().zip(&own_choices).filter_map(|(a, b)| {
             let bytes = a.0.len() / Bucket::holding(prompt.ids.len(), 1, 1, 1, 1).tokens;
             let experts = |all: &[u8], t: usize| all[t * bytes..(t + 1) * bytes].to_vec();
@@ -418,6 +422,8 @@ fn main() {
     trials.extend(bf16_on("cuda-bf16-state", || Cuda::open(Options::default()), cuda_pair::<true>));
     trials.extend(models_on("wgpu", common::wgpu, |_| WGPU));
     trials.extend(sessions::on("wgpu", common::wgpu));
+    trials.extend(bundles::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
+    trials.extend(bundles::on("wgpu", common::wgpu, WGPU));
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));

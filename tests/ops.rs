@@ -11,6 +11,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_cases::{self as cases, Size};
 use selkie_core::backend::{Backend, Ops};
 use selkie_core::cpu::CpuBackend;
+use selkie_core::format::{Format, Products};
 use selkie_core::ops::{Act, Activation, Op};
 use selkie_core::tensor::{DType, Tensor};
 use selkie_core::{Error, Result};
@@ -32,7 +33,7 @@ fn some_ops_on<B: Backend>(
     some_trials(name, open, which, |case| case.size <= largest)
 }
 
-/// A trial of each case that `which` takes; those that `runs` does not take are left out unless asked for.
+/// A trial of each case that `which` selects; those that `runs` does not select are ignored by default.
 fn some_trials<B: Backend>(
     name: &'static str,
     open: fn() -> Result<B>,
@@ -73,7 +74,7 @@ fn requirements() -> Result<(), Failed> {
 
 type Check = fn(&WgpuBackend) -> Result<(), Failed>;
 
-/// What goes wrong becomes an error that names the op or the buffer, and no later call pretends otherwise.
+/// Failures become errors that name the op or the buffer; calls after a lost device fail.
 fn wgpu_failures() -> Vec<(String, bool, Check)> {
     let memory: Check = |b| match b.alloc("a pool", 1 << 50) {
         Err(Error::OutOfMemory { what, asked, .. }) if what == "a pool" && asked == 1 << 50 => Ok(()),
@@ -87,7 +88,7 @@ fn wgpu_failures() -> Vec<(String, bool, Check)> {
         }
     };
     let lost: Check = |_| {
-        // Of its own, since nothing works on it any more.
+        // A backend of its own, since nothing works on it afterwards.
         let b = common::wgpu().map_err(|e| e.to_string())?;
         let buf = b.alloc("x", 16).map_err(|e| e.to_string())?;
         b.lose();
@@ -138,11 +139,12 @@ fn fusions_on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Tria
 
 /// The shader variants that a device with these facts has for an op.
 fn variants(op: &Op<cases::Plain>, facts: &Facts) -> Vec<Spec> {
-    // A shape that it takes in no way is found by the case itself.
+    // If no variant takes the shape, the case itself fails.
     lower(op, facts).unwrap_or_default().into_iter().map(|kernel| kernel.spec).collect()
 }
 
-/// What a software device runs: the small cases and, for each shader variant that none before needs, the next case that does.
+/// The cases for a software device: the small ones and, for each shader variant that none of them needs, the next case
+/// that does.
 /// A device in hardware runs all up to a size.
 #[derive(Default)]
 struct Coverage {
@@ -185,7 +187,7 @@ impl Coverage {
         Self { runs, missing: missing.map(|(spec, case)| format!("{} of {case}", spec.label())).collect() }
     }
 
-    /// Whether `wgpu` runs a case unasked.
+    /// Whether `wgpu` runs a case by default.
     fn runs(&self, wgpu: &Wgpu, case: &cases::Case) -> bool {
         self.runs.get(wgpu.name).map_or(case.size <= wgpu.largest, |ids| ids.contains(&case.id()))
     }
@@ -195,7 +197,7 @@ impl Coverage {
     }
 }
 
-/// wgpu with options under which it takes other shaders.
+/// wgpu with options that select other shaders.
 struct Wgpu {
     name: &'static str,
     open: fn() -> Result<WgpuBackend>,
@@ -229,9 +231,19 @@ fn main() {
     args.test_threads.get_or_insert(1);
     let mut trials = vec![Trial::test("SELKIE_REQUIRE covers variants", requirements)];
     trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
-    trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
-    trials.extend(ops_on("cuda-generic", || Cuda::open(Options { generic: true, ..Options::default() }), Size::Large));
-    trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
+    let coded = |case: &cases::Case| case.format != Format::Plain;
+    trials.extend(some_ops_on("cpu-exact", || Ok(CpuBackend::with(Products::Exact)), Size::Large, coded));
+    // CUDA multiplies plain weights only and refuses others when a model is loaded.
+    let plain = |case: &cases::Case| case.format == Format::Plain;
+    let generic = || Cuda::open(Options { generic: true, ..Options::default() });
+    trials.extend(some_ops_on("cuda", || Cuda::open(Options::default()), Size::Bench, plain));
+    trials.extend(some_ops_on("cuda-generic", generic, Size::Large, plain));
+    trials.extend(some_ops_on(
+        "cuda-f32",
+        || Cuda::open(Options { f32: true, ..Options::default() }),
+        Size::Large,
+        plain,
+    ));
     let bf16_state = || Cuda::open(Options { bf16_state: true, ..Options::default() });
     let recurrent = |case: &cases::Case| ["selective_scan", "gated_delta"].contains(&case.op);
     trials.extend(some_ops_on("cuda-bf16-state", bf16_state, Size::Bench, recurrent));

@@ -1,4 +1,4 @@
-//! The prefix cache through `selkie batch`: what is reused, why, and that no answer changes, on every kind of model.
+//! The prefix cache through `selkie batch`, on every kind of model: the reused tokens, the reasons, and equal answers.
 
 mod binary;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 /// A hybrid, others with a gated delta rule and experts, one without attention and one with nothing else.
 const FAMILIES: [&str; 5] = ["nemotron_h", "granitemoehybrid", "qwen3_next", "mamba2", "llama"];
 
-/// `count` ids that no other number gives.
+/// `count` ids that differ for every `of`.
 fn ids(of: u32, count: u32) -> Vec<u32> {
     let mut x = of.wrapping_mul(0x9e37_79b9) | 1;
     let mut next = || {
@@ -129,13 +129,13 @@ fn the_smallest_pools_give_the_same_answers() {
             let (answers, _) = batch(family, &requests, &more);
             assert_eq!(texts(&answers), texts(&alone), "{family} {more:?}");
         }
-        // More slots than batch and context can use leave the pages what they need.
+        // More slots than batch and context can use leave enough memory for the pages.
         batch(family, &requests, &["--slots", "700"]);
     }
 }
 
-/// Three slots: one is written, two keep states. The second text's state is the one used least recently when the third needs
-/// room.
+/// Three slots: one is written, two keep states. The second text's state is the least recently used one when the third
+/// needs a slot.
 #[test]
 fn the_counters_of_a_run_are_what_happened() {
     let requests = [1, 2, 1, 3, 1].map(|i| request(&ids(i, 300), 3));
@@ -188,7 +188,7 @@ fn a_new_chat_under_the_same_system_prompt_reuses_it() {
     let answers: Vec<Value> = stdout(out).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let tokens = |i: usize, path: &str| answers[i].pointer(path).unwrap().as_u64().unwrap();
     for i in 1..14 {
-        // Every turn goes on from the last grid point of the one before.
+        // Every turn continues from the last grid point of the turn before it.
         let before = tokens(i - 1, "/usage/prompt_tokens");
         assert!(tokens(i, "/cache/reused_tokens") >= (before - 1) / 64 * 64, "{}", answers[i]);
     }

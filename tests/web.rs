@@ -1,11 +1,11 @@
-//! `selkie web` over raw sockets: it serves the files of one folder to this machine, and nothing else to anybody.
+//! `selkie web` over raw sockets: it serves the files of one folder to this machine and nothing else.
 
 mod binary;
 
 use std::{
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     net::{SocketAddr, TcpStream},
-    process::{Child, Stdio},
+    process::Child,
     thread,
     time::{Duration, Instant},
 };
@@ -39,7 +39,7 @@ impl Answer {
 }
 
 impl Site {
-    /// A folder `site` with a few files, beside one file that is not served.
+    /// A folder `site` with a few files, and next to it a file that is not served.
     fn start(name: &str) -> Self {
         let dir = TempDir::new(name);
         let site = dir.path("site");
@@ -51,15 +51,7 @@ impl Site {
         std::fs::write(site.join(".git/config"), "secret").unwrap();
         std::fs::write(site.join("data.bin"), (0..100).collect::<Vec<u8>>()).unwrap();
         dir.write("secret.txt", "secret");
-        let mut child = selkie()
-            .args(["web", "--port", "0", "--dir", site.to_str().unwrap()])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.trim().strip_prefix("http://").and_then(|l| l.strip_suffix('/')).unwrap().parse().unwrap();
+        let (child, address) = listening(selkie().args(["web", "--port", "0", "--dir", site.to_str().unwrap()]));
         Self { dir, child, address }
     }
 
@@ -188,7 +180,7 @@ fn other_hosts_and_methods_are_refused() {
     for method in ["PUT", "DELETE", "OPTIONS", "CONNECT", "TRACE", "get"] {
         assert_eq!(site.ask(method, "/", "").status, 405, "{method}");
     }
-    // A body that nobody reads must not cost the answer.
+    // The server answers even if it does not read the request's body.
     let body = [format!("POST / HTTP/1.1\r\nHost: {}\r\n\r\n", site.address).as_bytes(), &[b'x'; 50_000]].concat();
     assert_eq!(site.send(&body).status, 405);
 }
@@ -229,7 +221,7 @@ fn malformed_and_endless_requests() {
     let long = format!("GET / HTTP/1.1\r\nHost: {}\r\nX: {}", site.address, "x".repeat(100_000));
     assert_eq!(site.send(long.as_bytes()).status, 431);
     assert_eq!(site.get(&format!("/{}", "x".repeat(10_000))).status, 404);
-    // Somebody who says nothing and leaves is no harm.
+    // A client that connects and leaves without a request does no harm.
     drop(site.connect());
     assert_eq!(site.get("/").status, 200);
 }
@@ -246,7 +238,7 @@ fn slow_clients_wait_alone() {
         assert_eq!(site.get("/").status, 200);
     }
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
-    // They are answered too when they get on with it.
+    // They are answered too as soon as they complete their requests.
     let mut last = slow.pop().unwrap();
     thread::sleep(Duration::from_millis(50));
     last.write_all(format!("TP/1.1\r\nHost: {}\r\n\r\n", site.address).as_bytes()).unwrap();

@@ -1,4 +1,4 @@
-//! `batch`: answers are kept whatever ends the run, and outputs destroy nothing.
+//! `batch`: answers survive the end of a run, however it ends, and outputs destroy nothing.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::binary::*;
 
-/// How long anything may take on a machine that does much else.
+/// Time limit for anything, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn batch(args: &[&str]) -> Command {
@@ -25,7 +25,7 @@ fn batch(args: &[&str]) -> Command {
 fn requests(dir: &TempDir, n: usize, long: impl Fn(usize) -> bool) -> String {
     let line = |i| {
         let tokens = if long(i) { 4000 } else { 2 };
-        // Without a stop the demo model goes on until the limit.
+        // Without a stop the demo model continues to the limit.
         format!("{}\n", json!({"id": format!("r{i}"), "prompt_ids": [1, 3, 45 + i], "max_tokens": tokens}))
     };
     dir.write("in.jsonl", (0..n).map(line).collect::<String>())
@@ -50,13 +50,13 @@ fn signal(child: &Child, name: &str) {
     assert!(Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status().unwrap().success());
 }
 
-/// The answers that are complete stay, whoever stops the run, and the next one does only what is missing.
+/// Complete answers are kept, whatever stops the run, and the next run computes only the missing ones.
 #[cfg(unix)]
 #[test]
 fn a_stopped_run_keeps_its_answers_and_is_resumed() {
     for (name, code) in [("INT", Some(130)), ("TERM", Some(143)), ("KILL", None)] {
         let dir = TempDir::new(&format!("attack_stop_{name}"));
-        // The first of them keeps all others from being written in order.
+        // The first request finishes late, so the others cannot be written in order.
         let input = requests(&dir, 40, |i| i == 0 || i > 20);
         let (out, partial) = (dir.arg("out.jsonl"), dir.path(".out.jsonl.partial"));
         let mut child = batch(&[&input, "-o", &out]).stderr(Stdio::piped()).spawn().unwrap();
@@ -77,7 +77,7 @@ fn a_stopped_run_keeps_its_answers_and_is_resumed() {
         assert_eq!(again.status.code(), Some(2));
         assert!(stderr(&again).contains(&format!("{kept} answers of a run")), "{}", stderr(&again));
 
-        // What was being written when the power failed does not count.
+        // A line that was being written at a power failure does not count.
         let mut torn = fs::read(&partial).unwrap();
         torn.extend(br#"{"id":"r39","text":"half a"#);
         fs::write(&partial, torn).unwrap();
@@ -94,7 +94,7 @@ fn a_stopped_run_keeps_its_answers_and_is_resumed() {
 #[test]
 fn a_second_signal_ends_at_once() {
     let dir = TempDir::new("attack_second");
-    // Text that takes seconds to encode, in one call that looks at no flag.
+    // Text that takes seconds to encode, in one call that checks no flag.
     let long = "Hello <| world. ".repeat(1 << 19);
     let input = dir.write("in.jsonl", format!("{}\n", json!({"messages": [{"role": "user", "content": long}]})));
     let mut child = batch(&[&input, "-o", &dir.arg("out.jsonl")]).stderr(Stdio::null()).spawn().unwrap();
@@ -111,7 +111,7 @@ fn a_second_signal_ends_at_once() {
     }
     let status = child.wait().unwrap();
     assert!(second.elapsed() < Duration::from_secs(2), "{:?}", second.elapsed());
-    // Lines that are refused at once leave nothing to interrupt.
+    // If all lines are refused immediately, there is nothing to interrupt.
     assert!(matches!(status.code(), Some(130 | 1)), "{status}");
 }
 
@@ -129,7 +129,7 @@ fn failed_lines_are_told_and_tried_again() {
         assert!(format!("\n{message}").contains(part), "{part:?} in {message}");
     }
     assert!(!message.contains("line 6"), "{message}");
-    // Without an id the line and its number count, for equal ids too.
+    // Lines without an id, or with equal ids, are identified by number and content.
     let input = dir.write(
         "in.jsonl",
         format!("{good}\n\n{}{good}\n", "{\"id\": 7, \"prompt\": \"a\", \"max_tokens\": 1}\n".repeat(5)),

@@ -1,4 +1,4 @@
-//! Files of a model that two readers could understand differently, or whose names play with the terminal.
+//! Files of a model that two readers could understand differently, or whose names disturb the terminal.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ fn with_header(header: &[u8], data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header, data].concat()
 }
 
-/// What `logits` says about the weights `bytes` of a model that is fine else.
+/// The message of `logits` about the weights `bytes` of a model that is fine otherwise.
 fn refused(dir: &TempDir, bytes: &[u8]) -> String {
     dir.write("model.safetensors", bytes);
     let (ids, out) = (dir.write("ids.json", "[1, 2]"), dir.arg("out.safetensors"));

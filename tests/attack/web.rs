@@ -1,10 +1,10 @@
-//! `web`: connections that make no use of their places do not keep others out.
+//! `web`: idle connections do not keep others out.
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     net::{SocketAddr, TcpStream},
-    process::{Child, Stdio},
+    process::Child,
     thread,
     time::{Duration, Instant},
 };
@@ -28,22 +28,14 @@ impl Drop for Site {
 }
 
 impl Site {
-    /// A page, a file of 20 MB and, where there are such, a pipe that nobody writes to.
+    /// A page, a file of 20 MB and, where the system has them, a pipe without a writer.
     fn start(name: &str) -> Self {
         let dir = TempDir::new(name);
         dir.write("index.html", "x");
         fs::File::create(dir.path("big")).unwrap().set_len(20 << 20).unwrap();
         #[cfg(unix)]
         assert!(std::process::Command::new("mkfifo").arg(dir.path("pipe")).status().unwrap().success());
-        let mut child = selkie()
-            .args(["web", "--port", "0", "--dir", dir.dir()])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.trim().strip_prefix("http://").and_then(|l| l.strip_suffix('/')).unwrap().parse().unwrap();
+        let (child, address) = listening(selkie().args(["web", "--port", "0", "--dir", dir.dir()]));
         Self { _dir: dir, child, address }
     }
 
@@ -77,7 +69,7 @@ fn connections_that_say_nothing_lose_their_places() {
 fn slow_readers_lose_their_places() {
     let site = Site::start("attack_web_slow");
     let mut slow: Vec<TcpStream> = (0..CROWD).map(|_| site.ask("/big")).collect();
-    // Each takes a little now and then, so that no single write waits for long.
+    // Each reads a little now and then, so that no single write waits for long.
     let reader = thread::spawn(move || {
         let end = Instant::now() + Duration::from_secs(15);
         while Instant::now() < end && slow.len() > 20 {
@@ -91,7 +83,7 @@ fn slow_readers_lose_their_places() {
     reader.join().unwrap();
 }
 
-/// More than there are places for, at once: the others wait.
+/// More connections than places: the others wait.
 #[test]
 fn a_burst_is_answered_completely() {
     let site = Site::start("attack_web_burst");

@@ -4,9 +4,10 @@
 
 use std::{
     fs,
-    io::Write,
+    io::{BufRead, BufReader, Write},
+    net::SocketAddr,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::{Child, Command, Output, Stdio},
 };
 
 use serde_json::Value;
@@ -14,7 +15,8 @@ use serde_json::Value;
 /// The binary, on the CPU and without the caller's settings.
 pub fn selkie() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_selkie"));
-    command.env_remove("SELKIE_LOG").env_remove("RUST_BACKTRACE").stdin(Stdio::null());
+    command.env_remove("SELKIE_LOG").env_remove("SELKIE_MODEL").env_remove("RUST_BACKTRACE").stdin(Stdio::null());
+    command.env("XDG_CONFIG_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-settings"));
     command
 }
 
@@ -32,13 +34,22 @@ pub fn run_with_input(args: &[&str], input: &str) -> Output {
     child.wait_with_output().unwrap()
 }
 
+/// Starts a server, which prints its address first.
+pub fn listening(command: &mut Command) -> (Child, SocketAddr) {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.trim().strip_prefix("http://").and_then(|l| l.strip_suffix('/')).unwrap().parse().unwrap();
+    (child, address)
+}
+
 /// Standard output of a run that must succeed.
 pub fn stdout(out: Output) -> String {
     assert!(out.status.success(), "{}\n{}", out.status, String::from_utf8_lossy(&out.stderr));
     String::from_utf8(out.stdout).unwrap()
 }
 
-/// What a run said on standard error.
+/// Standard error of a run.
 pub fn stderr(out: &Output) -> String {
     String::from_utf8(out.stderr.clone()).unwrap()
 }
@@ -53,7 +64,7 @@ pub fn json(path: impl AsRef<Path>) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// An empty directory of this test, which goes when it is dropped.
+/// An empty directory of this test, removed when it is dropped.
 pub struct TempDir(PathBuf);
 
 impl TempDir {

@@ -1,4 +1,4 @@
-//! The folders of `tests/golden`: which of them run, and what a reference must at least hold.
+//! The folders of `tests/golden`: which of them run, and the least that a reference must hold.
 
 use std::path::{Path, PathBuf};
 
@@ -7,10 +7,10 @@ use safetensors::SafeTensors;
 use selkie_core::config::Config;
 use selkie_core::models;
 
-/// Folders there, and those whose family this version knows: fewer means that a test was lost.
+/// Number of folders, and of those whose family this version knows. A smaller number means that a test was lost.
 const FOLDERS: usize = 27;
 const RUNNING: usize = 25;
-/// Families that this version does not know and says so. A folder of another unknown family fails.
+/// Families that this version does not know and reports. A folder of another unknown family fails.
 const LATER: [&str; 2] = ["kimi_linear", "zamba2"];
 /// Prompts of a reference. The longest one comes with the final states.
 const PROMPTS: usize = 2;

@@ -1,8 +1,8 @@
-//! What the tests of several backends share: a missing device is reported as ignored, never as passed.
+//! Shared by the tests of several backends: a missing device is reported as ignored, never as passed.
 //!
 //! `SELKIE_REQUIRE=cuda,wgpu` turns a missing device of these backends into a failure. A name stands for all its variants
-//! (`wgpu` for `wgpu-plain`, `wgpu-split` and so on) but one: `wgpu-coop` needs hardware that a software device is not, and is
-//! required by its own name only.
+//! (`wgpu` for `wgpu-plain`, `wgpu-split` and so on) except `wgpu-coop`. That one needs hardware, and is required by
+//! its own name only.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -14,7 +14,7 @@ use selkie_core::tensor::DType;
 use selkie_core::{Error, Result};
 use selkie_wgpu::{Options, WgpuBackend};
 
-/// Whether `list`, the value of `SELKIE_REQUIRE`, names this backend or what it is a variant of.
+/// Whether `list`, the value of `SELKIE_REQUIRE`, names this backend or the backend of which it is a variant.
 pub fn required(list: &str, backend: &str) -> bool {
     let family = backend.split('-').next().expect("a first part");
     list.split(',').map(str::trim).any(|name| name == backend || (name == family && backend != "wgpu-coop"))
@@ -27,8 +27,8 @@ pub fn absent(backend: &'static str, why: String) -> Trial {
 }
 
 thread_local! {
-    // Backends are no `Send`: a thread that runs tests opens its own. It is never closed: the runner does not wait for its
-    // threads, and a driver that closes devices while the process exits faults.
+    // Backends are not `Send`: each thread that runs tests opens its own. It is never closed: the runner does not wait
+    // for its threads, and a driver faults if it closes devices while the process exits.
     static OPEN: RefCell<HashMap<&'static str, &'static dyn Any>> = RefCell::default();
 }
 
@@ -45,8 +45,8 @@ pub fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result
     Ok(b)
 }
 
-/// The trials that `tests` lists for a backend, or one ignored trial with the reason if it has no device. Each trial is a
-/// name, whether it is left out unless asked for, and what to do with the backend.
+/// The trials that `tests` lists for a backend, or one ignored trial with the reason if it has no device. A trial is a
+/// name, whether it is ignored by default, and a function of the backend.
 pub fn on<B: Backend, F>(
     name: &'static str,
     open: fn() -> Result<B>,

@@ -1,5 +1,5 @@
-//! A backend that keeps the experts that each token was given, or gives it those of another run, and one that rounds what
-//! ops write to bf16.
+//! A backend that records the experts of each token, or replaces them by those of another run, and one that rounds the
+//! outputs of ops to bf16.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -28,7 +28,7 @@ impl<B: Backend> Routing<B> {
     }
 
     /// Rounds activations, pages and convolution states to bf16 after every op, as a device that keeps them so; recurrent
-    /// states and routing stay as they are. For a backend that runs ops at once.
+    /// states and routing stay as they are. For a backend that runs ops immediately.
     pub fn rounding(inner: B) -> Self {
         Self { rounding: true, ..Self::new(inner) }
     }
@@ -39,7 +39,7 @@ impl<B: Backend> Routing<B> {
             if access == Access::Read || t.dtype != DType::F32 || (recurrent && access == Access::InPlace) {
                 continue;
             }
-            // All of the buffer: what was rounded stays as it is.
+            // All of the buffer: rounding rounded values changes nothing.
             let all = Tensor::new(t.buf.clone(), DType::F32, &[t.buf.bytes() as usize / 4]);
             let bytes = pollster::block_on(self.inner.read(&all))?;
             let round = |x: f32| bf16::from_f32(x).to_f32().to_le_bytes();
@@ -54,7 +54,7 @@ impl<B: Backend> Routing<B> {
         self.given.replace(choices.into());
     }
 
-    /// What the `route` ops chose since the last call, in order.
+    /// The choices of the `route` ops since the last call, in order.
     pub async fn take(&self) -> Result<Vec<Choice>> {
         let mut all = Vec::new();
         for (ids, weights) in self.seen.take() {
@@ -73,7 +73,7 @@ pub struct Rec<'a, B: Backend> {
 impl<B: Backend> Ops<B::Buf> for Rec<'_, B> {
     fn op(&mut self, op: Op<B::Buf>) -> Result<()> {
         self.ops.op(op.clone())?;
-        // Ops of a step whose kernels are loaded run as they come, so what follows here happens between this op and the next.
+        // Ops of a step whose kernels are loaded run immediately, so this happens after the op and before the next.
         if self.routing.rounding && op.name() != "route" {
             self.routing.round(&op)?;
         }

@@ -1,7 +1,8 @@
-//! The engine on a device against the engine on the CPU: the demo model answers a batch, and goes on from what it kept.
+//! The engine on a device against the engine on the CPU: the demo model answers a batch, and continues from its cached
+//! prefixes.
 
 use std::collections::HashMap;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use libtest_mimic::{Failed, Trial};
 use selkie_core::Result;
@@ -11,7 +12,7 @@ use selkie_core::cpu::CpuBackend;
 use selkie_core::engine::{EngineOptions, FinishReason, SeqId};
 use selkie_core::model_dir::ModelFiles;
 use selkie_core::sample::Sampling;
-use selkie_core::session::{Ask, Completion, Prompt, Session, Update};
+use selkie_core::session::{Ask, Completion, Local, Prompt, Update};
 use selkie_core::source::Dir;
 
 use crate::common;
@@ -23,7 +24,7 @@ const QUESTIONS: [&str; 4] = [
     "Tell me a story about a bird and a bell.",
 ];
 
-/// What two sessions must agree on.
+/// The values that must be equal in two sessions.
 #[derive(Debug, PartialEq)]
 struct Answer {
     text: Option<String>,
@@ -32,9 +33,9 @@ struct Answer {
     reused: usize,
 }
 
-async fn load<B: Backend>(backend: B) -> Result<Session<B>> {
+async fn load<B: Backend + 'static>(backend: B) -> Result<Local> {
     let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo"))?;
-    let files = Rc::new(ModelFiles::open(Rc::new(dir), || 0).await?);
+    let files = ModelFiles::open(Arc::new(dir), || 0).await?;
     let options = EngineOptions {
         max_batch: 4,
         slots: Some(40),
@@ -42,22 +43,22 @@ async fn load<B: Backend>(backend: B) -> Result<Session<B>> {
         step_tokens: 96,
         ..EngineOptions::default()
     };
-    Session::load(backend, files, &options, &mut |_| {}).await
+    Local::load(backend, &files, &options, &mut |_| {}).await
 }
 
 /// Answers all chats together, the last two with a temperature.
-async fn answer<B: Backend>(session: &mut Session<B>, chats: &[Vec<Message>]) -> Result<Vec<Answer>> {
+async fn answer(session: &mut Local, chats: &[Vec<Message>]) -> Result<Vec<Answer>> {
     let mut order = Vec::new();
     for (i, messages) in chats.iter().enumerate() {
         let temperature = if i < 2 { 0.0 } else { 0.8 };
-        let sampling = Sampling { temperature, seed: 7 + i as u64, ..Sampling::default() };
+        let sampling = Sampling { temperature, seed: 7 + i as u64, ..Sampling::default() }.into();
         let prompt = Prompt::Messages(messages.clone());
         order.push(session.submit(Ask { prompt, sampling, max_tokens: Some(12), ..Ask::default() })?);
     }
     let mut done: HashMap<SeqId, Completion> = HashMap::new();
     while !session.is_idle() {
-        for update in session.step().await? {
-            if let Update::Done { id, completion } = update {
+        for (id, update) in session.step().await? {
+            if let Update::Done(completion) = update {
                 done.insert(id, completion);
             }
         }
@@ -71,7 +72,7 @@ async fn answer<B: Backend>(session: &mut Session<B>, chats: &[Vec<Message>]) ->
 }
 
 /// Two rounds: four chats under one system prompt, and their next turns.
-async fn rounds<B: Backend>(backend: B) -> Result<Vec<Answer>> {
+async fn rounds<B: Backend + 'static>(backend: B) -> Result<Vec<Answer>> {
     let mut session = load(backend).await?;
     let system =
         Message::new("system", "Anna was in the kitchen. Anna took the key. Anna went to the garden. ".repeat(6));
@@ -86,8 +87,8 @@ async fn rounds<B: Backend>(backend: B) -> Result<Vec<Answer>> {
     Ok(all)
 }
 
-/// One trial: the device gives what the CPU gives.
-pub fn on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
+/// One trial: the device gives the same answers as the CPU.
+pub fn on<B: Backend + 'static>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
     let run = move |_: &B| {
         let text = |e: selkie_core::Error| Failed::from(e.to_string());
         let want = pollster::block_on(rounds(CpuBackend::new())).map_err(text)?;

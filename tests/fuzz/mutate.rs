@@ -1,4 +1,4 @@
-//! What is done to good files.
+//! Mutations of good files.
 
 use std::ops::Range;
 
@@ -52,10 +52,10 @@ pub const CONFIG_KEYS: &[&str] = &[
 pub const TOKENIZER_KEYS: &[&str] =
     &["bos_token", "eos_token", "chat_template", "normalizer", "decoder", "truncation", "padding", "added_tokens"];
 
-/// What JSON can say and `Value` cannot: a string with this before it is written without its quotes.
+/// Prefix of a string that is written without its quotes: for JSON that `Value` cannot hold.
 const RAW: &str = "@raw:";
 
-/// Values that something else is expected in the place of.
+/// Values of unexpected types and sizes.
 pub fn hostile() -> Vec<Value> {
     let mut all = vec![Value::Null, json!(true), json!([]), json!({}), json!([0]), json!([[]]), json!({"a": 1})];
     let integers = [-1, 0, 1, 2, 3, 5, 7, 64, 65, 255, 4096, 65536, 1 << 24, (1 << 24) + 1, 1 << 31, 1 << 32, 1 << 53];
@@ -302,7 +302,7 @@ impl Random {
             6 => entry["extra"] = json!({"a": [1, 2, 3]}),
             7 => _ = entries.insert("__metadata__".into(), self.pick(&hostile()).clone()),
             _ => {
-                // Nothing wrong: empty tensors beside the others.
+                // Not a fault: empty tensors between the others.
                 entries.insert("empty".into(), json!({"dtype": "F32", "shape": [0, 7], "data_offsets": [a, a]}));
             }
         }
@@ -404,7 +404,7 @@ fn walk(value: &Value, at: String, paths: &mut Vec<String>) {
     }
 }
 
-/// Takes the quotes off what was marked by [`RAW`].
+/// Removes the quotes of strings marked by [`RAW`].
 fn unquote(text: &str) -> String {
     let mark = format!("\"{RAW}");
     let mut pieces = text.split(&mark);

@@ -1,0 +1,82 @@
+//! Rules over logits, and log probabilities.
+
+use serde_json::{Value, json};
+
+use crate::client::Server;
+
+fn complete(server: &Server, more: Value) -> Value {
+    let mut body = json!({ "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "return_token_ids": true });
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let answer = server.post("/v1/completions", &body);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.json()["choices"][0].clone()
+}
+
+#[test]
+fn rules_are_obeyed() {
+    let server = Server::start(&[]);
+    let plain = complete(&server, json!({}));
+    let first = plain["token_ids"][0].as_u64().unwrap();
+    let forbidden = complete(&server, json!({ "logit_bias": { first.to_string(): -100 } }));
+    assert!(!forbidden["token_ids"].as_array().unwrap().contains(&first.into()), "{forbidden}");
+    let one = complete(&server, json!({ "allowed_token_ids": [first], "max_tokens": 5 }));
+    assert_eq!(one["token_ids"], json!([first, first, first, first, first]));
+    let penalised = complete(
+        &server,
+        json!({ "allowed_token_ids": [first, first + 1], "frequency_penalty": 2.0, "presence_penalty": 2.0,
+        "max_tokens": 40 }),
+    );
+    assert!(penalised["token_ids"].as_array().unwrap().contains(&(first + 1).into()), "{penalised}");
+    let stopped = complete(&server, json!({ "stop_token_ids": [first] }));
+    assert_eq!((&stopped["token_ids"], &stopped["finish_reason"]), (&json!([first]), &json!("stop")));
+    let chat = |least: u32| {
+        let messages = json!([{ "role": "user", "content": "What is 17 + 25?" }]);
+        let body = json!({ "messages": messages, "min_tokens": least, "max_tokens": 30, "temperature": 0 });
+        server.post("/v1/chat/completions", &body).json()["usage"]["completion_tokens"].as_u64().unwrap()
+    };
+    assert!(chat(0) == 12 && chat(20) >= 20);
+    let refused = server.post("/v1/completions", &json!({ "prompt": "x", "allowed_token_ids": [99_999_999] }));
+    assert_eq!(refused.status, 400, "{}", refused.text());
+}
+
+#[test]
+fn log_probabilities_whole_and_in_pieces() {
+    let server = Server::start(&[]);
+    let messages = json!([{ "role": "user", "content": "What is 17 + 25?" }]);
+    let body = |stream: bool| json!({ "messages": messages, "temperature": 0, "logprobs": true, "top_logprobs": 3, "stream": stream });
+    let whole = server.post("/v1/chat/completions", &body(false)).json();
+    let content = whole["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(content.len() as u64, whole["usage"]["completion_tokens"].as_u64().unwrap());
+    for entry in content {
+        let (top, own) = (entry["top_logprobs"].as_array().unwrap(), entry["logprob"].as_f64().unwrap());
+        assert_eq!(top.len(), 3);
+        // The likeliest token is taken at temperature 0.
+        assert!(own <= 0.0 && top[0]["logprob"].as_f64() == Some(own) && top[0]["token"] == entry["token"], "{entry}");
+    }
+    let text: String = content.iter().take(11).filter_map(|e| e["token"].as_str()).collect();
+    assert_eq!(text, "17 + 25 = 42.");
+    let events = server.post("/v1/chat/completions", &body(true)).events(true);
+    let pieces = events.iter().filter_map(|e| e["choices"][0]["logprobs"]["content"].as_array()).flatten();
+    assert_eq!(&pieces.cloned().collect::<Vec<Value>>(), content);
+    let without = server.post("/v1/chat/completions", &json!({ "messages": messages, "logprobs": false })).json();
+    assert_eq!(without["choices"][0]["logprobs"], Value::Null);
+
+    let whole = complete(&server, json!({ "logprobs": 2 }));
+    let body =
+        json!({ "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "logprobs": 2, "stream": true });
+    let events = server.post("/v1/completions", &body).events(true);
+    for field in ["tokens", "token_logprobs", "text_offset", "top_logprobs"] {
+        let pieces = events.iter().filter_map(|e| e["choices"][0]["logprobs"][field].as_array()).flatten();
+        let pieces: Vec<Value> = pieces.cloned().collect();
+        assert_eq!(Value::from(pieces), whole["logprobs"][field], "{field}");
+    }
+    for (path, body, param) in [
+        ("/v1/chat/completions", json!({ "messages": messages, "top_logprobs": 3 }), "top_logprobs"),
+        ("/v1/chat/completions", json!({ "messages": messages, "logprobs": true, "top_logprobs": 21 }), "top_logprobs"),
+        ("/v1/completions", json!({ "prompt": "x", "logprobs": true }), "logprobs"),
+        ("/v1/completions", json!({ "prompt": "x", "echo": true }), "echo"),
+    ] {
+        let refused = server.post(path, &body);
+        assert_eq!((refused.status, refused.param().as_deref()), (400, Some(param)), "{}", refused.text());
+    }
+}
