@@ -1,4 +1,4 @@
-// Names of options: one that is not known is refused, because a mistyped one would be ignored without a word.
+// Names of options: an unknown one is refused, because a mistyped one would otherwise be ignored silently.
 
 import { SelkieError } from "./errors.js";
 
@@ -6,9 +6,10 @@ export const LOAD = ["model", "backend", "prefixCache", "memoryMiB", "contextTok
 export const INSPECT = ["backend", "signal"];
 export const GENERATE = [
   "messages", "prompt", "maxTokens", "stop", "namespace", "temperature", "topK", "topP", "minP", "repetitionPenalty", "seed",
+  "whenFull",
 ];
 
-// Rejects what is no object, and names that are not among `known`.
+// Rejects anything but an object, and names that are not among `known`.
 export function checkOptions(call, given, known) {
   if (given === null || typeof given !== "object" || Array.isArray(given)) {
     throw new SelkieError("bad_request", `${call} takes an object of options: ${known.join(", ")}.`);

@@ -10,8 +10,8 @@
  * console.log((await answer.done).usage); // { promptTokens, completionTokens, matched, reused, computed, reason }
  * ```
  *
- * Serve the files of this folder and the wasm module in the folder above (`../selkie_web.js`, `../selkie_web_bg.wasm`) from the
- * page's own origin. No special headers are needed. Sizes are in bytes and times in milliseconds unless a name says otherwise.
+ * Serve the files of this folder and the wasm module in the folder above (`../selkie_web.js`, `../selkie_web_bg.wasm`). No special
+ * headers are needed on the page's own origin; another origin must allow the page's by CORS, and the page `blob:` workers. Sizes are in bytes and times in milliseconds unless a name says otherwise.
  */
 
 /**
@@ -29,6 +29,12 @@ export type ModelSource = { url: string } | { files: File[] };
  * not contact it.
  */
 export function modelUrl(text: string): URL;
+
+/**
+ * Names the folder that serves this package (`js/` and the wasm module), relative to the page, for bundlers that do not copy workers
+ * and modules along with the code that starts them. Call it before anything else.
+ */
+export function setAssets(url: string): void;
 
 /** `auto`: WebGPU where the browser has it, else the CPU. The other two never fall back. */
 export type Backend = "auto" | "wgpu" | "cpu";
@@ -200,12 +206,18 @@ export interface Message {
 export interface GenerateRequest extends Sampling {
   messages?: Message[];
   prompt?: string;
-  /** Default: 1024, or what the context leaves. */
+  /** Default: 1024, or the rest of the context if that is less. */
   maxTokens?: number;
   /** Texts before which the answer ends. */
   stop?: string[];
   /** Prefixes are shared within a namespace only; default "". */
   namespace?: string;
+  /**
+   * What happens to `messages` that are, with their answer, longer than the context: an error of the code `bad_request` (the
+   * default), or the oldest turns are left out until prompt and answer fit and half of the context is free. System prompt and last
+   * turn are always kept; if these alone are too long, it is an error.
+   */
+  whenFull?: "error" | "drop-oldest";
 }
 
 /** Why reuse ended: the first that applies. */
@@ -230,6 +242,8 @@ export interface Completion {
   /** All of the answer. */
   text: string;
   finish: "stop" | "length" | "cancelled";
+  /** The number of messages that were left out by `whenFull`: the oldest ones but for the system prompt. */
+  leftOutMessages: number;
   usage: Usage;
   /** From submission to the first token; null if none came. */
   ttftMs: number | null;
@@ -288,8 +302,73 @@ export interface Stats {
   wasmBytes: number;
 }
 
+/** A request in OpenAI's form. Options that do not exist are refused, with the nearest name. */
+export interface ChatCompletionRequest {
+  messages: { role: string; content: string | { type: "text"; text: string }[] | null }[];
+  /** Repeated in the answer; an engine has one model. */
+  model?: string;
+  stream?: boolean;
+  stream_options?: { include_usage?: boolean } | null;
+  max_tokens?: number | null;
+  max_completion_tokens?: number | null;
+  stop?: string | string[] | null;
+  temperature?: number | null;
+  top_p?: number | null;
+  top_k?: number | null;
+  min_p?: number | null;
+  repetition_penalty?: number | null;
+  seed?: number | null;
+  namespace?: string;
+  /** 1 only. */
+  n?: 1 | null;
+  /** Accepted and not used. */
+  user?: string;
+}
+
+export interface ChatCompletionUsage {
+  prompt_tokens: number;
+  completion_tokens: number;
+  total_tokens: number;
+  prompt_tokens_details: { cached_tokens: number };
+}
+
+export interface ChatCompletion {
+  id: string;
+  object: "chat.completion";
+  /** Seconds since 1970. */
+  created: number;
+  model: string;
+  choices: { index: number; message: { role: "assistant"; content: string }; logprobs: null; finish_reason: "stop" | "length" }[];
+  usage: ChatCompletionUsage;
+  /** What the prefix cache did. */
+  selkie: Usage;
+}
+
+export interface ChatCompletionChunk {
+  id: string;
+  object: "chat.completion.chunk";
+  created: number;
+  model: string;
+  /** Empty in the last chunk with `include_usage`, which has `usage`. */
+  choices: { index: number; delta: { role?: "assistant"; content?: string }; logprobs: null; finish_reason: "stop" | "length" | null }[];
+  usage?: ChatCompletionUsage;
+  selkie?: Usage;
+}
+
+/** Leaving the loop, or aborting, cancels the answer; an aborted one throws `cancelled`. */
+export interface ChatCompletionStream extends AsyncIterable<ChatCompletionChunk> {
+  readonly controller: AbortController;
+}
+
+export interface ChatCompletions {
+  create(request: ChatCompletionRequest & { stream: true }, options?: { signal?: AbortSignal }): Promise<ChatCompletionStream>;
+  create(request: ChatCompletionRequest & { stream?: false }, options?: { signal?: AbortSignal }): Promise<ChatCompletion>;
+}
+
 export interface Engine {
   readonly info: EngineInfo;
+  /** For code written for OpenAI's client. */
+  readonly chat: { readonly completions: ChatCompletions };
   /** Queues a request; its errors are thrown by the iteration and by `done`. */
   generate(request: GenerateRequest): Generation;
   /** Cancels all requests. */
@@ -302,9 +381,9 @@ export interface Engine {
   /** Ends the worker and frees the device; unfinished requests end with a {@link SelkieError} `cancelled`. */
   close(): void;
   /**
-   * Resolves with the reason when the engine fails as a whole (`device_lost`, `out_of_memory`, `internal`); else never. `internal`
-   * is also how a model ends whose chat template takes all memory, all of the stack or more than a minute: there is no process of
-   * its own for it in a page, so its worker ends. {@link load} starts another.
+   * Resolves with the reason when the engine fails as a whole (`device_lost`, `out_of_memory`, `internal`); else never. An engine
+   * also ends with `internal` if a chat template takes all memory, all of the stack or more than a minute. A page cannot run a
+   * template in a separate process, so the worker ends. {@link load} starts another.
    */
   readonly failed: Promise<SelkieError>;
 }
@@ -312,7 +391,7 @@ export interface Engine {
 export interface Storage {
   /**
    * Models by the URL that {@link forget} takes. `done` is false for a download that is running or was interrupted: `load`
-   * resumes it, and `bytes` is the recorded part, somewhat less than what was received.
+   * resumes it, and `bytes` is the recorded part, somewhat less than the received one.
    */
   models: { url: string; bytes: number; done: boolean }[];
   /** Bytes that this origin uses and may use; null if the browser does not report them. */

@@ -1,6 +1,7 @@
 // The API of selkie for pages; types and documentation are in selkie.d.ts.
 
 import { SelkieError, asSelkieError, unpackError } from "./errors.js";
+import { completions } from "./openai.js";
 import { GENERATE, INSPECT, LOAD, checkOptions } from "./options.js";
 import { directoryUrl, modelUrl } from "./source.js";
 
@@ -9,9 +10,35 @@ export { SelkieError, modelUrl };
 // A worker takes a request between two steps. If it does not within this time, a chat template does not terminate.
 const TAKEN_MS = 60_000;
 
+// Where this module came from, in a form that bundlers leave alone.
+const here = import.meta.url;
+let assets = null;
+
+export function setAssets(url) {
+  assets = new URL(url.endsWith("/") ? url : `${url}/`, document.baseURI).href;
+}
+
+function startWorker() {
+  const url = assets ? new URL("js/worker.js", assets) : new URL(here.replace(/[^/]*$/, "worker.js"));
+  const options = { type: "module", name: "selkie" };
+  if (url.origin !== location.origin) return foreignWorker(url, options);
+  if (assets) return new Worker(url, options);
+  // Bundlers recognise exactly this form and bundle the worker.
+  return new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "selkie" });
+}
+
+// A worker of another origin is refused. One of our own may import a module from there.
+function foreignWorker(url, options) {
+  const blob = URL.createObjectURL(new Blob([`import ${JSON.stringify(url.href)};`], { type: "text/javascript" }));
+  const worker = new Worker(blob, options);
+  // The worker has read it by the time of its first message.
+  worker.addEventListener("message", () => URL.revokeObjectURL(blob), { once: true });
+  return worker;
+}
+
 // A worker and the messages that it has not answered yet.
 class Client {
-  #worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "selkie" });
+  #worker = startWorker();
   #waiting = new Map();
   #next = 1;
   #ended = null;
@@ -128,6 +155,7 @@ class Engine {
   constructor(client, info) {
     this.#client = client;
     this.info = Object.freeze(info);
+    this.chat = Object.freeze({ completions: completions(this) });
     this.failed = new Promise((resolve) => {
       client.onend = (error) => {
         for (const generation of this.#running.values()) generation.fail(error);
@@ -150,7 +178,7 @@ class Engine {
       return generation;
     }
     const { id, answer } = this.#client.ask("generate", { request });
-    const stuck = () => this.#client.end(new SelkieError("internal", "The engine does not get done with the request's prompt."));
+    const stuck = () => this.#client.end(new SelkieError("internal", "The engine did not finish preparing the request's prompt."));
     const timer = setTimeout(stuck, TAKEN_MS);
     answer.catch(() => {}).then(() => clearTimeout(timer));
     const generation = new Generation(() => this.#client.ask("cancel", { request: id }).answer.catch(() => {}));

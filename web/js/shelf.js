@@ -1,6 +1,6 @@
 // Storage for models: the origin's private file system, else the Cache API, else memory.
 //
-// For each model (named by its URL) a shelf stores files and one record, which says which files are complete. It runs in a
+// For each model (named by its URL) a shelf stores files and one record that lists the complete ones. It runs in a
 // worker.
 
 import { SelkieError } from "./errors.js";

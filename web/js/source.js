@@ -10,7 +10,7 @@ const INDEX = "model.safetensors.index.json";
 // Stands for an unknown size: larger than any offset in the file.
 const UNKNOWN_SIZE = Number.MAX_SAFE_INTEGER;
 
-// ---- Blobs: picked files and what is in storage
+// ---- Blobs: picked and stored files
 
 export function blobFile(name, blob) {
   const read = async (offset, length) => {
@@ -58,7 +58,7 @@ function shardNames(text) {
   const names = [...new Set(Object.values(map ?? {}))];
   if (names.length === 0) throw new SelkieError("bad_model", `${INDEX}: there is no weight_map in it.`);
   const bad = names.find((name) => typeof name !== "string" || !/^[^/\\:\p{Cc}]+\.safetensors$/u.test(name));
-  if (bad !== undefined) throw new SelkieError("bad_model", `${INDEX}: ${JSON.stringify(bad)} is no name of a weight file.`);
+  if (bad !== undefined) throw new SelkieError("bad_model", `${INDEX}: ${JSON.stringify(bad)} is not a name of a weight file.`);
   return names;
 }
 
@@ -66,7 +66,7 @@ function parse(name, text) {
   try {
     return JSON.parse(text);
   } catch (e) {
-    throw new SelkieError("bad_model", `${name} is no JSON: ${e.message}.`, { cause: e });
+    throw new SelkieError("bad_model", `${name} is not JSON: ${e.message}.`, { cause: e });
   }
 }
 
@@ -82,7 +82,7 @@ export async function checkWhole(name, blob) {
   try {
     header = JSON.parse(await blob.slice(8, 8 + length).text());
   } catch {
-    throw damaged("its header is no JSON");
+    throw damaged("its header is not JSON");
   }
   let end = 0;
   for (const tensor of Object.values(header ?? {})) end = Math.max(end, Number(tensor?.data_offsets?.[1] ?? 0));
@@ -127,9 +127,9 @@ export function modelUrl(text) {
   if (!typed) throw new SelkieError("not_found", "Give the address of a model's folder.");
   if (/^[\w-]+\/[\w.-]+$/.test(typed)) return new URL(directoryUrl(`https://huggingface.co/${typed}`));
   const whole = /^[a-z][a-z0-9+.-]*:\/\//i.test(typed);
-  // A single word is no host that anybody meant.
+  // A single word is not meant as a host.
   if (!whole && !/[./:]/.test(typed)) {
-    throw new SelkieError("not_found", `"${typed}" is no address. One looks like owner/model or https://huggingface.co/owner/model.`);
+    throw new SelkieError("not_found", `"${typed}" is not an address. One looks like owner/model or https://huggingface.co/owner/model.`);
   }
   return new URL(directoryUrl(whole ? typed : `https://${typed}`));
 }
@@ -181,7 +181,7 @@ async function request(url, { method = "GET", range, signal } = {}) {
   if (response.ok || status === 404 || status === 410) return null;
   const host = new URL(url).host;
   const refuses = status === 401 || status === 403;
-  const message = refuses ? `${host} does not give ${url} to everybody` : `${host} answers ${url} with an error`;
+  const message = refuses ? `${host} refuses access to ${url}` : `${host} answers ${url} with an error`;
   throw new SelkieError("network", `${message} (status ${status}).`, { cause: { status } });
 }
 

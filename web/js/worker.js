@@ -59,7 +59,7 @@ async function answer({ id, type, ...message }) {
   }
 }
 
-// The module trapped (a panic, no memory) or ran out of stack, which browsers name differently: its memory is not to be trusted.
+// The module trapped (a panic, no memory) or ran out of stack, which browsers name differently. Its memory is then undefined.
 const isTrap = (e) => e instanceof WebAssembly.RuntimeError || ["RangeError", "InternalError"].includes(e?.name);
 
 const actions = {

@@ -25,7 +25,7 @@ const DEMO_CAN = {
   "What can you do?": [],
 };
 
-/** The message that the box's text will replace. @type {Entry | null} */
+/** The message that the text of the box will replace. @type {Entry | null} */
 let editing = null;
 /** The previous text of the box. */
 let draft = "";
@@ -100,7 +100,7 @@ function edit(entry) {
   editing = entry;
   fill(entry.content);
   message.focus();
-  say("What you send replaces this message and all that follows.", "Cancel", endEditing);
+  say("Your message will replace this one and all that follow.", "Cancel", endEditing);
 }
 
 function endEditing() {
@@ -230,7 +230,7 @@ if (!touch) focus();
 await current.start();
 // The last model is used again only if it is in storage: opening the page must contact no other host.
 const last = await kept(api);
-// The demo stands in for a folder that has to be asked for: that one is still the last model.
+// The demo runs until the user allows the folder; the folder is still the last model.
 life.start(last.model ?? DEMO, undefined, !last.folder);
 if (last.folder) askAgain(last.folder, { say, use: (model) => life.start(model), choose: () => models.open() });
 else if (last.broken) {

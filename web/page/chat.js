@@ -13,8 +13,8 @@ import { speed } from "./panel.js";
  * @property {number | null} [tokensPerSecond]
  * @property {string} [note]
  * @property {{ code: string, text: string, advice: string }} [error]
- * @property {number} [left] entries of the chat that the model was not told
- * @property {boolean} [dropped] whether the answer before it was told more of them
+ * @property {number} [left] entries of the chat that the prompt left out
+ * @property {boolean} [dropped] whether the prompt of the answer before had more of them
  * @property {string} [running] the tab that is answering
  */
 /**
@@ -22,13 +22,13 @@ import { speed } from "./panel.js";
  * @typedef {{ role: "user" | "assistant", content: string, meta?: Meta, versions?: { content: string, meta: Meta }[], at?: number }} Entry
  */
 
-/** Prompts shorter than this are never reused, which need not be said below each of them. */
+/** Prompts shorter than this are never reused, so the page does not say it below each of them. */
 const PAGE = 64;
-/** How long a frame may draw; the rest is for the next. */
+/** How long a frame may draw; the next one draws the rest. */
 const FRAME_MS = 8;
 /** A message longer than this scrolls in a box of its own. */
 const LONG = 2500;
-/** Entries that are shown at once; older ones follow frame by frame. */
+/** Entries that are shown immediately; older ones follow frame by frame. */
 const FIRST = 30;
 
 /** @param {Meta} meta */
@@ -111,12 +111,12 @@ export function conversation(on) {
     return done;
   }
 
-  /** Said once, at the first answer after older messages were left out. @param {Entry} entry */
+  /** Shown once, at the first answer after older messages were left out. @param {Entry} entry */
   function leftOut({ meta }) {
     const { left, dropped, usage } = meta ?? {};
     if (!left || !dropped || !usage?.reason) return "";
     const reused = usage.reused ? `The first ${count(usage.reused)} of its ${plural(usage.promptTokens, "token")} were reused` : `None of its ${plural(usage.promptTokens, "token")} was reused`;
-    return `Without the oldest ${plural(left, "message")} the prompt is another one. ${reused}; from the next turn on reuse goes on as before.`;
+    return `Without the oldest ${plural(left, "message")} the prompt has changed. ${reused}; from the next turn on, reuse works as before.`;
   }
 
   /** @param {Entry} entry */
@@ -143,18 +143,18 @@ export function conversation(on) {
     changed.add(entry);
   }
 
-  /** What is between the messages that the model is no longer told and the rest. */
-  const cut = h("li", { className: "cut" }, "The model is no longer told what is above");
+  /** The line between the messages that the prompt leaves out and the rest. */
+  const cut = h("li", { className: "cut" }, "The model no longer sees the messages above");
   /** The first message below it. @type {Entry | null} */
   let kept = null;
-  /** Entries that are still to be shown, the newest last. @type {Entry[]} */
+  /** Entries that are not shown yet, the newest last. @type {Entry[]} */
   let older = [];
-  /** What unfinished answers wait for, also of entries that are still to be shown. @type {WeakMap<Entry, string>} */
+  /** The status of unfinished answers, also of entries that are not shown yet. @type {WeakMap<Entry, string>} */
   const statuses = new WeakMap();
 
   return {
     flush,
-    /** Redraws an entry in the next frame. @param {Entry} entry @param {string} [status] what an unfinished answer waits for; "" when finished */
+    /** Redraws an entry in the next frame. @param {Entry} entry @param {string} [status] of an unfinished answer; "" when finished */
     change(entry, status) {
       if (status !== undefined) statuses.set(entry, status);
       const view = views.get(entry);
@@ -163,7 +163,7 @@ export function conversation(on) {
       changed.add(entry);
       frame ||= requestAnimationFrame(() => flush());
     },
-    /** Shows exactly these entries. @param {Entry[]} entries @param {number} [left] how many of the oldest the model no longer gets */
+    /** Shows exactly these entries. @param {Entry[]} entries @param {number} [left] how many of the oldest the prompt leaves out */
     show(entries, left = 0) {
       const wanted = new Set(entries);
       for (const [entry, view] of views) if (!wanted.has(entry)) { view.node.remove(); views.delete(entry); }

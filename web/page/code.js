@@ -8,7 +8,7 @@ const KEYWORDS = new Set(("abstract and as assert async await break case catch c
   "extends extern false fi final finally fn for from func function go goto if impl implements import in instanceof interface is lambda let local loop match mod module move mut namespace new nil " +
   "None True False none not null nullptr of or override package pass private protected pub public raise ref return select self static struct super switch then this throw throws trait true try type typedef typeof " +
   "undefined union unless unsafe until use using var virtual void volatile when where while with yield").split(" "));
-/** Words of SQL, whatever their case. */
+/** Words of SQL, in any case. */
 const SQL = new Set(("select from where insert into values update set delete create table alter drop join left right inner outer on group by order having limit as and or not null primary key " +
   "distinct union all index view case when then else end is in like between").split(" "));
 
@@ -21,7 +21,7 @@ function comments(language) {
   return "//.*|/\\*[\\s\\S]*?(?:\\*/|$)";
 }
 
-/** Languages that are none. */
+/** Names that are not programming languages. */
 const PLAIN = /^(text|txt|plain|plaintext|output|log|markdown|md|diff|csv|mermaid)?$/;
 
 /** @param {string} code @param {string} language @returns {(Node | string)[]} */
@@ -47,8 +47,8 @@ function highlight(code, language) {
 
 /**
  * @param {string} code
- * @param {string} language as it was named, or ""
- * @param {boolean} whole whether it is all there: only then it is highlighted, once
+ * @param {string} language its name in the text, or ""
+ * @param {boolean} whole whether it is complete: only then is it highlighted, once
  * @returns {HTMLElement}
  */
 export function codeBlock(code, language, whole) {

@@ -39,7 +39,7 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** A picture of those in index.html. @param {string} id */
+/** One of the icons in index.html. @param {string} id */
 export const icon = (id) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#${id}` }));
 
 /** @param {string} id @returns {any} */
@@ -68,7 +68,7 @@ export function keep(key, value) {
   }
 }
 
-/** Copies a text. A page from a plain http address has no clipboard, but may copy what is selected. @param {string} text @returns {Promise<boolean>} */
+/** Copies a text. A page from a plain http address has no clipboard, but may copy the selection. @param {string} text @returns {Promise<boolean>} */
 export async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
   const field = h("textarea", { value: text, className: "sr", readOnly: true }), focused = /** @type {any} */ (document.activeElement);

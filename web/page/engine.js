@@ -37,7 +37,7 @@ export function engineLife(page) {
   let begin = () => {};
   const begun = new Promise((ok) => { begin = () => ok(null); });
   let loading = new AbortController();
-  /** When the engine was started again by itself. */
+  /** When the page last restarted the engine. */
   let again = -Infinity;
 
   /**
@@ -97,21 +97,21 @@ export function engineLife(page) {
     state.textContent = "";
     foot.textContent = !isSecureContext ? `Runs on your CPU: at a plain http address a browser offers no WebGPU, models are not kept and the page does not open offline. Use https, or localhost on the machine itself.`
       : info.fallback ? `Runs on your CPU: ${sentence(info.fallback).text}`
-      : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: right, but slow.`
+      : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: correct, but slow.`
       : `Runs on ${info.device}. Nothing you type leaves your device.`;
-    // A folder's name, so that a later visit can say what is missing.
+    // A folder's name, so that a later visit can name the missing folder.
     if (remember) keep("model", "files" in model.source ? { folder: model.name } : model !== DEMO ? model.source.url : null);
     rememberFolder(model);
     page.announce(`${model.name} is ready.`);
     page.changed(engine);
     engine.failed.then((error) => { if (life.engine === engine) lost(error, info.backend); });
     if (performance.now() - again < AGAIN_MS) {
-      foot.textContent = "The engine had stopped at a fault and was started again.";
+      foot.textContent = "The engine stopped with an error and was restarted.";
       page.announce(foot.textContent);
     }
   }
 
-  /** A worker whose engine trapped (a chat template can do that) is replaced, but not again and again. @param {SelkieError} error @param {import("./js/selkie.js").Backend} backend */
+  /** Replaces a worker whose engine trapped (a chat template can cause that), but not repeatedly. @param {SelkieError} error @param {import("./js/selkie.js").Backend} backend */
   function lost(error, backend) {
     if (error.code !== "internal" || performance.now() - again < AGAIN_MS) return failed(error, backend, true);
     again = performance.now();

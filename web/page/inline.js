@@ -2,10 +2,10 @@
 import { h } from "./dom.js";
 import { formula } from "./maths.js";
 
-/** The marks, tried in this order at each place. Code first: what is inside is not Markdown. */
+/** The marks, tried in this order at each place. Code first: its content is not Markdown. */
 const SPAN = new RegExp([
   /(?<tick>`+)(?!`)(?<code>.+?)(?<!`)\k<tick>(?!`)/,
-  // Prices are no formulas: a dollar that ends one has no space before it and no digit after it.
+  // Prices are not formulas: the dollar at a formula's end has no space before it and no digit after it.
   /\$\$(?<wide>[^$]+?)\$\$/, /\$(?=[^\s$])(?<tex>[^$\n]*?[^\s$\\])\$(?![\d$])/, /\\\((?<round>.+?)\\\)/, /\\\[(?<square>.+?)\\\]/,
   /\\(?<plain>[!-/:-@[-`{-~])/,
   /!?\[(?<label>(?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\(\s*<?(?<target>[^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+["'(][^\n]*?["')])?\s*\)/,
@@ -45,7 +45,7 @@ export function inline(text, linked = false) {
   return nodes;
 }
 
-/** @param {string} source @param {Record<string, string | undefined>} g what matched @param {boolean} linked @returns {Node | null} null: it stays as it is */
+/** @param {string} source @param {Record<string, string | undefined>} g the groups of the match @param {boolean} linked @returns {Node | null} null: it stays plain text */
 function mark(source, g, linked) {
   const tex = g.wide ?? g.tex ?? g.round ?? g.square;
   if (g.code !== undefined) return h("code", {}, g.code.replace(/^ (.+) $/, "$1"));

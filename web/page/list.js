@@ -1,4 +1,4 @@
-/** The list of chats: open, rename, search, delete with undo, export and import. Beside the chat, or a sheet on narrow screens. */
+/** The list of chats: open, rename, search, delete with undo, export and import. Next to the chat, or a sheet on narrow screens. */
 import { by, h, icon, keep, plural, recall } from "./dom.js";
 import { chats } from "./store.js";
 import { download, fileName, fromFile, toJson, toMarkdown } from "./transfer.js";
@@ -16,7 +16,7 @@ function ago(time) {
  * @param {object} page
  * @param {() => Chat} page.current the chat that is shown
  * @param {(chat: Chat) => void} page.open
- * @param {(id: string) => void} page.removing it is about to be deleted
+ * @param {(id: string) => void} page.removing called before a chat is deleted
  * @param {(chat: Chat) => void} page.renamed
  * @param {() => void} page.leave moves the focus on when the sheet closes
  * @param {(text: string, label?: string, act?: () => void) => void} page.say
@@ -39,7 +39,7 @@ export function chatList(page) {
     const focused = /** @type {any} */ (document.activeElement)?.dataset?.key;
     list.replaceChildren(...found.map(row));
     if (focused) list.querySelector(`[data-key="${focused}"]`)?.focus();
-    hint.textContent = !(await chats.kept()) ? "This browser lets the page keep nothing: chats last until it is closed."
+    hint.textContent = !(await chats.kept()) ? "This browser does not let the page keep anything: chats last until the page is closed."
       : !all.length ? "Chats are kept in this browser and nowhere else." : !found.length ? "No chat has these words." : "";
   }
 
@@ -62,7 +62,7 @@ export function chatList(page) {
       if (renaming !== chat.id) return;
       renaming = "";
       const title = input.value.trim();
-      // As it is by now: an answer may have come in the meantime.
+      // The current state: an answer may have arrived in the meantime.
       const now = chat.id === page.current().id ? page.current() : await chats.get(chat.id);
       if (take && title && now) {
         Object.assign(now, { title, named: true });
@@ -154,7 +154,7 @@ export function chatList(page) {
     if (menu.open) menu.open = false;
     else choose(false);
   });
-  // A sheet goes away when what it covers is touched.
+  // A touch outside a sheet closes it.
   document.addEventListener("pointerdown", ({ target }) => {
     if (!wide.matches && !aside.hidden && target instanceof Node && !aside.contains(target) && !toggle.contains(target)) show(false);
   });

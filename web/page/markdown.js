@@ -8,7 +8,7 @@ import { inline } from "./inline.js";
 import { formula } from "./maths.js";
 
 /**
- * What an answer was drawn from: sources of the blocks, and the same for its reasoning.
+ * The state of a drawn answer: the sources of its blocks, and of those of its reasoning.
  * @typedef {{ blocks: string[], thought: { node: any, inside: any, drawn: string[] } | null }} Drawn
  */
 
@@ -16,7 +16,7 @@ import { formula } from "./maths.js";
 export const nothingDrawn = () => ({ blocks: [], thought: null });
 
 /**
- * An answer as its reasoning and the rest. Some models are given the opening mark by their template, and only close it.
+ * Splits an answer into its reasoning and the rest. Some templates write the opening mark, so the model only closes it.
  * @param {string} text
  * @returns {{ thought: string | null, thinking: boolean, rest: string }}
  */
@@ -29,7 +29,7 @@ export function parts(text) {
 }
 
 /**
- * Draws `text` into `parent`, which holds what was drawn last time; only blocks that changed are made anew.
+ * Draws `text` into `parent`, which holds the last drawing; only blocks that changed are drawn again.
  * @param {HTMLElement} parent
  * @param {string} text
  * @param {Drawn} drawn updated
@@ -181,7 +181,7 @@ function table(lines, whole, depth) {
     const found = cells(line);
     return h("tr", {}, ...sides.map((side, i) => h(tag, { className: side, dir: "auto", ...(tag === "th" ? { scope: "col" } : {}) }, ...inline(found[i] ?? ""))));
   };
-  // Wide ones scroll, also by keys.
+  // Wide tables scroll, also by keyboard.
   const drawn = h("div", { className: "table", tabIndex: 0, role: "group", "aria-label": "Table" },
     h("table", {}, h("thead", {}, row("th", lines[0])), h("tbody", {}, ...rows.map((line) => row("td", line)))));
   return end < 0 ? drawn : h("div", {}, drawn, block(lines.slice(end).join("\n"), whole, depth));

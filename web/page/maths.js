@@ -1,17 +1,17 @@
-/** Formulas: TeX as MathML, which the browser draws without fonts of ours. What draws them is fetched with the first formula. */
+/** Formulas: TeX as MathML, which browsers draw without extra fonts. The converter is fetched with the first formula. */
 import { h } from "./dom.js";
 
-/** null until it is there, and where the page was built without it. @type {any} */
+/** null until it is loaded, and if the page was built without it. @type {any} */
 let temml = null;
 /** @type {Promise<unknown> | null} */
 let coming = null;
 
-/** More than this is no formula that somebody reads, and would hold up the page. */
+/** Characters of the longest formula: longer ones are unreadable and would block the page. */
 const LONGEST = 4000;
 
 /**
  * @param {string} tex
- * @param {string} source as it was written, which is shown where the formula cannot be drawn
+ * @param {string} source the original text, shown if the formula cannot be drawn
  * @param {{ display: boolean, whole: boolean }} how on a line of its own; `whole` is false while it is being written
  * @returns {HTMLElement}
  */
@@ -31,7 +31,7 @@ export function formula(tex, source, { display, whole }) {
   return node;
 }
 
-/** @param {string} tex @param {boolean} display @returns {Element | null} null if it is no TeX that can be drawn */
+/** @param {string} tex @param {boolean} display @returns {Element | null} null if the TeX cannot be drawn */
 function toMathml(tex, display) {
   try {
     // Without `trust` there are no links, images or classes in it; the limits end macros that call themselves.

@@ -6,7 +6,7 @@ import { handles } from "./store.js";
 import { backendName, sentence } from "./words.js";
 
 /** @typedef {import("./js/selkie.js").ModelSource} ModelSource */
-/** `handle`: of the folder that it is in, where the browser gives one. @typedef {{ source: ModelSource, name: string, handle?: any }} Model */
+/** `handle`: of its folder, if the browser supplies one. @typedef {{ source: ModelSource, name: string, handle?: any }} Model */
 
 const DEMO_URL = new URL("models/demo/", document.baseURI).href;
 /** @type {Model} */
@@ -51,7 +51,7 @@ export function dropped(data) {
   return Promise.all(entries.map(walk)).then(() => folder(found));
 }
 
-/** Models to begin with: what they are called, how large they are, under which licence, and what they are good for. */
+/** Models to begin with: name, size, licence and strength. */
 const STARTERS = /** @type {const} */ ([
   ["HuggingFaceTB/SmolLM2-135M-Instruct", "269 MB", "Apache 2.0", "small and quick"],
   ["ibm-granite/granite-4.0-h-350m", "681 MB", "Apache 2.0", "hybrid: long chats stay cheap"],
@@ -60,7 +60,7 @@ const STARTERS = /** @type {const} */ ([
 
 const FOLDER = "folder";
 
-/** The files of a folder that a handle leads to. @param {any} handle @returns {Promise<Model>} */
+/** The files of the folder of a handle. @param {any} handle @returns {Promise<Model>} */
 async function fromHandle(handle) {
   /** @type {{ path: string, file: File }[]} */
   const found = [];
@@ -79,8 +79,9 @@ async function fromHandle(handle) {
 export const rememberFolder = ({ name, handle }) => handle && handles.set(FOLDER, { name, handle }).catch(() => {});
 
 /**
- * What the page's last model was, and whether it can be had without asking anybody: one that is kept here, or a folder that the
- * browser still lets it read. `broken` is a download that is not complete and not going on in another tab.
+ * The page's last model: `model` if it can be loaded without a request to another host or a question to the user (one that is
+ * stored here, or a folder that the browser still lets the page read), else `folder`. `broken` is a download that is neither
+ * complete nor running in another tab.
  * @param {() => Promise<typeof import("./js/selkie.js")>} api
  * @returns {Promise<{ model?: Model, folder?: { name: string, handle?: any }, broken?: { url: string, bytes: number } }>}
  */
@@ -100,12 +101,12 @@ export async function kept(api) {
 }
 
 /**
- * Offers the folder of the last visit again, which takes the user's consent, or choosing it anew.
+ * Offers the folder of the last visit again: the user must allow it, or choose it again.
  * @param {{ name: string, handle?: any }} folder
  * @param {{ say: (text: string, label: string, act: () => void) => void, use: (model: Model) => void, choose: () => void }} page
  */
 export function askAgain({ name, handle }, { say, use, choose }) {
-  if (!handle) return say(`The last model was ${name}, from a folder. A browser forgets folders: choose it again to go on with it.`, "Choose…", choose);
+  if (!handle) return say(`The last model was ${name}, from a folder. The browser does not remember folders: choose it again to use it.`, "Choose…", choose);
   say(`The last model was ${name}, from a folder.`, `Open ${name}`, async () => {
     const allowed = (await handle.requestPermission({ mode: "read" }).catch(() => "denied")) === "granted";
     if (allowed) await fromHandle(handle).then(use, choose);
@@ -238,7 +239,7 @@ export function modelDialog({ api, current, load }) {
   by("pick-folder").addEventListener("click", async () => {
     const pick = /** @type {any} */ (self).showDirectoryPicker;
     if (!pick) return input.click();
-    // A person may think better of it.
+    // The user may cancel the dialog.
     const handle = await pick({ id: "model", mode: "read" }).catch(() => null);
     if (!handle) return;
     look(fromHandle(handle));
@@ -261,7 +262,7 @@ export function modelDialog({ api, current, load }) {
     save();
     if (shown) return look(shown);
     const { model } = current();
-    card(h("p", {}, "This holds from the next load on."),
+    card(h("p", {}, "This applies from the next load."),
       h("button", { type: "button", className: "primary", onclick: () => use(model) }, `Load ${model.name} again`));
   });
   dialog.addEventListener("close", () => {

@@ -85,7 +85,7 @@ export function cachePanel({ engine, leave, announce }) {
     }
     if (drawn[1] === before[1]) return;
     memory.replaceChildren(section("Memory",
-      meter("States", stats.slots, info.bytesPerSlot, "What the recurrent layers remember at one point"),
+      meter("States", stats.slots, info.bytesPerSlot, "The memory of the recurrent layers at one point"),
       meter("Pages", stats.pages, info.bytesPerPage, "Keys and values of 64 tokens"),
       h("p", { className: "hint" }, `Since the model was loaded: ${plural(stats.reusedTokens, "prompt token")} reused, ${count(stats.computedTokens)} computed, ${count(stats.generatedTokens)} written.`)));
   }
@@ -140,7 +140,7 @@ export function cachePanel({ engine, leave, announce }) {
       const done = said.map(({ meta }) => meta), longest = Math.max(...done.map((meta) => meta.usage?.promptTokens ?? 0));
       const list = h("ol", { className: "turn-bars", tabIndex: 0, "aria-label": "Turns" }, ...said.map(({ meta, turn: i, old }) => turn(meta, i, longest, old)));
       turns.replaceChildren(section("Turns", done.length ? list
-        : h("p", { className: "hint" }, "What the model has read stays known: from the second turn on, the bars here show how much of the chat was not computed again.")));
+        : h("p", { className: "hint" }, "The cache keeps the text that the model has read. From the second turn on, the bars here show how much of the chat was not computed again.")));
       list.scrollTo(0, list.scrollHeight);
       const usage = done.at(-1)?.usage;
       strip.hidden = !usage;
@@ -158,7 +158,7 @@ export function cachePanel({ engine, leave, announce }) {
       if (!info) return;
       device.append(section("Device",
         h("p", {}, h("span", { className: "badge" }, backendName(info.backend)), " ", info.device),
-        info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: right, but slow."),
+        info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: correct, but slow."),
         info.fallback && h("p", { className: "hint" }, `${sentence(info.fallback).text} ${isSecureContext ? WEBGPU_HINT : ""}`),
         info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${sentence(info.storageProblem).text}`),
         h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context, loaded in ${duration(info.loadMs)}.`)));

@@ -6,7 +6,7 @@ import { by, h, keep, recall } from "./dom.js";
  * @property {string} system
  * @property {boolean} prefixCache
  * @property {"auto" | "wgpu" | "cpu"} backend
- * @property {"ask" | "drop"} whenFull what happens when a chat outgrows the context: the page asks, or leaves the oldest turns out
+ * @property {"error" | "drop-oldest"} whenFull what happens when a chat outgrows the context: the page asks, or the engine leaves the oldest turns out
  * @property {Record<string, number>} sampling only values that differ from the model's defaults
  */
 
@@ -33,7 +33,8 @@ function load() {
   return {
     system: typeof kept.system === "string" ? kept.system : "",
     prefixCache: kept.prefixCache !== false,
-    whenFull: kept.whenFull === "drop" ? "drop" : "ask",
+    // "drop" is what earlier versions kept.
+    whenFull: kept.whenFull === "drop-oldest" || kept.whenFull === "drop" ? "drop-oldest" : "error",
     backend: kept.backend === "wgpu" || kept.backend === "cpu" ? kept.backend : "auto",
     sampling,
   };

@@ -1,6 +1,6 @@
 /**
- * The chats, in IndexedDB. Two tabs may have the same one: a chat that another tab has changed is not written over, the later
- * writer's becomes a chat of its own. Without IndexedDB chats last as long as the page.
+ * The chats, in IndexedDB. Two tabs may show the same chat. If another tab has changed it, it is not overwritten: the later
+ * writer's version becomes a separate chat. Without IndexedDB chats last as long as the page.
  */
 
 /** @typedef {import("./chat.js").Entry} Entry */
@@ -13,7 +13,7 @@
  * @property {number} created in ms since 1970
  * @property {number} updated
  * @property {{ name: string, url?: string }} [model] that answered last
- * @property {number} [left] oldest entries that the model is no longer told
+ * @property {number} [left] oldest entries that the prompt leaves out
  * @property {Entry[]} entries
  */
 
@@ -43,13 +43,13 @@ function connect() {
 
 /** How long the browser may take to open the database. */
 const PATIENCE_MS = 3000;
-/** Null where the browser denies it, or does not answer. @type {Promise<IDBDatabase | null>} */
+/** Null if the browser denies it or does not answer. @type {Promise<IDBDatabase | null>} */
 const database = Promise.race([
   (async () => connect())().catch(() => null),
   new Promise((ok) => setTimeout(() => ok(null), PATIENCE_MS)),
 ]);
 
-/** What is not kept for the next visit. @type {Map<string, Chat>} */
+/** Chats that are not kept for the next visit. @type {Map<string, Chat>} */
 const memory = new Map();
 
 /** @template T @param {string} name @param {IDBTransactionMode} mode @param {(store: IDBObjectStore) => Promise<T>} act @returns {Promise<T>} */
@@ -87,7 +87,7 @@ export const chats = {
   /**
    * Writes a chat as it is at the time of the call; writes come in the order of the calls.
    * @param {Chat} chat gets its new `rev`; a new `id` and title if another tab has changed it
-   * @returns {Promise<boolean>} whether it became a chat of its own
+   * @returns {Promise<boolean>} whether it became a separate chat
    */
   save(chat) {
     const copy = structuredClone(chat);
@@ -104,7 +104,7 @@ export const chats = {
     tell(id);
   },
 
-  /** Hears the ids of chats that other tabs changed. @param {(id: string) => void} hear */
+  /** Calls `hear` with the ids of chats that other tabs changed. @param {(id: string) => void} hear */
   changed(hear) {
     news?.addEventListener("message", (event) => hear(event.data));
   },
@@ -118,7 +118,7 @@ async function put(copy, chat) {
   let own = false;
   /** @param {Chat | undefined} stored */
   const next = (stored) => {
-    // A chat that a tab deletes while another goes on with it is there again.
+    // If a tab deletes a chat while another continues it, the chat is saved again.
     own = stored !== undefined && stored.rev !== chat.rev;
     return { ...copy, id: own ? newId() : chat.id, title: own ? `${copy.title} (2)` : copy.title, rev: chat.rev + 1 };
   };

@@ -1,4 +1,4 @@
-/** The chat that is shown: asking, answering, versions of answers, what is kept of it, and what the model is told. */
+/** The chat that is shown: asking, answering, versions of answers, saving, and the messages of the prompt. */
 import { by, h, keep, plural, recall } from "./dom.js";
 import { settings } from "./settings.js";
 import { chats, newChat, newId } from "./store.js";
@@ -9,9 +9,9 @@ import { sentence } from "./words.js";
 /** @typedef {import("./chat.js").Meta} Meta */
 /** @typedef {import("./store.js").Chat} Chat */
 
-/** How often the part of an answer is kept, and after what silence one in another tab counts as broken off. */
+/** How often a partial answer is saved, and how long one in another tab may be silent before it counts as interrupted. */
 const KEEP_MS = 1000, SILENCE_MS = 6000;
-/** After dropping, this share of the context is left for what follows, so that not every turn has to drop again. */
+/** After dropping, the prompt fills this share of the context, so that not every turn has to drop again. */
 const KEPT_SHARE = 0.5;
 const CUT_SHORT = "The page was closed before the answer was finished.";
 const UNANSWERED = "The page was closed before this was answered.";
@@ -42,16 +42,16 @@ function lastId(id) {
  * @param {ReturnType<typeof import("./panel.js").cachePanel>} page.panel
  * @param {(text: string | null, label?: string, act?: () => void) => void} page.say
  * @param {(text: string) => void} page.announce
- * @param {(stop: (() => void) | null) => void} page.running an answer begins, and what ends it; null: it has ended
+ * @param {(stop: (() => void) | null) => void} page.running called with the function that stops an answer when it begins, with null when it ends
  * @param {() => void} page.shown another chat or other messages are shown
  */
 export function talk({ view, life, panel, say, announce, running, shown }) {
   let chat = newChat();
-  /** Ends the answer under way. @type {(() => void) | null} */
+  /** Stops the running answer. @type {(() => void) | null} */
   let stop = null;
-  /** Entries that this engine answered: what the panel says of others is history. @type {WeakSet<Entry>} */
+  /** Entries that this engine answered; the panel marks the others as older. @type {WeakSet<Entry>} */
   const fresh = new WeakSet();
-  /** Chats that were deleted here: an answer that ends does not bring them back. @type {Set<string>} */
+  /** Chats that were deleted here: the end of an answer does not save them again. @type {Set<string>} */
   const gone = new Set();
   const setStop = (/** @type {(() => void) | null} */ how) => running((stop = how));
 
@@ -63,7 +63,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     mine.model = { name: life.model.name, ...("url" in life.model.source && { url: life.model.source.url }) };
     const own = await chats.save(mine).catch(() => false);
     if (mine === chat) lastId(chat.id);
-    if (own && mine === chat) say("Another tab went on with this chat: here it is a chat of its own now.");
+    if (own && mine === chat) say("Another tab continued this chat. The one here is now a separate chat.");
     if (mine === chat) shown();
   }
 
@@ -94,14 +94,14 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     show(kept);
     if (last?.meta?.running) settle(kept, last);
     const name = kept.model?.name;
-    if (!quiet && name && name !== life.model.name) say(`This chat was with ${name}; ${life.model.name} goes on with it.`);
+    if (!quiet && name && name !== life.model.name) say(`This chat was with ${name}; ${life.model.name} continues it.`);
     return true;
   }
 
-  /** An answer that was not finished when its chat was kept. @param {Chat} kept @param {Entry} entry */
+  /** Completes an answer that was not finished when its chat was saved. @param {Chat} kept @param {Entry} entry */
   function settle(kept, entry) {
     const meta = /** @type {Meta} */ (entry.meta), end = () => {
-      // What had come since it was kept last.
+      // The part that arrived after it was last saved.
       const part = recall(`part.${kept.id}`, /** @type {any} */ (null));
       if (part?.entry === kept.entries.length - 1 && typeof part.content === "string" && part.content.startsWith(entry.content)) entry.content = part.content;
       keep(`part.${kept.id}`, null);
@@ -122,25 +122,31 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     return text.length > 60 ? `${text.slice(0, 58).replace(/\s\S*$/, "")}…` : text || "New chat";
   };
 
-  /** What the model is told: all but the answer to come; turns without an answer are left out, and the oldest if they have to be. */
+  /**
+   * The messages of the prompt: all before the new answer, without unanswered turns and, if necessary, without the oldest ones.
+   * `turns` has, for each message except the system prompt, its index in the chat's entries.
+   */
   function told() {
-    const system = settings.system.trim(), past = chat.entries.slice(chat.left ?? 0, -1);
-    const kept = past.filter((e, i) => e.content !== "" && (e.role === "assistant" || i + 1 === past.length || past[i + 1].content !== ""));
-    return [...(system ? [{ role: "system", content: system }] : []), ...kept.map(({ role, content }) => ({ role, content }))];
+    const system = settings.system.trim(), from = chat.left ?? 0, past = chat.entries.slice(from, -1);
+    const told = (/** @type {Entry} */ e, /** @type {number} */ i) => e.content !== "" && (e.role === "assistant" || i + 1 === past.length || past[i + 1].content !== "");
+    const turns = past.flatMap((e, i) => (told(e, i) ? [from + i] : []));
+    const messages = turns.map((i) => ({ role: chat.entries[i].role, content: chat.entries[i].content }));
+    return { messages: [...(system ? [{ role: "system", content: system }] : []), ...messages], turns };
   }
 
   /**
-   * Leaves the oldest turns out of what the model is told until about half of the context is free.
+   * Leaves the oldest turns out of the prompt until about half of the context is free, before it is full. The engine does
+   * the same with exact counts for `whenFull: "drop-oldest"`.
    * @returns {boolean} whether there was one to leave out
    */
   function dropOldest() {
     const { entries } = chat, size = (/** @type {number} */ from) => entries.slice(from, -1).reduce((sum, e) => sum + e.content.length, settings.system.length);
     const used = entries.findLast((e) => e.meta?.usage?.reason)?.meta?.usage, before = chat.left ?? 0;
-    // Tokens of a character: as in the last prompt, else as in most text.
+    // Tokens per character: as in the last prompt, else as in most text.
     const answered = entries.findLastIndex((e) => e.meta?.usage?.reason);
     const each = used ? used.promptTokens / Math.max(1, entries.slice(before, answered).reduce((sum, e) => sum + e.content.length, settings.system.length)) : 0.3;
     const most = (life.engine?.info.contextTokens ?? 0) * KEPT_SHARE;
-    // A turn begins with what the user says. The last one stays.
+    // A turn begins with a message of the user. The last turn stays.
     const starts = entries.flatMap((e, i) => (e.role === "user" && i > before ? [i] : []));
     const left = starts.find((i) => size(i) * each <= most) ?? starts.at(-1);
     if (left === undefined) return false;
@@ -150,24 +156,24 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
 
   const tooLong = (/** @type {{ code: string, text: string } | undefined} */ why) => why?.code === "bad_request" && /\bcontext\b/i.test(why.text);
 
-  /** The way on when the context is full. */
+  /** Continues when the context is full. */
   function goOn() {
     if (stop) return;
     const last = chat.entries.at(-1), failed = tooLong(last?.meta?.error);
-    // An answer is to come only if the last one failed.
+    // If the last answer failed, its entry is used again.
     if (!failed) chat.entries.push({ role: "assistant", content: "" });
-    const dropped = dropOldest();
+    const dropped = failed ? chat.entries.findLastIndex((e) => e.role === "user") > (chat.left ?? 0) : dropOldest();
     if (!failed) chat.entries.pop();
     if (!dropped) return say("There is no older turn to leave out: the last message alone is too long. Edit it, or begin a new chat.");
     redraw();
-    if (failed) retry();
+    if (failed) retry("drop-oldest");
     else {
       save();
-      say(`The model is no longer told the oldest ${plural(chat.left ?? 0, "message")}. They stay here to read.`);
+      say(`The model no longer sees the oldest ${plural(chat.left ?? 0, "message")}. They stay here to read.`);
     }
   }
 
-  /** How full the context is, once that matters. */
+  /** Shows how full the context is, once that matters. */
   function gauge() {
     const box = by("gauge"), total = life.engine?.info.contextTokens ?? 0, last = chat.entries.at(-1);
     const usage = chat.entries.findLast((e, i) => e.meta?.usage?.reason && i >= (chat.left ?? 0))?.meta;
@@ -179,7 +185,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     const text = full ? `The context of ${k(total)} tokens is full.` : `${k(used)} of ${k(total)} tokens of context used`;
     const meter = h("meter", { min: 0, max: total, value: full ? total : used, high: 0.85 * total, "aria-label": "Context used" });
     const act = (full || used >= 0.8 * total) && !stop;
-    box.replaceChildren(meter, h("span", {}, text), act ? h("button", { type: "button", className: "quiet", onclick: goOn }, "Go on without the oldest turns") : "");
+    box.replaceChildren(meter, h("span", {}, text), act ? h("button", { type: "button", className: "quiet", onclick: goOn }, "Continue without the oldest turns") : "");
   }
 
   /** @param {string} text @param {Entry | null} [instead] the message that it replaces, with all that follows */
@@ -190,7 +196,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     if ((chat.left ?? 0) >= chat.entries.length) delete chat.left;
     say(null);
     if (instead && before.length - chat.entries.length > 2) {
-      say("What followed is gone.", "Undo", () => { stop?.(); chat.entries = before; redraw(); save(); });
+      say("The messages after it were removed.", "Undo", () => { stop?.(); chat.entries = before; redraw(); save(); });
     }
     panel.uncover();
     chat.entries.push({ role: "user", content: text.trim() });
@@ -198,7 +204,8 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     answer(false);
   }
 
-  function retry() {
+  /** Answers the last message again. @param {"error" | "drop-oldest"} [whenFull] */
+  function retry(whenFull) {
     const entry = chat.entries.at(-1);
     if (stop || entry?.role !== "assistant") return;
     const again = entry.content !== "";
@@ -207,7 +214,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
       entry.at = entry.versions.length - 1;
     }
     entry.content = "";
-    answer(again);
+    answer(again, whenFull);
   }
 
   /** The versions of an answer, the shown one as it is now. @param {Entry} entry */
@@ -226,9 +233,13 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     save();
   }
 
-  /** Answers into the last entry. @param {boolean} again whether the same text was answered before */
-  async function answer(again) {
-    const mine = chat, entry = /** @type {Entry} */ (mine.entries.at(-1));
+  /**
+   * Answers into the last entry.
+   * @param {boolean} again whether the same text was answered before
+   * @param {"error" | "drop-oldest"} [whenFull] instead of the setting
+   */
+  async function answer(again, whenFull = settings.whenFull) {
+    const mine = chat, entry = /** @type {Entry} */ (mine.entries.at(-1)), left = mine.left;
     /** @type {Meta} */
     const meta = (entry.meta = { running: tab });
     /** @type {Promise<null>} */
@@ -243,12 +254,12 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
       const engine = await Promise.race([life.settled(), stopped]);
       started = engine !== null;
       if (!engine) meta.finish = "cancelled";
-      else await generate(engine, entry, meta, again);
+      else await generate(engine, entry, meta, again, whenFull);
     } catch (error) {
       const why = sentence(error);
       if (why.code === "cancelled") meta.finish = "cancelled";
-      // What befell the model is told above the message box.
-      else if (!started) meta.note = "No model was there to answer this.";
+      // A line above the message box explains the failure of the model.
+      else if (!started) meta.note = "No model was loaded to answer this.";
       else if (why.code === "device_lost") meta.note = "The model stopped here.";
       else meta.error = why;
     }
@@ -258,16 +269,13 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     view.change(entry, "");
     view.flush(entry);
     if (mine !== chat) {
-      // Another chat is shown by now.
+      // Another chat is shown now.
       mine.updated = Date.now();
       if (!gone.has(mine.id)) chats.save(mine).catch(() => {});
       return;
     }
     if (!mine.entries.includes(entry)) return;
-    if (tooLong(meta.error) && settings.whenFull === "drop" && dropOldest()) {
-      redraw();
-      return answer(false);
-    }
+    if (mine.left !== left) redraw();
     fresh.add(entry);
     save();
     panel.turns(chat.entries, fresh);
@@ -276,8 +284,14 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     announce(meta.error?.text ?? `${meta.finish === "cancelled" ? "Stopped. " : ""}${entry.content}`);
   }
 
-  /** @param {import("./js/selkie.js").Engine} engine @param {Entry} entry @param {Meta} meta @param {boolean} again */
-  async function generate(engine, entry, meta, again) {
+  /**
+   * @param {import("./js/selkie.js").Engine} engine
+   * @param {Entry} entry
+   * @param {Meta} meta
+   * @param {boolean} again
+   * @param {"error" | "drop-oldest"} whenFull
+   */
+  async function generate(engine, entry, meta, again, whenFull) {
     view.change(entry, "…");
     const sampling = { ...settings.sampling };
     if (again && sampling.temperature === undefined && sampling.seed === undefined && engine.info.defaults?.temperature === 0) {
@@ -285,22 +299,28 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
       sampling.topP ??= 0.95;
       meta.note = "Another try, at temperature 0.7: at 0, the model's own, it would be the same.";
     }
-    const messages = told();
-    if (chat.left) {
-      meta.left = chat.left;
-      meta.dropped = chat.left !== (chat.entries.slice(0, -1).findLast((e) => e.meta?.usage?.reason)?.meta?.left ?? 0);
-    }
-    // A change of the setting is refused while an answer runs, and a load that had begun did not know it.
+    const mine = chat, from = chat.left ?? 0, { messages, turns } = told();
+    const before = chat.entries.slice(0, -1).findLast((e) => e.meta?.usage?.reason)?.meta?.left ?? 0;
+    const leave = (/** @type {number} */ left) => {
+      if (!left) return;
+      mine.left = meta.left = left;
+      meta.dropped = left !== before;
+    };
+    leave(from);
+    // The engine refuses a change of the setting while an answer runs, and a load may have begun before the change.
     await engine.setPrefixCache(settings.prefixCache).catch(() => {});
-    const generation = engine.generate({ ...(engine.info.chat ? { messages } : { prompt: messages.map((m) => m.content).join("\n") }), ...sampling });
+    const prompt = engine.info.chat ? { messages, whenFull } : { prompt: messages.map((m) => m.content).join("\n") };
+    const generation = engine.generate({ ...prompt, ...sampling });
     setStop(() => generation.cancel());
     for await (const update of generation) {
       if (update.type === "text") {
         entry.content += update.text;
         view.change(entry);
       } else {
-        const { text, usage, finish, ttftMs, tokensPerSecond } = update;
+        const { text, usage, finish, ttftMs, tokensPerSecond, leftOutMessages } = update;
         entry.content = text;
+        // These messages stay left out, so that the next turn continues from this one.
+        if (leftOutMessages) leave(turns[leftOutMessages] ?? from);
         Object.assign(meta, { usage, finish, ttftMs, tokensPerSecond });
       }
     }
@@ -329,7 +349,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
       if (id === chat.id) show(newChat());
     },
 
-    /** The chat of the last visit, also one of the time when there was only one. */
+    /** The chat of the last visit, also from a version of the page that kept only one. */
     async start() {
       const old = recall("chat", /** @type {any} */ (null));
       if (Array.isArray(old) && old.length) {

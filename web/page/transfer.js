@@ -1,4 +1,4 @@
-/** Chats as files: Markdown to read, JSON with all there is, and both back again. */
+/** Chats as files: Markdown for people, JSON with everything. Both can be imported. */
 import { newChat } from "./store.js";
 
 /** @typedef {import("./store.js").Chat} Chat */
@@ -36,7 +36,7 @@ function fromMarkdown(text) {
 export const toJson = (chats) => `${JSON.stringify({ format: FORMAT, version: 1, chats }, null, 1)}\n`;
 
 /**
- * The messages that can be used among whatever a file or an older version of the page holds.
+ * The usable messages of a file, or of an older version of the page.
  * @param {unknown} kept @returns {Entry[]}
  */
 export function validEntries(kept) {
@@ -65,20 +65,20 @@ function validMeta(meta) {
 }
 
 /**
- * The chats of a file; they are new ones beside those that are there.
+ * The chats of a file, as new ones: they replace none.
  * @param {string} text @returns {Chat[]}
  */
 export function fromFile(text) {
   if (!/^\s*[{[]/.test(text)) {
     const chat = fromMarkdown(text);
-    if (!chat.entries.length) throw new Error("There is no chat in this file. It takes the Markdown or JSON that Export writes.");
+    if (!chat.entries.length) throw new Error("There is no chat in this file. Choose a Markdown or JSON file that Export wrote.");
     return [chat];
   }
   let read;
   try {
     read = JSON.parse(text);
   } catch (error) {
-    throw new Error(`The file is no JSON: ${error instanceof Error ? error.message : error}`);
+    throw new Error(`The file is not JSON: ${error instanceof Error ? error.message : error}`);
   }
   const list = read?.format === FORMAT && Array.isArray(read.chats) ? read.chats : null;
   if (!list) throw new Error(`The file has no "format": "${FORMAT}" with a list of "chats".`);

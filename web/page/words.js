@@ -1,4 +1,4 @@
-/** Sentences for the engine's reports: why reuse ended, what failed, and what to do. */
+/** Sentences for the engine's reports: the reason why reuse ended, failures, and advice. */
 import { count } from "./dom.js";
 
 /** Tokens of a page of the prefix tree. */
@@ -10,16 +10,16 @@ export function explain({ promptTokens, matched, reused, reason }) {
   if (reason === "off") return "The cache is turned off in the settings.";
   if (promptTokens <= PAGE) return `Reuse starts at ${PAGE} tokens; this prompt has ${count(promptTokens)}.`;
   switch (reason) {
-    case "evicted": return "More of it was known once, but had to make room.";
-    case "policy": return "More of it is known, but its state gave way to a newer one.";
-    case "no_state": return `${count(matched)} tokens are known, but ${reused ? `the last state to continue from is at ${count(reused)}` : "no state to continue from was kept"}.`;
+    case "evicted": return "More of it was cached before, but was removed for lack of room.";
+    case "policy": return "More of it is cached, but its state was replaced by a newer one.";
+    case "no_state": return `${count(matched)} tokens are cached, but ${reused ? `the last state to continue from is at ${count(reused)}` : "no state to continue from was kept"}.`;
     case "full": return `Every whole block of ${PAGE} tokens was reused.`;
-    case "first_sight": return reused ? `What follows the first ${count(reused)} tokens is new.` : "All of it is new.";
+    case "first_sight": return reused ? `Everything after the first ${count(reused)} tokens is new.` : "All of it is new.";
     default: return "";
   }
 }
 
-/** What to do, if the engine's message does not say it. @type {Record<string, string>} */
+/** Advice for errors whose message has none. @type {Record<string, string>} */
 const ADVICE = {
   too_large: "A smaller model fits; a GPU and the CPU have different limits.",
   device_lost: "That happens when a driver restarts or memory runs short. The chat is still here.",
@@ -38,7 +38,7 @@ export function sentence(error) {
   return { code, text, advice: ADVICE[code] ?? "" };
 }
 
-/** What a person may do about a missing WebGPU. */
+/** Advice for a browser without WebGPU. */
 export const WEBGPU_HINT = "WebGPU comes with current Chrome, Edge, Safari and Firefox; on Linux it may have to be turned on, in Chrome at chrome://flags/#enable-unsafe-webgpu.";
 
 /** @param {"wgpu" | "cpu"} backend */

@@ -76,7 +76,7 @@ for (const [backend, options] of [["wgpu", {}], ["cpu", { backend: "cpu" }]]) {
 
   test(`${backend}: stop within 200 ms, and again`, async (t) => {
     const { context, page } = await loaded(options);
-    // The machine may do something else for a while: two of three stops count.
+    // Other work may delay the machine: two of three stops count.
     const middle = (times) => times.toSorted((a, b) => a - b)[1];
     const answers = await page.evaluate(async (content) => {
       const answers = [];
@@ -117,6 +117,46 @@ for (const [backend, options] of [["wgpu", {}], ["cpu", { backend: "cpu" }]]) {
   });
 }
 
+test("OpenAI's form: whole, streamed, with usage, cancelled, and refused by name", async () => {
+  const { context, page } = await loaded({ backend: "cpu" });
+  const run = (body) => page.evaluate((body) => failureOr(engine.chat.completions.create(body)), body);
+  await page.evaluate(() => (globalThis.failureOr = (promise) => promise.then((value) => value, ({ code, message }) => ({ code, message }))));
+  const parts = [{ role: "user", content: [{ type: "text", text: "What is " }, { type: "text", text: "17 + 25?" }] }];
+  const whole = await run({ messages: parts, model: "any", stop: null, temperature: 0, user: "x" });
+  assert.equal(whole.object, "chat.completion");
+  assert.deepEqual(whole.choices, [{ index: 0, message: { role: "assistant", content: "17 + 25 = 42." }, logprobs: null, finish_reason: "stop" }]);
+  assert.equal(whole.usage.total_tokens, whole.usage.prompt_tokens + whole.usage.completion_tokens);
+  assert.equal(whole.usage.prompt_tokens_details.cached_tokens, whole.selkie.reused);
+  const short = await run({ messages: parts, max_completion_tokens: 2 });
+  assert.equal(short.choices[0].finish_reason, "length");
+  assert.equal((await run({ messages: parts, stop: "=" })).choices[0].message.content, "17 + 25 ");
+
+  const streamed = await page.evaluate(async (messages) => {
+    const chunks = [];
+    for await (const chunk of await engine.chat.completions.create({ messages, stream: true, stream_options: { include_usage: true } })) chunks.push(chunk);
+    return chunks;
+  }, QUESTION);
+  assert.equal(streamed[0].choices[0].delta.role, "assistant");
+  assert.equal(streamed.map((chunk) => chunk.choices[0]?.delta.content ?? "").join(""), "17 + 25 = 42.");
+  assert.equal(streamed.at(-2).choices[0].finish_reason, "stop");
+  assert.deepEqual(streamed.at(-1).choices, []);
+  assert.ok(streamed.at(-1).usage.completion_tokens > 0);
+
+  const stopped = await page.evaluate(async (content) => {
+    const stream = await engine.chat.completions.create({ messages: [{ role: "user", content }], stream: true });
+    try {
+      for await (const chunk of stream) if (chunk.choices[0].delta.content) stream.controller.abort();
+    } catch ({ code }) {
+      return code;
+    }
+  }, STORY);
+  assert.equal(stopped, "cancelled");
+  assert.match((await run({ messages: QUESTION, maxtokens: 3 })).message, /no option "maxtokens"; did you mean "max_tokens"/);
+  assert.match((await run({ messages: [{ role: "user", content: [{ type: "image_url" }] }] })).message, /"image_url"; only "text"/);
+  assert.match((await run({ messages: QUESTION, n: 2 })).message, /n is 2/);
+  await context.close();
+});
+
 test("requests side by side, a loop that is left, cancelling all", async () => {
   const { context, page } = await loaded({ backend: "cpu" });
   const texts = await page.evaluate(async () => {
@@ -150,6 +190,25 @@ test("requests that cannot be served say why, and do no harm", async () => {
   assert.equal((await page.evaluate((messages) => ask({ messages }), QUESTION)).text, "17 + 25 = 42.");
   const stopped = await page.evaluate((messages) => ask({ messages, stop: ["= 4"] }), QUESTION);
   assert.equal(stopped.text, "17 + 25 ");
+  await context.close();
+});
+
+test("a conversation longer than the context: an error, or its oldest turns are left out", async () => {
+  const { context, page } = await loaded({ backend: "cpu", contextTokens: 512 });
+  const messages = [{ role: "system", content: "The code of the red box is 4812. ".repeat(10) }];
+  for (let i = 0; i < 30; i++) messages.push({ role: "user", content: STORY }, { role: "assistant", content: "Once there was a fox named Leo." });
+  messages.push({ role: "user", content: "What is the code of the red box?" });
+  for (const whenFull of [undefined, "error"]) {
+    const error = await page.evaluate((request) => failure(engine.generate(request).done), { messages, maxTokens: 20, whenFull });
+    assert.equal(error?.code, "bad_request");
+    assert.match(error.message, /the context holds 512/);
+  }
+  const done = await page.evaluate((request) => ask(request), { messages, maxTokens: 20, whenFull: "drop-oldest" });
+  assert.ok(done.leftOutMessages > 0 && done.leftOutMessages < 60 && done.leftOutMessages % 2 === 0, String(done.leftOutMessages));
+  assert.ok(done.usage.promptTokens <= 256, JSON.stringify(done.usage));
+  assert.equal((await page.evaluate((messages) => ask({ messages, whenFull: "drop-oldest" }), QUESTION)).leftOutMessages, 0);
+  const error = await page.evaluate((messages) => failure(engine.generate({ messages, whenFull: "drop" }).done), QUESTION);
+  assert.match(error?.message ?? "", /drop-oldest/);
   await context.close();
 });
 
@@ -204,7 +263,7 @@ test("WebGPU by name does not fall back", async () => {
 
 test("a lost GPU is told, and the CPU goes on", async () => {
   const { context } = await profile();
-  // The worker keeps its device where a test can end it, as a driver that restarts does.
+  // The worker exposes its device, so that a test can end it as a driver restart does.
   await context.route("**/js/worker.js", async (route) => {
     const response = await route.fetch();
     const trap = `const request = GPUAdapter.prototype.requestDevice;

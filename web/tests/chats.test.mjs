@@ -17,7 +17,7 @@ const titles = (page) => page.locator("#chat-list .title").allInnerTexts();
 const listed = (page, count) => page.waitForFunction((count) => document.querySelectorAll("#chat-list .open").length === count, count);
 const notice = (page) => page.innerText("#notice");
 const kept = (page) => page.evaluate(async () => (await import("/store.js")).chats.all());
-// Until what the page was told is in the database.
+// Waits until the page's messages are in the database.
 const settled = (page, has) => page.waitForFunction(async (has) => (await (await import("/store.js")).chats.all()).some((chat) => JSON.stringify(chat.entries).includes(has)), has);
 
 test("chats are listed, opened, renamed, searched, deleted and brought back", async () => {
@@ -87,9 +87,10 @@ test("two tabs lose nothing: they show the same chat, and part where both go on 
   await ready(other);
   assert.deepEqual(await users(other).allInnerTexts(), ["What is 17 + 25?"]);
   await say(other, "What is 81 - 36?");
-  await page.waitForFunction(() => document.querySelectorAll(".turn").length === 4);
+  // The chat may be shown before its answer is stored.
+  await page.waitForFunction(() => document.querySelectorAll(".turn.assistant .body")[1]?.innerText === "81 - 36 = 45.");
+  assert.equal(await page.locator(".turn").count(), 4);
   await page.waitForFunction(() => !document.querySelector(".turn.busy"));
-  assert.equal(await answers(page).nth(1).innerText(), "81 - 36 = 45.");
 
   // Both at a time: neither has seen the other's message.
   await Promise.all([[page, "What is 1 + 1?"], [other, "What is 2 + 2?"]].map(([tab, text]) => tab.evaluate((text) => {
@@ -192,7 +193,7 @@ test("export and import: JSON gives all of it back, Markdown the text", async ()
     assert.deepEqual(after.entries.map(same), before.entries.map(same));
     assert.equal(after.title, before.title);
   }
-  for (const [text, message] of [["{", /no JSON/], ['{"format":"x"}', /"format": "selkie-chats"/], ["hello", /no chat in this file/]]) {
+  for (const [text, message] of [["{", /not JSON/], ['{"format":"x"}', /"format": "selkie-chats"/], ["hello", /no chat in this file/]]) {
     await page.setInputFiles("#import-file", { name: "x.json", mimeType: "text/plain", buffer: Buffer.from(text) });
     await page.waitForFunction((source) => new RegExp(source).test(document.getElementById("notice").textContent), message.source);
   }
@@ -218,7 +219,7 @@ test("a chat that outgrows the context goes on without its oldest turns, and say
   const said = await page.locator(".turn.assistant .foot").last().innerText();
   const noted = (await page.locator(".turn.assistant .said").allInnerTexts()).find((text) => text.includes("Without the oldest"));
   t.diagnostic(`${noted} ${said}`);
-  // The system prompt is the same as before, and was kept.
+  // The system prompt is unchanged and was cached.
   assert.ok(Number(/first ([\d,]+) of/.exec(noted)?.[1]?.replace(",", "") ?? 0) >= 64, noted);
   await say(page, "What is 81 - 36?");
   const turns = await page.locator("#panel .turn-bars li").allInnerTexts();
@@ -235,7 +236,7 @@ test("a chat that outgrows the context goes on without its oldest turns, and say
 test("by the setting, the oldest turns are left out without asking", async () => {
   const { context, page } = await open(wide);
   await page.click("#open-settings");
-  await page.selectOption("#set-full", "drop");
+  await page.selectOption("#set-full", "drop-oldest");
   await page.fill("#set-maxTokens", "20");
   await page.keyboard.press("Escape");
   const long = (times) => `${"Leo took the lantern. Leo went to the garden. ".repeat(times)}What is 17 + 25?`;
@@ -248,7 +249,7 @@ test("by the setting, the oldest turns are left out without asking", async () =>
   await context.close();
 });
 
-// A folder in the browser's own storage stands for one that a person picks: a test cannot answer the browser's dialog.
+// A folder in the browser's own storage replaces one that a person picks: a test cannot answer the browser's dialog.
 test("a folder is opened again by its handle, and asked for where there is none", async () => {
   const { context, page } = await open(wide);
   const files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];
@@ -277,7 +278,7 @@ test("a folder is opened again by its handle, and asked for where there is none"
   await ready(page);
   assert.equal(await page.innerText("#model-name"), "Demo model");
   assert.match(await notice(page), /The last model was my-model, from a folder\. .*choose it again/);
-  // The demo that stands in for it does not replace it.
+  // The demo runs meanwhile, but the folder stays the last model.
   await page.reload();
   await ready(page);
   assert.match(await notice(page), /The last model was my-model/);

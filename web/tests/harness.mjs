@@ -1,4 +1,4 @@
-// What the browser tests share: a real Chromium, the page from `selkie web`, and servers of models that misbehave.
+// Shared by the browser tests: a real Chromium, the page from `selkie web`, and servers of models that misbehave.
 
 import { spawn } from "node:child_process";
 import { createReadStream, existsSync, mkdirSync, readFileSync, statSync } from "node:fs";
@@ -71,7 +71,7 @@ export async function blank(context, url) {
   await page.goto(new URL("blank.html", url).href);
   await page.evaluate(async () => {
     globalThis.selkie = await import("/js/selkie.js");
-    // What a promise rejects with, in a form that a test can read.
+    // The error of a rejected promise, in a form that a test can read.
     globalThis.failure = (promise) => promise.then(() => null, ({ code, message }) => ({ code, message }));
   });
   return page;
@@ -108,13 +108,14 @@ export async function modelHost(rules = {}, dir = DEMO) {
     const cut = rules.cut?.[name];
     const stream = createReadStream(path, { start, end: end - 1, highWaterMark: 1 << 16 });
     if (cut === undefined) return stream.pipe(response);
-    // So much, then the connection breaks; where the length is not announced, it just ends.
+    // After `cut` bytes the connection breaks, or just ends if no length was announced.
     let sent = 0;
     stream.on("data", (chunk) => {
       if (sent >= cut) return;
       sent += chunk.length;
-      response.write(chunk.subarray(0, chunk.length - Math.max(0, sent - cut)));
-      if (sent >= cut) setTimeout(() => (rules.unsized ? response.end() : response.destroy()), 50);
+      // What waits in this process when the connection is destroyed is lost: only what was written counts as sent.
+      const ended = () => sent >= cut && setTimeout(() => (rules.unsized ? response.end() : response.destroy()), 50);
+      response.write(chunk.subarray(0, chunk.length - Math.max(0, sent - cut)), ended);
     });
   });
   await new Promise((resolve) => server.listen(0, "localhost", resolve));

@@ -1,4 +1,4 @@
-// The page on an address of a local network, where a browser gives a page less than on localhost. Server and browser live in
+// The page on an address of a local network, where a browser allows a page less than on localhost. Server and browser run in
 // a network namespace of their own that has the address; where none can be made, they take the machine's own address.
 
 import assert from "node:assert/strict";
@@ -10,10 +10,10 @@ import { createInterface } from "node:readline";
 import { test } from "node:test";
 import { CHROMIUM, DEMO, DIST, FLAGS, SELKIE, atEnd, chromium } from "./harness.mjs";
 
-// Kept for documentation, so nobody's.
+// Reserved for documentation, so no host has it.
 const ADDRESS = "192.0.2.1";
 
-// The address, and what makes a program run in a namespace that has it; null where that is not allowed.
+// The address, and a wrapper that runs a program in a namespace with it; null if that is not allowed.
 async function namespace() {
   const unshare = ["unshare", ...(process.getuid() === 0 ? ["-n"] : ["-r", "-n"])];
   if (spawnSync(unshare[0], [...unshare.slice(1), "true"]).status !== 0) return null;

@@ -1,4 +1,4 @@
-// How answers are drawn: what models write beside plain text, what must stay text, and that drawing holds up nothing.
+// Drawing answers: the Markdown of models, text that must stay text, and no long frames.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";

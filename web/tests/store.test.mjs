@@ -1,4 +1,4 @@
-// Models of a URL and of a folder: download, storage, what may be wrong with them.
+// Models of a URL and of a folder: download, storage, and their errors.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -13,7 +13,7 @@ async function fresh() {
   return { context, errors, page: await blank(context, site.url) };
 }
 
-// Loads on the CPU, which is quickest to start; returns how it went.
+// Loads on the CPU, which starts fastest; returns the outcome.
 const load = (page, url) =>
   page.evaluate(async (url) => {
     const stages = new Map();
@@ -65,11 +65,14 @@ test("a download that broke goes on where it stopped, if the server has the same
   assert.match(broken.message, /Try again/);
   const [{ url, bytes, done }] = await stored(page);
   assert.deepEqual([url, done], [host.url, false]);
-  assert.ok(bytes > 4_000_000, `${bytes}`);
   delete host.rules.cut;
   host.log.length = 0;
-  assert.equal((await load(page, host.url)).from, "network");
-  assert.match(host.log.find((line) => line.startsWith(`GET ${WEIGHTS}`)), /bytes=[1-9]\d*-$/);
+  const { from, stages } = await load(page, host.url);
+  assert.equal(from, "network");
+  // A browser may lose the end of what arrived, so how far the first try came is for storage to say.
+  const others = stages.download.total - demoBytes(WEIGHTS).length;
+  assert.ok(bytes > others, `${bytes} of ${others} bytes beside the weights`);
+  assert.ok(host.log.includes(`GET ${WEIGHTS} bytes=${bytes - others}-`), `${host.log}`);
   await context.close();
 });
 
@@ -185,7 +188,7 @@ test("shards by their index, and chat templates in files of their own", async ()
   bodies["chat_template.jinja"] = settings.chat_template;
   delete settings.chat_template;
   bodies["tokenizer_config.json"] = JSON.stringify(settings);
-  // Some servers refuse what they do not have.
+  // Some servers refuse access to missing files.
   const host = await modelHost({ bodies, status: { [WEIGHTS]: 403, "generation_config.json": 403 } });
   assert.equal((await load(page, host.url)).from, "network");
   assert.ok(host.log.includes("GET chat_template.jinja"));
@@ -252,7 +255,7 @@ test("addresses as a person types them", async () => {
     ["https://", "not_found: This is not an address. One looks like https://huggingface.co/name/model."],
     ["hf.co/a", "not_found: A model on Hugging Face has an owner and a name: https://huggingface.co/owner/model."],
     ["http://example.org/x", "cors: This page may not contact http://example.org: only its own server, https addresses and http://localhost."],
-    ["hello", 'not_found: "hello" is no address. One looks like owner/model or https://huggingface.co/owner/model.'],
+    ["hello", 'not_found: "hello" is not an address. One looks like owner/model or https://huggingface.co/owner/model.'],
   ]) {
     const got = await page.evaluate((text) => {
       try {
