@@ -87,6 +87,10 @@ pub struct Ask {
     /// The [`Imported::origin`](crate::engine::Imported::origin) of converted values that the prompt may begin with; empty for
     /// all others.
     pub origin: String,
+    /// See [`Request::share`](crate::engine::Request::share).
+    pub share: String,
+    /// See [`Request::priority`](crate::engine::Request::priority).
+    pub priority: i32,
     /// What happens to messages that do not fit into the context.
     pub when_full: WhenFull,
     /// Penalties, biases and masks, and which log probabilities are reported.

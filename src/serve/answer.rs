@@ -21,7 +21,6 @@ use super::{
     app::{App, Phase},
     fields::Fields,
     guard::Caller,
-    keys::prefix_namespace,
     metrics::Broken,
     refusal::{Dialect, Refusal},
     run::{News, Ready, Run},
@@ -57,7 +56,7 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
     let (caller, body) = receive(&app, request).await?;
     // Reading, rendering and tokenising may take long; this thread has other requests to serve.
     let work = {
-        let (app, namespace, id) = (app.clone(), caller.namespace, caller.id.clone());
+        let (app, caller) = (app.clone(), caller.clone());
         move || {
             let fields = Fields::body(&body.bytes)?;
             app.check_name(fields.get::<String>("model")?.as_deref())?;
@@ -68,9 +67,8 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
                     app.metrics.refused()
                 }
             })?;
-            let namespace = prefix_namespace(&namespace, &wanted.salt);
             let (n, stream) = (wanted.n, wanted.stream);
-            let ready = Ready::new(&model, app.speech(&model), wanted, &namespace, &id, places)?;
+            let ready = Ready::new(&model, app.speech(&model), wanted, &caller, places)?;
             Ok((ready, speak, n, stream))
         }
     };

@@ -190,6 +190,11 @@ fn share(used: usize, of: usize) -> f64 {
 fn gauges(page: &mut Page, facts: &Facts, now: &Snapshot) {
     page.one("vllm:num_requests_running", "gauge", "Answers in the batch.", now.running as f64);
     page.one("vllm:num_requests_waiting", "gauge", "Answers that wait for a place in the batch.", now.waiting as f64);
+    let name = "vllm:num_requests_waiting_by_reason";
+    page.family(name, "gauge", "The same: for a place, or for a prefix that another answer computes.");
+    for (reason, count) in [("capacity", now.waiting - now.deferred.min(now.waiting)), ("deferred", now.deferred)] {
+        page.line(name, &format!("reason=\"{reason}\""), count as f64);
+    }
     // What running requests hold of the tighter pool: idle cached states and pages are free for a new request.
     let slots = share(now.slots_used - now.slots_cached.min(now.slots_used), facts.slots);
     let pages = share(now.pages_used - now.pages_cached.min(now.pages_used), facts.pages);
@@ -206,6 +211,7 @@ fn gauges(page: &mut Page, facts: &Facts, now: &Snapshot) {
     );
     page.line("vllm:cache_config_info", &config, 1.0);
     for (name, help, value) in [
+        ("selkie:tenants_waiting", "Namespaces of keys whose answers wait.", now.waiting_shares as f64),
         ("selkie:state_slots", "State slots of the pool.", facts.slots as f64),
         ("selkie:state_slots_used", "State slots that hold a state.", now.slots_used as f64),
         ("selkie:state_slots_cached", "States in the prefix tree.", now.slots_cached as f64),

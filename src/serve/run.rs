@@ -16,6 +16,8 @@ use serde_json::{Map, Value};
 
 use super::{
     gate::Places,
+    guard::Caller,
+    keys::prefix_namespace,
     refusal::Refusal,
     speech::{Listener, Said, Speech},
     voice::Ended,
@@ -35,7 +37,7 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// Renders, tokenises and checks the prompts, which takes a while for long ones. `id` is the request's.
+    /// Renders, tokenises and checks the prompts, which takes a while for long ones.
     ///
     /// # Errors
     /// If a prompt cannot be used.
@@ -43,11 +45,11 @@ impl Ready {
         model: &Model,
         speech: &Speech,
         wanted: Wanted,
-        namespace: &str,
-        id: &str,
+        caller: &Caller,
         places: Places,
     ) -> Result<Self, Refusal> {
         let n = wanted.n;
+        let namespace = prefix_namespace(&caller.namespace, &wanted.salt);
         let structured = wanted.structure.is_some() || !wanted.tools.tools.is_empty();
         let mut choices = Vec::with_capacity(wanted.choices());
         for prompt in wanted.prompts {
@@ -73,7 +75,10 @@ impl Ready {
                     sampling: Overrides { seed, ..wanted.overrides.clone() },
                     max_tokens: wanted.max_tokens,
                     stop: wanted.stop.clone(),
-                    namespace: namespace.to_owned(),
+                    namespace: namespace.clone(),
+                    // A salt gives nobody a share of its own.
+                    share: caller.namespace.clone(),
+                    priority: wanted.priority,
                     ignore_eos: wanted.ignore_eos,
                     stop_token_ids: wanted.stop_token_ids.clone(),
                     controls: wanted.controls.clone(),
@@ -81,7 +86,7 @@ impl Ready {
                     ..Ask::default()
                 };
                 let prepared = Some(model.prepare(ask)?);
-                let ids = format!("call_{id}_{}_", choices.len());
+                let ids = format!("call_{}_{}_", caller.id, choices.len());
                 let listener = heard.as_ref().zip(tail.as_ref());
                 let listener = listener.map(|(values, tail)| speech.listener(tail, &wanted.tools, values, ids));
                 let report =

@@ -42,6 +42,8 @@ pub struct Wanted {
     pub structure: Option<Structure>,
     /// Prefixes are shared by requests with the same salt only.
     pub salt: String,
+    /// Among the requests of a key, lower ones are first.
+    pub priority: i32,
     /// The answer comes in pieces.
     pub stream: bool,
 }
@@ -75,6 +77,7 @@ impl Wanted {
             stop_token_ids: ids(fields, "stop_token_ids", MOST_STOPS)?.unwrap_or_default(),
             controls,
             salt: fields.get("cache_salt")?.unwrap_or_default(),
+            priority: fields.get("priority")?.unwrap_or_default(),
             stream: fields.flag("stream")?,
             ..Self::default()
         })
@@ -177,8 +180,7 @@ pub fn stops(fields: &Fields<'_>, name: &str) -> Result<Vec<String>, Refusal> {
 /// Refuses fields that would change the answer and that nothing here obeys, unless their value asks for what is done anyway.
 fn refuse_absent(fields: &Fields<'_>) -> Result<(), Refusal> {
     const OFF: &[&str] = &["false", "0", "[]", "{}", "\"\""];
-    const ZERO: &[&str] = &["0", "0.0", "-0.0", "-0"];
-    let tables: [(&[&str], &[&str]); 4] = [
+    let tables: [(&[&str], &[&str]); 3] = [
         (
             &[
                 "prompt_logprobs",
@@ -197,7 +199,6 @@ fn refuse_absent(fields: &Fields<'_>) -> Result<(), Refusal> {
             ],
             OFF,
         ),
-        (&["priority"], ZERO),
         (&["best_of"], &["1"]),
         (&["skip_special_tokens"], &["true"]),
     ];
@@ -324,7 +325,8 @@ mod tests {
         let body = r#"{"model": "x", "n": 2, "max_tokens": 9, "temperature": 0, "top_p": 1.0, "top_k": -1, "seed": -1,
             "repetition_penalty": 1.0, "ignore_eos": true, "min_tokens": 9, "stop": "\n", "logprobs": false, "user": "u",
             "frequency_penalty": 0.0, "response_format": {"type": "text"}, "tool_choice": "auto", "tools": [],
-            "something_new": {"a": [1]}, "stream": true, "stream_options": {"include_usage": true}, "cache_salt": "s"}"#;
+            "something_new": {"a": [1]}, "stream": true, "stream_options": {"include_usage": true}, "cache_salt": "s",
+            "priority": -3}"#;
         let wanted = read(body).unwrap();
         let overrides = Overrides {
             temperature: Some(0.0),
@@ -343,6 +345,7 @@ mod tests {
             ignore_eos: true,
             controls: Controls { min_tokens: 9, ..Controls::default() },
             salt: "s".into(),
+            priority: -3,
             stream: true,
             ..Wanted::default()
         };
@@ -374,6 +377,8 @@ mod tests {
             ("allowed_token_ids", "[]"),
             ("stop_token_ids", "[-1]"),
             ("cache_salt", "5"),
+            ("priority", "0.5"),
+            ("priority", "9999999999"),
         ] {
             assert_eq!(param(&format!("{{\"{name}\": {value}}}")), name, "{value}");
         }
@@ -386,7 +391,6 @@ mod tests {
             ("bad_words", "[\"x\"]"),
             ("echo", "true"),
             ("best_of", "2"),
-            ("priority", "1"),
             ("skip_special_tokens", "false"),
         ] {
             assert_eq!(param(&format!("{{\"{name}\": {value}}}")), name, "{value}");

@@ -1,4 +1,4 @@
-//! Admission: the head of the queue gets a lane, one slot and the pages of all its known tokens together, or nothing.
+//! Admission: the next request of a share gets a lane, one slot and the pages of all its known tokens together, or nothing.
 
 use std::sync::Arc;
 
@@ -9,39 +9,54 @@ use crate::state::{
     prefix::{NONE, Stateless},
 };
 
+/// What became of the next request of a share.
+pub(super) enum Admission {
+    /// It runs, at this place among the running ones.
+    Admitted(usize),
+    /// There is none, or it waits for something that others compute.
+    Later,
+    /// Lanes, slots or pages are short.
+    NoRoom,
+}
+
 impl Scheduler {
-    /// Admits the head of the queue if it fits now. It becomes the last of `running`.
-    pub(super) fn admit(&mut self, plan: &mut Plan) -> bool {
+    /// Admits the next request of a share if it fits now.
+    pub(super) fn admit(&mut self, share: &str, plan: &mut Plan) -> Admission {
+        let Some(id) = self.shares.head(share) else { return Admission::Later };
+        if self.queue.get(&id).is_some_and(|seq| seq.outstanding > 0) {
+            return Admission::Later;
+        }
         if self.free_lanes.is_empty() {
-            return false;
+            return Admission::NoRoom;
         }
-        let Some((_, mut seq)) = self.queue.pop_first() else { return false };
-        let admitted = seq.outstanding == 0 && self.try_admit(&mut seq);
-        if admitted {
-            seq.lane = self.free_lanes.pop().expect("checked above");
-            plan.admitted.push(seq.id);
-            self.running.push(seq);
-        } else {
-            self.queue.insert(seq.id, seq);
+        let mut seq = self.dequeue(id).expect("the head waits");
+        let tried = self.try_admit(&mut seq);
+        if let Err(why) = tried {
+            self.enqueue(seq);
+            return why;
         }
-        admitted
+        seq.lane = self.free_lanes.pop().expect("checked above");
+        plan.admitted.push(id);
+        let i = self.running.partition_point(|other| other.id < id);
+        self.running.insert(i, seq);
+        Admission::Admitted(i)
     }
 
-    fn try_admit(&mut self, seq: &mut Sequence) -> bool {
+    fn try_admit(&mut self, seq: &mut Sequence) -> Result<(), Admission> {
         let mut found = Match { nodes: Vec::new(), hit: 0, reason: Reason::Off, pending: false };
         if self.rules.cache {
             let pages = seq.matchable_pages();
             seq.extend_hashes(pages);
             found = self.cache.find(&seq.realm, seq.named_pages(pages), self.step);
             if found.pending || self.running.iter().any(|other| other.will_capture(seq, found.hit, pages)) {
-                return false;
+                return Err(Admission::Later);
             }
         }
         let hit_node = found.hit.checked_sub(1).map(|i| found.nodes[i]);
         let hit_slot = hit_node.map_or(0, |id| self.cache.tree()[id].slot);
         let fresh_pages = if self.rules.has_pages { seq.tokens.len().div_ceil(GRID) - found.hit } else { 0 };
         if fresh_pages > self.cache.obtainable_pages(&found) {
-            return false;
+            return Err(Admission::NoRoom);
         }
 
         // From here on nothing that the hit needs can be evicted, and matched nodes after the hit are evicted last.
@@ -64,7 +79,7 @@ impl Scheduler {
         seq.cur = hit_slot;
         if !(self.take_slot(seq) && self.cache.take_pages(fresh_pages, Arc::make_mut(&mut seq.pages))) {
             self.give_up(seq);
-            return false;
+            return Err(Admission::NoRoom);
         }
         if self.rules.cache {
             for &id in &found.nodes[found.hit..] {
@@ -77,7 +92,7 @@ impl Scheduler {
             self.plan_captures(seq, &found);
         }
         self.note(seq, &found);
-        true
+        Ok(())
     }
 
     /// One slot to write: free, evicted, or the hit's snapshot itself if the tree and this sequence alone hold it.

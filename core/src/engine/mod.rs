@@ -7,6 +7,7 @@
 mod admit;
 mod any;
 pub mod direct;
+mod fair;
 mod flight;
 mod guide;
 mod landing;

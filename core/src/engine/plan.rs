@@ -9,7 +9,7 @@ pub struct SeqId(pub u64);
 /// A step. Once planned it must run, before any later step.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
-    /// Decode rows first, oldest first, then prefill by arrival. Empty: nothing to do until a commit or a submission.
+    /// Decode rows first, then prefill. Empty: nothing to do until a commit or a submission.
     pub rows: Vec<PlanRow>,
     /// Requests that got a lane in this step; their rows are among `rows`.
     pub admitted: Vec<SeqId>,

@@ -1,16 +1,16 @@
 //! The scheduler: which tokens of which sequences the next step computes.
 //!
-//! Decode rows come first, oldest first, then prefill by arrival. A request is admitted, and matched, only in the step
-//! that gives it its first token. The running sequences are always the oldest ones: admission is in order of arrival and
-//! the victim of a pre-emption is the latest arrival among those running.
+//! Decode rows come first, then prefill, of the first request of each share before that of the second. A request is admitted,
+//! and matched, only in the step that gives it its first token. Within a share the order is priority, then arrival; the
+//! victim of a pre-emption is the last running one of the share with the most. Between shares [`fair`](super::fair) decides.
 //!
 //! Decisions where the contract leaves freedom:
 //! * A request waits for the next step if its prefix is being computed in this one, or if a running prefill will soon leave a
-//!   deeper state for it; later requests wait too. Equal prompts that arrive together therefore compute their common part
+//!   deeper state for it; later requests of its share wait too. Equal prompts that arrive together therefore compute their common part
 //!   once, with every step budget and policy, and however much of their path is left.
 //! * Prompt pages enter the tree when their step is planned, but other rows of that step do not use them; generated pages
 //!   enter when the host has read their ids. A plan must therefore run.
-//! * A step in which a sequence was pre-empted admits no request, unless it would be empty.
+//! * A step in which a sequence was pre-empted for lack of pages admits no request, unless it would be empty.
 //! * Slots that occur in a step count as held until the step is planned, and a page given up for the tree's copy is
 //!   freed then: a step never uses a slot or a page twice.
 //! * A sequence that was pre-empted before the host read its sampled token is admitted again only after that token's commit.
@@ -20,6 +20,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
+    fair::Shares,
     plan::{Plan, SeqId},
     row::{Step, share_end},
     sequence::{Request, Rules, Sequence},
@@ -59,6 +60,10 @@ pub struct Scheduler {
     /// In order of arrival.
     pub(super) running: Vec<Sequence>,
     pub(super) queue: BTreeMap<SeqId, Sequence>,
+    /// The order of the queue.
+    pub(super) shares: Shares,
+    /// The share that found no room in the last step, if another one has to give it some.
+    pub(super) refused: Option<Arc<str>>,
     pub(super) free_lanes: Vec<u32>,
     pub(super) step: u64,
     next_id: u64,
@@ -127,6 +132,8 @@ impl Scheduler {
             stats: Stats::default(),
             running: Vec::new(),
             queue: BTreeMap::new(),
+            shares: Shares::default(),
+            refused: None,
             free_lanes: (0..limits.max_batch as u32).rev().collect(),
             step: 0,
             next_id: 0,
@@ -150,8 +157,25 @@ impl Scheduler {
         check_lengths(&self.shape, self.limits.pages, request.prompt.len(), request.max_tokens)?;
         let id = SeqId(self.next_id);
         self.next_id += 1;
-        self.queue.insert(id, Sequence::new(id, request, &self.cache));
+        let seq = Sequence::new(id, request, &self.cache);
+        self.enqueue(seq);
         Ok(id)
+    }
+
+    pub(super) fn enqueue(&mut self, seq: Sequence) {
+        self.shares.add(&seq);
+        self.queue.insert(seq.id, seq);
+    }
+
+    pub(super) fn dequeue(&mut self, id: SeqId) -> Option<Sequence> {
+        let seq = self.queue.remove(&id)?;
+        self.shares.remove(&seq);
+        Some(seq)
+    }
+
+    /// The place of a running sequence.
+    pub(super) fn index(&self, id: SeqId) -> Option<usize> {
+        self.running.binary_search_by_key(&id, |s| s.id).ok()
     }
 
     /// Plans the next step. An empty plan means that there is nothing to do until a commit or a submission.
@@ -159,15 +183,11 @@ impl Scheduler {
         self.step += 1;
         let mut plan = Plan::default();
         let mut budget = self.limits.step_tokens;
+        let first = self.make_way(&mut plan);
+        let before = plan.preempted.len();
         self.plan_decode(&mut plan, &mut budget);
-        for i in 0..self.running.len() {
-            if budget > 0 && !self.running[i].decoding {
-                budget -= self.plan_prefill(i, budget, &mut plan);
-            }
-        }
-        while budget > 0 && (plan.preempted.is_empty() || plan.rows.is_empty()) && self.admit(&mut plan) {
-            budget -= self.plan_prefill(self.running.len() - 1, budget, &mut plan);
-        }
+        let admits = plan.preempted.len() == before;
+        self.plan_prompts(&mut plan, budget, first, admits);
         for slot in self.held.drain(..) {
             self.cache.release_slot(slot);
         }
@@ -181,7 +201,7 @@ impl Scheduler {
     /// Commits a sampled token that the host has read, in the order of the steps. `None`: the sequence is gone, the step
     /// ran past its stop.
     pub fn commit(&mut self, id: SeqId, token: u32) -> Option<Commit> {
-        let running = self.running.binary_search_by_key(&id, |s| s.id).ok();
+        let running = self.index(id);
         let seq = match running {
             Some(i) => &mut self.running[i],
             None => self.queue.get_mut(&id)?,
@@ -201,12 +221,12 @@ impl Scheduler {
     /// Ends a sequence, waiting or running, because it stopped or was cancelled. Allowed at any moment between plans.
     /// Returns its report; `None` if it was never admitted or does not exist.
     pub fn end(&mut self, id: SeqId) -> Option<Report> {
-        if let Ok(i) = self.running.binary_search_by_key(&id, |s| s.id) {
+        if let Some(i) = self.index(id) {
             let mut seq = self.running.remove(i);
             self.release(&mut seq);
             return seq.report;
         }
-        self.queue.remove(&id)?.report
+        self.dequeue(id)?.report
     }
 
     /// The match of a request, once it was admitted.
@@ -227,6 +247,16 @@ impl Scheduler {
     /// Sequences in the queue.
     pub fn waiting(&self) -> usize {
         self.queue.len()
+    }
+
+    /// Sequences of shares that were passed over in the last step, because their next one waits for a prefix.
+    pub fn deferred(&self) -> usize {
+        self.shares.deferred()
+    }
+
+    /// Shares with sequences in the queue.
+    pub fn waiting_shares(&self) -> usize {
+        self.shares.waiting()
     }
 
     /// Counters so far.
@@ -330,55 +360,66 @@ impl Scheduler {
     }
 
     fn sequence(&self, id: SeqId) -> Option<&Sequence> {
-        match self.running.binary_search_by_key(&id, |s| s.id) {
-            Ok(i) => Some(&self.running[i]),
-            Err(_) => self.queue.get(&id),
+        match self.index(id) {
+            Some(i) => Some(&self.running[i]),
+            None => self.queue.get(&id),
         }
     }
 
     fn plan_decode(&mut self, plan: &mut Plan, budget: &mut usize) {
-        let mut i = 0;
-        while i < self.running.len() && *budget > 0 {
-            let seq = &self.running[i];
+        let mut order = self.precedence();
+        let mut at = 0;
+        while at < order.len() && *budget > 0 {
+            let id = order[at].1;
+            let seq = &self.running[self.index(id).expect("it runs")];
             let has_token = seq.done < seq.tokens.len() + seq.outstanding;
-            if !seq.decoding || !has_token || seq.outputs() == seq.max_tokens {
-                i += 1;
-                continue;
-            }
-            // False: the sequence itself was pre-empted, and it was the last one running.
-            if self.make_page(i, plan) {
+            if seq.decoding && has_token && seq.outputs() < seq.max_tokens {
+                // False: the sequence itself was pre-empted, and it was the last one.
+                if !self.make_page(id, &mut order, plan) {
+                    return;
+                }
+                let i = self.index(id).expect("it runs");
                 let end = self.running[i].done + 1;
                 self.plan_row(i, end, plan);
                 *budget -= 1;
-                i += 1;
             }
+            at += 1;
         }
     }
 
-    /// Gives the sequence the page of its next position, pre-empting the latest arrivals if no page is free. False if the
-    /// sequence itself was the latest.
-    fn make_page(&mut self, i: usize, plan: &mut Plan) -> bool {
-        if !self.rules.has_pages || self.running[i].done < self.running[i].pages.len() * GRID {
-            return true;
-        }
+    /// Gives the sequence the page of its next position, pre-empting from the end of `order` if no page is free. False if the
+    /// sequence itself was the last.
+    fn make_page(&mut self, id: SeqId, order: &mut Vec<(usize, SeqId)>, plan: &mut Plan) -> bool {
         loop {
-            if let Some(page) = self.cache.take_page() {
-                Arc::make_mut(&mut self.running[i].pages).push(page);
+            let i = self.index(id).expect("the asker is running");
+            let seq = &mut self.running[i];
+            if !self.rules.has_pages || seq.done < seq.pages.len() * GRID {
                 return true;
             }
-            let mut victim = self.running.pop().expect("the asker is running");
-            self.release(&mut victim);
-            self.stats.preemptions += 1;
-            plan.preempted.push(victim.id);
-            self.queue.insert(victim.id, victim);
-            if i == self.running.len() {
+            if let Some(page) = self.cache.take_page() {
+                Arc::make_mut(&mut seq.pages).push(page);
+                return true;
+            }
+            let (_, victim) = order.pop().expect("the asker is in the order");
+            self.preempt(victim, plan);
+            if victim == id {
                 return false;
             }
         }
     }
 
+    /// Puts a running sequence back into the queue.
+    pub(super) fn preempt(&mut self, id: SeqId, plan: &mut Plan) {
+        let i = self.index(id).expect("a victim runs");
+        let mut victim = self.running.remove(i);
+        self.release(&mut victim);
+        self.stats.preemptions += 1;
+        plan.preempted.push(id);
+        self.enqueue(victim);
+    }
+
     /// Plans the next share of a prefill and returns its tokens.
-    fn plan_prefill(&mut self, i: usize, budget: usize, plan: &mut Plan) -> usize {
+    pub(super) fn plan_prefill(&mut self, i: usize, budget: usize, plan: &mut Plan) -> usize {
         let seq = &self.running[i];
         let (start, end) = (seq.done, share_end(seq.done, seq.tokens.len(), budget));
         self.plan_row(i, end, plan);

@@ -25,6 +25,10 @@ pub struct Request {
     /// The [`Imported::origin`](super::Imported::origin) of a bundle with converted values that the prompt may begin with; empty
     /// for all others.
     pub origin: String,
+    /// For whom it is computed: prompt tokens and room are divided equally between shares. Its name divides nothing else.
+    pub share: String,
+    /// Requests of a share are admitted in ascending order of this, equal ones by arrival.
+    pub priority: i32,
     /// Positions in tokens where the system prompt and the chat messages end, in any order. They need not lie on the
     /// grid.
     pub boundaries: Vec<usize>,
@@ -69,6 +73,8 @@ pub(super) struct Sequence {
     pub prompt_len: usize,
     pub max_tokens: usize,
     pub realm: Realm,
+    pub share: Arc<str>,
+    pub priority: i32,
     pub boundaries: Vec<usize>,
     /// Names of the whole pages of `tokens`, as far as they were needed.
     hashes: Vec<PrefixHash>,
@@ -118,6 +124,8 @@ impl Sequence {
             hashes: Vec::new(),
             root: cache.root_hash(&realm),
             realm,
+            share: request.share.into(),
+            priority: request.priority,
             report: None,
             outstanding: 0,
             computed: 0,

@@ -230,6 +230,8 @@ impl Driver {
             counters: scheduler.stats(),
             running: scheduler.running(),
             waiting: scheduler.waiting(),
+            deferred: scheduler.deferred(),
+            waiting_shares: scheduler.waiting_shares(),
             slots_used: scheduler.slots().used(),
             slots_cached: scheduler.cached_states(),
             pages_used: scheduler.pages().used(),

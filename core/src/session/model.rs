@@ -101,6 +101,10 @@ pub struct Snapshot {
     pub running: usize,
     /// Requests in the queue.
     pub waiting: usize,
+    /// Those of them whose share waits for a prefix that another request computes.
+    pub deferred: usize,
+    /// Shares with requests in the queue.
+    pub waiting_shares: usize,
     /// Slots that are not free: of running requests, and cached ones.
     pub slots_used: usize,
     /// States in the prefix cache.

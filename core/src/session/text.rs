@@ -143,7 +143,8 @@ impl Text {
     /// # Errors
     /// See [`Model::submit`](super::Model::submit).
     pub(super) fn request(self: &Arc<Self>, ask: Ask, facts: &Facts) -> Result<(Request, Reader)> {
-        let Ask { prompt, sampling, max_tokens, stop, namespace, origin, when_full, controls, constraint, .. } = ask;
+        let Ask { prompt, sampling, max_tokens, stop, namespace, origin, share, priority, .. } = ask;
+        let (when_full, controls, constraint) = (ask.when_full, ask.controls, ask.constraint);
         let stop_ids = if ask.ignore_eos { &[][..] } else { &self.stop_ids };
         let stop_ids = [stop_ids, &ask.stop_token_ids].concat();
         let sampling = self.sampling(&sampling)?;
@@ -183,6 +184,8 @@ impl Text {
             stop_ids,
             namespace,
             origin,
+            share,
+            priority,
             controls,
             constraint,
         };

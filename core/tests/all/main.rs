@@ -4,6 +4,7 @@ mod bundle;
 mod bundle_format;
 mod controls;
 mod engine;
+mod fairness;
 mod gguf;
 mod model;
 mod prefix_scenarios;

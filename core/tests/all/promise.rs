@@ -347,8 +347,20 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
         let rule = (free && random.one_in(3)).then(|| Rule::random(random, vocab));
         let constraint = None;
         let origin = String::new();
-        let request =
-            Request { prompt, max_tokens, namespace, origin, boundaries, sampling, stop_ids, controls, constraint };
+        let (share, priority) = (random.pick(&["", "", "a", "b"]).to_string(), random.pick(&[0, 0, 0, -1, 3]));
+        let request = Request {
+            prompt,
+            max_tokens,
+            namespace,
+            origin,
+            share,
+            priority,
+            boundaries,
+            sampling,
+            stop_ids,
+            controls,
+            constraint,
+        };
         out.push(Asked { request, rule });
     }
     out

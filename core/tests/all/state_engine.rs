@@ -24,6 +24,8 @@ struct Spec {
     /// Continues the request this many before it, completion included.
     chat: Option<usize>,
     namespace: bool,
+    share: usize,
+    priority: i32,
     max_tokens: usize,
     stop: u32,
     gap: usize,
@@ -49,13 +51,19 @@ struct Setup {
 fn spec() -> impl Strategy<Value = Spec> {
     let text = (0..3u32, 0..330usize, 1..90usize, prop::option::weighted(0.4, 1..4usize), prop::bool::weighted(0.15));
     let ends = (1..90usize, prop_oneof![3 => Just(1_000_000u32), 1 => 2..40u32], 0..4usize);
-    let rest = (prop::option::weighted(0.15, 0..30usize), prop::collection::vec(0..400usize, 0..4));
+    let rest = (
+        prop::option::weighted(0.15, 0..30usize),
+        prop::collection::vec(0..400usize, 0..4),
+        (prop_oneof![2 => Just(0), 1 => 1..4usize], prop_oneof![3 => Just(0), 1 => -1..2]),
+    );
     (text, ends, rest).prop_map(|((stem, shared, tail, chat, namespace), (max_tokens, stop, gap), rest)| Spec {
         stem,
         shared,
         tail,
         chat,
         namespace,
+        share: rest.2.0,
+        priority: rest.2.1,
         max_tokens,
         stop,
         gap,
@@ -112,6 +120,8 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
             prompt,
             max_tokens: spec.max_tokens,
             namespace: if spec.namespace { "other".into() } else { String::new() },
+            share: format!("share {}", spec.share),
+            priority: spec.priority,
             boundaries: spec.boundaries.clone(),
             ..Request::default()
         };

@@ -68,6 +68,8 @@ pub struct Outcome {
 
 struct Live {
     job: usize,
+    share: String,
+    priority: i32,
     stop: u32,
     cancel_at: Option<usize>,
     /// All tokens as the device knows them: in a pipelined run more than the host knows.
@@ -187,6 +189,8 @@ impl Sim {
         let id = self.scheduler.submit(job.request.clone()).unwrap();
         let live = Live {
             job: index,
+            share: job.request.share.clone(),
+            priority: job.request.priority,
             stop: job.stop,
             cancel_at: job.cancel_after.map(|n| now + n),
             truth: job.request.prompt.clone(),
@@ -266,8 +270,9 @@ impl Sim {
         if plan.preempted.is_empty() {
             self.check_single_holders(&plan, &before, &before_pages);
         }
-        if !plan.preempted.is_empty() && !plan.admitted.is_empty() {
-            // Memory was short: a request is admitted only if the step would be empty without it.
+        // One pre-emption may be for another share. More of them: pages were short, and a request is admitted only if the step
+        // would be empty without it.
+        if plan.preempted.len() > 1 && !plan.admitted.is_empty() {
             assert_eq!(plan.rows.len(), 1, "a step that pre-empted admits beside other rows");
         }
         self.check_plan(&plan);
@@ -298,10 +303,11 @@ impl Sim {
         assert!(plan.rows.len() <= self.limits.max_batch);
         let mut lanes = HashSet::new();
         let mut written = HashMap::new();
-        let mut order = Vec::new();
+        let (mut decodes_first, mut order) = (Vec::new(), HashMap::<_, Vec<_>>::new());
         for (i, PlanRow { seq, row }) in plan.rows.iter().enumerate() {
             let live = &self.live[seq];
-            order.push((!live.decoding, *seq));
+            decodes_first.push(!live.decoding);
+            order.entry((&live.share, live.priority)).or_default().push((!live.decoding, *seq));
             assert_eq!(live.lane, Some(row.lane));
             assert!((row.lane as usize) < self.limits.max_batch && lanes.insert(row.lane));
             for chunk in row.chunks.iter().filter(|c| c.dst != 0) {
@@ -309,7 +315,8 @@ impl Sim {
             }
             self.check_cut(row, live);
         }
-        assert!(order.is_sorted(), "rows out of order: {order:?}");
+        assert!(decodes_first.is_sorted(), "a prefill before a decode row");
+        assert!(order.values().all(|rows| rows.is_sorted()), "rows out of order: {order:?}");
         let mut table_writes = HashMap::new();
         for (i, PlanRow { row, .. }) in plan.rows.iter().enumerate() {
             let first = row.first_position as usize / GRID;
