@@ -347,7 +347,9 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
         let rule = (free && random.one_in(3)).then(|| Rule::random(random, vocab));
         let constraint = None;
         let origin = String::new();
-        let (share, priority) = (random.pick(&["", "", "a", "b"]).to_string(), random.pick(&[0, 0, 0, -1, 3]));
+        // Of a generator of their own, so that seeds name the prompts that they always named.
+        let mut other = Random(!random.0);
+        let (share, priority) = (other.pick(&["", "", "a", "b"]).to_string(), other.pick(&[0, 0, 0, -1, 3]));
         let request = Request {
             prompt,
             max_tokens,
