@@ -63,6 +63,8 @@ pub enum Structure {
         /// Text may come before, between and after calls, and there may be none.
         optional: bool,
     },
+    /// One of these two.
+    Either(Box<Structure>, Box<Structure>),
 }
 
 /// What may come before the structure.
@@ -152,7 +154,45 @@ impl Grammars {
     }
 
     fn grammar(&self, structure: &Structure, lead: Lead) -> TopLevelGrammar {
-        let answer = match structure {
+        let mut answers = Vec::new();
+        let start = self.alternatives(structure, &mut answers);
+        if lead == Lead::None && answers.len() == 1 {
+            return TopLevelGrammar { grammars: answers, max_tokens: None };
+        }
+        let reasoning = match lead {
+            Lead::None => None,
+            Lead::Reasoning(reasoning) => Some(reasoning),
+            Lead::RestOfReasoning => Some(Reasoning::Think),
+        };
+        let lark = match reasoning.map(Reasoning::tags) {
+            None => format!("start: {start}\n"),
+            Some((open, close)) => {
+                let thought = match lead {
+                    Lead::RestOfReasoning => "thought GAP".to_owned(),
+                    _ => format!("({} thought GAP)?", self.mark(open)),
+                };
+                let rule = up_to("thought", &self.mark(close));
+                format!("start: {thought} ({start})\nGAP: /\\s{{0,4}}/\n{rule}")
+            }
+        };
+        answers.insert(0, GrammarWithLexer::from_lark(lark));
+        TopLevelGrammar { grammars: answers, max_tokens: None }
+    }
+
+    /// The grammars of a structure, with names, and the expression that chooses between them.
+    fn alternatives(&self, structure: &Structure, all: &mut Vec<GrammarWithLexer>) -> String {
+        if let Structure::Either(one, other) = structure {
+            return format!("{} | {}", self.alternatives(one, all), self.alternatives(other, all));
+        }
+        let name = format!("answer{}", all.len());
+        let reference = format!("@{name}");
+        all.push(GrammarWithLexer { name: Some(name), ..self.single(structure) });
+        reference
+    }
+
+    /// The grammar of a structure that is no choice of several.
+    fn single(&self, structure: &Structure) -> GrammarWithLexer {
+        match structure {
             Structure::Schema(schema) => GrammarWithLexer::from_json_schema(tidy(schema)),
             Structure::JsonObject => GrammarWithLexer::from_json_schema(tidy(&json!({ "type": "object" }))),
             Structure::Regex(regex) => GrammarWithLexer::from_regex(regex),
@@ -164,20 +204,9 @@ impl Grammars {
             Structure::Calls { format, tools, many, optional } => {
                 GrammarWithLexer::from_lark(calls::lark(*format, tools, *many, *optional, &|text| self.mark(text)))
             }
-        };
-        let reasoning = match lead {
-            Lead::None => return TopLevelGrammar::from_grammar(answer),
-            Lead::Reasoning(reasoning) => reasoning,
-            Lead::RestOfReasoning => Reasoning::Think,
-        };
-        let (open, close) = reasoning.tags();
-        let start = match lead {
-            Lead::RestOfReasoning => "start: thought GAP @answer".to_owned(),
-            _ => format!("start: ({} thought GAP)? @answer", self.mark(open)),
-        };
-        let lark = format!("{start}\nGAP: /\\s{{0,4}}/\n{}", up_to("thought", &self.mark(close)));
-        let answer = GrammarWithLexer { name: Some("answer".into()), ..answer };
-        TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(lark), answer], max_tokens: None }
+            // A choice has grammars of its own.
+            Structure::Either(one, _) => self.single(one),
+        }
     }
 
     /// A mark in Lark: a special token, or a string.
@@ -201,6 +230,7 @@ impl Structure {
             Self::Choice(_) => "the list of choices",
             Self::Lark(_) => "the grammar",
             Self::Calls { .. } => "the parameters of a tool",
+            Self::Either(..) => "the structure, or the parameters of a tool,",
         }
     }
 
@@ -232,6 +262,7 @@ impl Structure {
             Self::Choice(_) => Ok(()),
             Self::Calls { tools, .. } if tools.is_empty() => Err("there are no tools".into()),
             Self::Calls { tools, .. } => tools.iter().try_for_each(schema),
+            Self::Either(one, other) => one.check().and_then(|()| other.check()),
         }
     }
 }

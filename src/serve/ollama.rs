@@ -1,19 +1,21 @@
 //! Ollama's `/api/chat` and `/api/tags`.
 
 use selkie_core::{
-    chat::strftime,
+    chat::{Conversation, End, Message, strftime},
     engine::FinishReason,
+    grammar::Structure,
     reply::Event,
     session::{Facts, Overrides, Prompt},
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json, value::RawValue};
 
 use super::{
     answer::Speak,
     fields::Fields,
     refusal::{Dialect, Refusal},
+    speech::{Call, ToolUse},
     sse::Out,
-    voice::{Ended, Head, Tokens, Voice, content, extension},
+    voice::{Ended, Head, Tokens, Voice, extension},
     wanted::{Wanted, messages, overrides, stops},
 };
 
@@ -22,10 +24,15 @@ use super::{
 /// # Errors
 /// If it is not one that can be answered.
 pub fn read(fields: &Fields<'_>) -> Result<(Wanted, Speak), Refusal> {
-    fields.refuse_unless(&[("tools", "[]"), ("format", "\"\""), ("think", "false"), ("logprobs", "false")])?;
+    fields.refuse_unless(&[("logprobs", "false")])?;
     let stream = fields.raw("stream").is_none() || fields.flag("stream")?;
+    let tools = ToolUse::openai(fields)?;
+    let (thinks, values) = thinking(fields)?;
+    let talk = Conversation { messages: turns(fields)?, tools: tools.tools.clone(), values, end: End::Answer };
     let mut wanted = Wanted {
-        prompts: vec![Prompt::Messages(messages(fields, "messages")?)],
+        prompts: vec![Prompt::Conversation(talk)],
+        tools,
+        structure: structure(fields)?,
         n: 1,
         stream,
         salt: fields.get("cache_salt")?.unwrap_or_default(),
@@ -48,7 +55,47 @@ pub fn read(fields: &Fields<'_>) -> Result<(Wanted, Speak), Refusal> {
             }
         }
     }
-    Ok((wanted, Box::new(|head| Box::new(Ollama { head }))))
+    Ok((wanted, Box::new(move |head| Box::new(Ollama { head, thinks, open: None }))))
+}
+
+/// The messages, with what this protocol names otherwise.
+fn turns(fields: &Fields<'_>) -> Result<Vec<Message>, Refusal> {
+    let mut all = messages(fields, "messages")?;
+    for (i, (value, message)) in fields.list("messages")?.into_iter().flatten().zip(&mut all).enumerate() {
+        let turn = Fields::of(format!("messages[{i}]"), value)?;
+        if turn.list("images")?.is_some_and(|images| !images.is_empty()) {
+            return Err(turn.refuse("images", "has images, and this server runs language models only"));
+        }
+        message.name = message.name.take().or(turn.get("tool_name")?);
+        message.reasoning_content = message.reasoning_content.take().or(turn.get("thinking")?);
+    }
+    Ok(all)
+}
+
+/// Whether reasoning is shown, and its values for the template.
+fn thinking(fields: &Fields<'_>) -> Result<(bool, Map<String, Value>), Refusal> {
+    let mut values = Map::new();
+    let thinks = match fields.raw("think").map(RawValue::get) {
+        None => return Ok((false, values)),
+        // A level of effort.
+        Some(level) if level.starts_with('"') => {
+            values.insert("reasoning_effort".into(), fields.need::<String>("think")?.into());
+            true
+        }
+        Some(_) => fields.flag("think")?,
+    };
+    values.insert("enable_thinking".into(), thinks.into());
+    Ok((thinks, values))
+}
+
+/// What the answer has to be: `"json"`, or a schema.
+fn structure(fields: &Fields<'_>) -> Result<Option<Structure>, Refusal> {
+    match fields.raw("format").map(RawValue::get) {
+        None | Some("\"\"") => Ok(None),
+        Some("\"json\"") => Ok(Some(Structure::JsonObject)),
+        Some(schema) if schema.starts_with('{') => Ok(Some(Structure::Schema(fields.need("format")?))),
+        Some(_) => Err(fields.refuse("format", "must be \"json\" or a JSON schema")),
+    }
 }
 
 /// The body of `/api/tags`.
@@ -84,9 +131,14 @@ fn time(seconds: u64) -> String {
 /// Says answers as this protocol does: lines of JSON.
 struct Ollama {
     head: Head,
+    /// Reasoning is shown.
+    thinks: bool,
+    /// The call that is being said: it is shown whole.
+    open: Option<Call>,
 }
 
 impl Ollama {
+    /// A line with a part of the message.
     fn piece(&self, text: &str) -> Value {
         json!({
             "model": self.head.model,
@@ -94,6 +146,33 @@ impl Ollama {
             "message": { "role": "assistant", "content": text },
             "done": false,
         })
+    }
+
+    fn say(&mut self, out: &Out, event: &Event) {
+        let mut piece = self.piece("");
+        match event {
+            Event::Content(text) | Event::CallBroken { text, .. } => {
+                self.open = None;
+                piece["message"]["content"] = (&**text).into();
+            }
+            Event::Reasoning(text) if self.thinks => piece["message"]["thinking"] = (&**text).into(),
+            Event::Reasoning(_) => return,
+            Event::CallStarted { id, name, .. } => {
+                self.open = Some(Call { id: id.clone(), name: name.clone(), arguments: String::new() });
+                return;
+            }
+            Event::Arguments { text, .. } => {
+                if let Some(call) = &mut self.open {
+                    call.arguments += text;
+                }
+                return;
+            }
+            Event::CallEnded { .. } => {
+                let Some(call) = self.open.take() else { return };
+                piece["message"]["tool_calls"] = json!([tool_call(&call)]);
+            }
+        }
+        out.line(&piece);
     }
 
     /// The last line; times are in nanoseconds.
@@ -117,6 +196,12 @@ impl Ollama {
     }
 }
 
+/// A call; its arguments are an object here.
+fn tool_call(call: &Call) -> Value {
+    let arguments: Value = serde_json::from_str(&call.arguments).unwrap_or_else(|_| json!({}));
+    json!({ "id": call.id, "function": { "name": call.name, "arguments": arguments } })
+}
+
 impl Voice for Ollama {
     fn has_comments(&self) -> bool {
         false
@@ -125,9 +210,8 @@ impl Voice for Ollama {
     fn begin(&mut self, _: &Out, _: usize) {}
 
     fn said(&mut self, out: &Out, _: usize, events: &[Event], _: Tokens) {
-        let text = content(events);
-        if !text.is_empty() {
-            out.line(&self.piece(&text));
+        for event in events {
+            self.say(out, event);
         }
     }
 
@@ -142,7 +226,15 @@ impl Voice for Ollama {
     }
 
     fn whole(&self, answers: &[Ended]) -> Value {
-        self.last(answers.first().map_or("", |a| &*a.said.content), answers)
+        let Some(ended) = answers.first() else { return self.last("", answers) };
+        let mut all = self.last(&ended.said.content, answers);
+        if self.thinks && !ended.said.reasoning.is_empty() {
+            all["message"]["thinking"] = (&*ended.said.reasoning).into();
+        }
+        if !ended.said.calls.is_empty() {
+            all["message"]["tool_calls"] = ended.said.calls.iter().map(tool_call).collect();
+        }
+        all
     }
 }
 
@@ -165,7 +257,9 @@ mod tests {
         assert_eq!(wanted.overrides.repetition_penalty, Some(1.1));
         assert_eq!(chat(r#", "stream": false, "options": {"num_predict": -1}"#).unwrap().max_tokens, None);
         for (more, param) in [
-            (r#", "format": "json""#, "format"),
+            (r#", "format": "yaml""#, "format"),
+            (r#", "tools": [{"type": "function"}]"#, "tools[0].function"),
+            (r#", "think": 7"#, "think"),
             (r#", "options": {"top_p": 3}"#, "options.top_p"),
             (r#", "options": {"num_predict": 0}"#, "options.num_predict"),
         ] {
@@ -174,8 +268,51 @@ mod tests {
     }
 
     #[test]
+    fn tools_and_what_is_refused() {
+        let body = r#"{"format": "json", "think": true, "tools": [{"type": "function", "function": {"name": "f"}}], "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "content": "42", "tool_name": "f"}]}"#;
+        let wanted = of(body).unwrap();
+        let [Prompt::Conversation(talk)] = &wanted.prompts[..] else { panic!("{:?}", wanted.prompts) };
+        let [_, call, result] = &talk.messages[..] else { panic!("{talk:?}") };
+        assert_eq!((&call.tool_calls[0].arguments, call.reasoning_content.as_deref()), (&json!({"a": 1}), Some("hm")));
+        assert_eq!((&*result.role, &*result.content, result.name.as_deref()), ("tool", "42", Some("f")));
+        assert_eq!((wanted.structure, &talk.values["enable_thinking"]), (Some(Structure::JsonObject), &json!(true)));
+        let image = r#"{"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}"#;
+        let refusal = of(image).unwrap_err();
+        assert_eq!(refusal.param.as_deref(), Some("messages[0].images"));
+        assert!(refusal.message.contains("has images"), "{}", refusal.message);
+    }
+
+    #[test]
+    fn a_call_is_said_whole() {
+        let (mut voice, out) = (Ollama { head: head(), thinks: true, open: None }, Out::default());
+        let started = Event::CallStarted { index: 0, id: "c".into(), name: "f".into() };
+        let arguments = |text: &str| Event::Arguments { index: 0, text: text.into() };
+        let events = [
+            Event::Reasoning("hm".into()),
+            started,
+            arguments("{\"a\""),
+            arguments(": 1}"),
+            Event::CallEnded { index: 0 },
+        ];
+        voice.said(&out, 0, &events, Tokens::default());
+        let text = out.take();
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let call = json!({"id": "c", "function": {"name": "f", "arguments": {"a": 1}}});
+        assert_eq!(
+            (&lines[0]["message"]["thinking"], &lines[1]["message"]["tool_calls"]),
+            (&json!("hm"), &json!([call]))
+        );
+        let mut ended = ended("", FinishReason::Stop);
+        ended.said.calls.push(Call { id: "c".into(), name: "f".into(), arguments: "{\"a\": 1}".into() });
+        assert_eq!(voice.whole(&[ended])["message"]["tool_calls"], json!([call]));
+    }
+
+    #[test]
     fn lines() {
-        let (mut voice, out) = (Ollama { head: head() }, Out::default());
+        let (mut voice, out) = (Ollama { head: head(), thinks: false, open: None }, Out::default());
         let answers = [ended("17", FinishReason::Stop)];
         voice.begin(&out, 1);
         voice.said(&out, 0, &[Event::Content("17".into())], Tokens::default());

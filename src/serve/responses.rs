@@ -1,14 +1,21 @@
 //! OpenAI's `/v1/responses`. Nothing is stored: a conversation comes as a whole with every request.
 
-use selkie_core::{chat::Message, engine::FinishReason, reply::Event, session::Prompt};
-use serde_json::{Value, json};
+use selkie_core::{
+    chat::{Conversation, End, Message, ToolCall},
+    engine::FinishReason,
+    grammar::Structure,
+    reply::Event,
+    session::Prompt,
+};
+use serde_json::{Map, Value, json};
 
 use super::{
     answer::Speak,
     fields::Fields,
     refusal::Refusal,
+    speech::{Said, ToolUse, response_format},
     sse::Out,
-    voice::{self, Ended, Head, Tokens, Usage, Voice, extension},
+    voice::{Ended, Head, Tokens, Usage, Voice, extension},
     wanted::{Wanted, content, max_tokens, overrides, role_of},
 };
 
@@ -21,14 +28,26 @@ const MOST_METADATA: usize = 32 << 10;
 /// If it is not one that can be answered.
 pub fn read(fields: &Fields<'_>) -> Result<(Wanted, Speak), Refusal> {
     refuse_absent(fields)?;
+    let tools = ToolUse::responses(fields)?;
+    let (format, structure) = text_format(fields)?;
+    tools.allow(structure.as_ref(), fields)?;
+    let talk = Conversation {
+        messages: input(fields)?,
+        tools: tools.tools.clone(),
+        values: reasoning(fields)?,
+        end: End::Answer,
+    };
     let wanted = Wanted {
-        prompts: vec![Prompt::Messages(input(fields)?)],
+        prompts: vec![Prompt::Conversation(talk)],
+        tools,
+        structure,
         n: 1,
         overrides: overrides(fields)?,
         max_tokens: max_tokens(fields, &["max_output_tokens"])?,
         stop: Vec::new(),
         ignore_eos: fields.flag("ignore_eos")?,
         salt: fields.get("cache_salt")?.unwrap_or_default(),
+        priority: fields.get("priority")?.unwrap_or_default(),
         stream: fields.flag("stream")?,
         ..Wanted::default()
     };
@@ -42,29 +61,50 @@ pub fn read(fields: &Fields<'_>) -> Result<(Wanted, Speak), Refusal> {
         temperature: fields.get("temperature")?,
         top_p: fields.get("top_p")?,
         metadata: fields.get("metadata")?.unwrap_or_else(|| json!({})),
+        tools: fields.get("tools")?.unwrap_or_else(|| json!([])),
+        tool_choice: fields.get("tool_choice")?.unwrap_or_else(|| "auto".into()),
+        parallel: !wanted.tools.single,
+        format,
     };
-    Ok((wanted, Box::new(move |head| Box::new(Responses { head, asked, events: 0, text: String::new() }))))
+    Ok((wanted, Box::new(move |head| Box::new(Responses::new(head, asked)))))
 }
 
 fn refuse_absent(fields: &Fields<'_>) -> Result<(), Refusal> {
     fields.refuse_unless(&[
         ("previous_response_id", "\"\""),
         ("conversation", "\"\""),
-        ("tools", "[]"),
         ("background", "false"),
         ("top_logprobs", "0"),
         ("prompt", "{}"),
-    ])?;
-    if let Some(text) = fields.raw("text")
-        && let Some(format) = Fields::of("text".into(), text)?.raw("format")
-        && Fields::of("text.format".into(), format)?.need::<String>("type")? != "text"
-    {
-        return Err(Refusal::field("text.format", "`text.format` can only be of the type \"text\"".into()));
-    }
-    Ok(())
+    ])
 }
 
-/// The conversation: a text of the user, or a list of messages, after the instructions.
+/// The format of `text` as it was sent, and the structure that it asks for.
+fn text_format(fields: &Fields<'_>) -> Result<(Value, Option<Structure>), Refusal> {
+    let plain = || (json!({ "type": "text" }), None);
+    let Some(text) = fields.raw("text") else { return Ok(plain()) };
+    let text = Fields::of("text".into(), text)?;
+    let Some(raw) = text.raw("format") else { return Ok(plain()) };
+    let format = Fields::of("text.format".into(), raw)?;
+    let structure = response_format(&format)?;
+    Ok((text.need("format")?, structure))
+}
+
+/// Values for the template: the effort of reasoning.
+fn reasoning(fields: &Fields<'_>) -> Result<Map<String, Value>, Refusal> {
+    let mut values = Map::new();
+    if let Some(raw) = fields.raw("reasoning")
+        && let Some(effort) = Fields::of("reasoning".into(), raw)?.get::<String>("effort")?
+    {
+        if effort == "none" {
+            values.insert("enable_thinking".into(), false.into());
+        }
+        values.insert("reasoning_effort".into(), effort.into());
+    }
+    Ok(values)
+}
+
+/// The conversation: a text of the user, or a list of items, after the instructions.
 fn input(fields: &Fields<'_>) -> Result<Vec<Message>, Refusal> {
     let mut all = Vec::new();
     if let Some(text) = fields.get::<String>("instructions")? {
@@ -75,16 +115,34 @@ fn input(fields: &Fields<'_>) -> Result<Vec<Message>, Refusal> {
         all.push(Message::new("user", text));
         return Ok(all);
     }
-    let items = fields.list("input").map_err(|_| fields.refuse("input", "must be a string or a list of messages"))?;
+    let items = fields.list("input").map_err(|_| fields.refuse("input", "must be a string or a list of items"))?;
     for (i, item) in items.unwrap_or_default().into_iter().enumerate() {
         let item = Fields::of(format!("input[{i}]"), item)?;
         match item.get::<String>("type")?.as_deref() {
-            None | Some("message") => {}
+            None | Some("message") => all.push(Message::new(&role_of(&item)?, content(&item, "content")?)),
             // What a model thought before is no part of its prompt.
-            Some("reasoning") => continue,
-            Some(_) => return Err(item.refuse("type", "can only be \"message\" on this server")),
+            Some("reasoning") => {}
+            Some("function_call") => {
+                let (id, name) = (item.need::<String>("call_id")?, item.need::<String>("name")?);
+                let call = ToolCall::new(id, name, &item.need::<String>("arguments")?);
+                // What a model says before its calls, and all calls of a turn, are one message.
+                match all.last_mut() {
+                    Some(last) if last.role == "assistant" => last.tool_calls.push(call),
+                    _ => all.push(Message { tool_calls: vec![call], ..Message::new("assistant", "") }),
+                }
+            }
+            Some("function_call_output") => {
+                let tool_call_id = Some(item.need("call_id")?);
+                if item.raw("output").is_none() {
+                    return Err(item.refuse("output", "is missing"));
+                }
+                all.push(Message { tool_call_id, ..Message::new("tool", content(&item, "output")?) });
+            }
+            Some(_) => {
+                let why = "can only be \"message\", \"function_call\" or \"function_call_output\" on this server";
+                return Err(item.refuse("type", why));
+            }
         }
-        all.push(Message::new(&role_of(&item)?, content(&item, "content")?));
     }
     Ok(all)
 }
@@ -96,6 +154,11 @@ struct Asked {
     temperature: Option<f64>,
     top_p: Option<f64>,
     metadata: Value,
+    tools: Value,
+    tool_choice: Value,
+    parallel: bool,
+    /// Of the text.
+    format: Value,
 }
 
 /// Says answers as this endpoint does.
@@ -104,10 +167,23 @@ struct Responses {
     asked: Asked,
     /// Events so far.
     events: u64,
-    text: String,
+    /// Items of the output that are complete.
+    items: Vec<Value>,
+    /// The one that is not.
+    open: Option<Open>,
+}
+
+/// An item of the output while it is said.
+enum Open {
+    Message { text: String },
+    Call { id: String, name: String, arguments: String },
 }
 
 impl Responses {
+    fn new(head: Head, asked: Asked) -> Self {
+        Self { head, asked, events: 0, items: Vec::new(), open: None }
+    }
+
     fn response(&self, status: &str, output: Value, usage: Value) -> Value {
         let asked = &self.asked;
         json!({
@@ -122,25 +198,49 @@ impl Responses {
             "metadata": asked.metadata,
             "model": self.head.model,
             "output": output,
-            "parallel_tool_calls": false,
+            "parallel_tool_calls": asked.parallel,
             "previous_response_id": null,
             "reasoning": { "effort": null, "summary": null },
             "store": false,
             "temperature": asked.temperature,
-            "text": { "format": { "type": "text" } },
-            "tool_choice": "auto",
-            "tools": [],
+            "text": { "format": asked.format },
+            "tool_choice": asked.tool_choice,
+            "tools": asked.tools,
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": usage,
         })
     }
 
-    fn item(&self, status: &str, parts: Value) -> Value {
-        let id = format!("msg_{}", self.head.id);
-        json!({ "id": id, "type": "message", "role": "assistant", "status": status, "content": parts })
+    /// An item at this place of the output.
+    fn item(&self, at: usize, item: &Open, status: &str) -> Value {
+        let id = &self.head.id;
+        match item {
+            Open::Message { text } => json!({
+                "id": format!("msg_{id}_{at}"), "type": "message", "role": "assistant", "status": status,
+                "content": [part(text)],
+            }),
+            Open::Call { id: call, name, arguments } => json!({
+                "id": format!("fc_{id}_{at}"), "type": "function_call", "status": status, "call_id": call, "name": name,
+                "arguments": arguments,
+            }),
+        }
     }
 
+    /// The output of a whole answer.
+    fn output(&self, said: &Said, status: &str) -> Value {
+        let mut all = Vec::new();
+        if !said.content.is_empty() || said.calls.is_empty() {
+            all.push(self.item(0, &Open::Message { text: said.content.clone() }, status));
+        }
+        for call in &said.calls {
+            let (id, name, arguments) = (call.id.clone(), call.name.clone(), call.arguments.clone());
+            all.push(self.item(all.len(), &Open::Call { id, name, arguments }, "completed"));
+        }
+        all.into()
+    }
+
+    /// An event with its number.
     fn event(&mut self, out: &Out, name: &str, mut value: Value) {
         value["type"] = name.into();
         value["sequence_number"] = self.events.into();
@@ -148,25 +248,108 @@ impl Responses {
         out.event(name, &value);
     }
 
-    fn ended(&self, answers: &[Ended]) -> Value {
-        let Some(ended) = answers.first() else { return self.response("completed", json!([]), Value::Null) };
-        let cut = ended.finish == FinishReason::Length;
-        let status = if cut { "incomplete" } else { "completed" };
+    /// The same about the open item.
+    fn about(&mut self, out: &Out, name: &str, mut value: Value) {
+        let at = self.items.len();
+        if let Some(open) = &self.open {
+            value["item_id"] = self.item(at, open, "")["id"].take();
+            value["output_index"] = at.into();
+            if matches!(open, Open::Message { .. }) {
+                value["content_index"] = 0.into();
+            }
+        }
+        self.event(out, name, value);
+    }
+
+    /// Begins an item after the end of the one before.
+    fn begin_item(&mut self, out: &Out, open: Open) {
+        self.end_item(out, "completed");
+        let at = self.items.len();
+        let mut item = self.item(at, &open, "in_progress");
+        let is_message = matches!(open, Open::Message { .. });
+        if is_message {
+            item["content"] = json!([]);
+        }
+        self.open = Some(open);
+        self.event(out, "response.output_item.added", json!({ "output_index": at, "item": item }));
+        if is_message {
+            self.about(out, "response.content_part.added", json!({ "part": part("") }));
+        }
+    }
+
+    fn end_item(&mut self, out: &Out, status: &str) {
+        match &self.open {
+            None => return,
+            Some(Open::Message { text }) => {
+                let text = text.clone();
+                self.about(out, "response.output_text.done", json!({ "text": text, "logprobs": [] }));
+                self.about(out, "response.content_part.done", json!({ "part": part(&text) }));
+            }
+            Some(Open::Call { name, arguments, .. }) => {
+                let done = json!({ "name": name, "arguments": arguments });
+                self.about(out, "response.function_call_arguments.done", done);
+            }
+        }
+        let at = self.items.len();
+        if let Some(open) = self.open.take() {
+            let item = self.item(at, &open, status);
+            self.items.push(item.clone());
+            self.event(out, "response.output_item.done", json!({ "output_index": at, "item": item }));
+        }
+    }
+
+    fn say(&mut self, out: &Out, event: &Event) {
+        match event {
+            Event::Reasoning(_) => {}
+            Event::Content(text) | Event::CallBroken { text, .. } => {
+                if matches!(self.open, Some(Open::Call { .. })) {
+                    // It broke off: its source follows.
+                    self.end_item(out, "incomplete");
+                }
+                if self.open.is_none() {
+                    self.begin_item(out, Open::Message { text: String::new() });
+                }
+                if let Some(Open::Message { text: all }) = &mut self.open {
+                    all.push_str(text);
+                }
+                self.about(out, "response.output_text.delta", json!({ "delta": text, "logprobs": [] }));
+            }
+            Event::CallStarted { id, name, .. } => {
+                let (id, name) = (id.clone(), name.clone());
+                self.begin_item(out, Open::Call { id, name, arguments: String::new() });
+            }
+            Event::Arguments { text, .. } => {
+                if let Some(Open::Call { arguments, .. }) = &mut self.open {
+                    arguments.push_str(text);
+                }
+                self.about(out, "response.function_call_arguments.delta", json!({ "delta": text }));
+            }
+            Event::CallEnded { .. } => self.end_item(out, "completed"),
+        }
+    }
+
+    /// The response after its end, with this output.
+    fn ended(&self, answers: &[Ended], output: Value) -> Value {
+        let Some(ended) = answers.first() else { return self.response("completed", output, Value::Null) };
         let usage = Usage::of(answers, 1);
         let usage = json!({
             "input_tokens": usage.prompt,
             "input_tokens_details": { "cached_tokens": usage.cached },
             "output_tokens": usage.completion,
-            "output_tokens_details": { "reasoning_tokens": 0 },
+            "output_tokens_details": { "reasoning_tokens": usage.reasoning },
             "total_tokens": usage.prompt + usage.completion,
         });
-        let mut all = self.response(status, json!([self.item(status, json!([part(&ended.said.content)]))]), usage);
-        if cut {
+        let mut all = self.response(status(ended), output, usage);
+        if ended.finish == FinishReason::Length {
             all["incomplete_details"] = json!({ "reason": "max_output_tokens" });
         }
         all["selkie"] = extension(answers);
         all
     }
+}
+
+fn status(ended: &Ended) -> &'static str {
+    if ended.finish == FinishReason::Length { "incomplete" } else { "completed" }
 }
 
 fn part(text: &str) -> Value {
@@ -178,36 +361,24 @@ impl Voice for Responses {
         let response = self.response("in_progress", json!([]), Value::Null);
         self.event(out, "response.created", json!({ "response": response }));
         self.event(out, "response.in_progress", json!({ "response": response }));
-        let item = self.item("in_progress", json!([]));
-        self.event(out, "response.output_item.added", json!({ "output_index": 0, "item": item }));
-        let added = json!({ "item_id": item["id"], "output_index": 0, "content_index": 0, "part": part("") });
-        self.event(out, "response.content_part.added", added);
     }
 
     fn said(&mut self, out: &Out, _: usize, events: &[Event], _: Tokens) {
-        let text = voice::content(events);
-        if !text.is_empty() {
-            self.text += &text;
-            let id = format!("msg_{}", self.head.id);
-            let delta = json!({ "item_id": id, "output_index": 0, "content_index": 0, "delta": text, "logprobs": [] });
-            self.event(out, "response.output_text.delta", delta);
+        for event in events {
+            self.say(out, event);
         }
     }
 
     fn end(&mut self, out: &Out, _: usize, ended: &Ended) {
-        let id = format!("msg_{}", self.head.id);
-        let text = std::mem::take(&mut self.text);
-        let done = json!({ "item_id": id, "output_index": 0, "content_index": 0, "text": text, "logprobs": [] });
-        self.event(out, "response.output_text.done", done);
-        let done = json!({ "item_id": id, "output_index": 0, "content_index": 0, "part": part(&text) });
-        self.event(out, "response.content_part.done", done);
-        let status = if ended.finish == FinishReason::Length { "incomplete" } else { "completed" };
-        let item = self.item(status, json!([part(&text)]));
-        self.event(out, "response.output_item.done", json!({ "output_index": 0, "item": item }));
+        if self.open.is_none() && self.items.is_empty() {
+            self.begin_item(out, Open::Message { text: String::new() });
+        }
+        self.end_item(out, status(ended));
     }
 
     fn finish(&mut self, out: &Out, answers: &[Ended]) {
-        let response = self.ended(answers);
+        let items = std::mem::take(&mut self.items);
+        let response = self.ended(answers, items.into());
         let name = if response["status"] == "incomplete" { "response.incomplete" } else { "response.completed" };
         self.event(out, name, json!({ "response": response }));
     }
@@ -219,40 +390,139 @@ impl Voice for Responses {
     }
 
     fn whole(&self, answers: &[Ended]) -> Value {
-        self.ended(answers)
+        let output = answers.first().map_or_else(|| json!([]), |ended| self.output(&ended.said, status(ended)));
+        self.ended(answers, output)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serve::voice::tests::{ended, head, streamed};
+    use crate::serve::{
+        speech::Call,
+        voice::tests::{ended, head, streamed},
+    };
 
     fn voice(body: &str) -> Result<(Wanted, Box<dyn Voice>), Refusal> {
         read(&Fields::body(body.as_bytes()).unwrap()).map(|(wanted, speak)| (wanted, speak(head())))
     }
 
+    fn messages(wanted: &Wanted) -> &[Message] {
+        let [Prompt::Conversation(talk)] = &wanted.prompts[..] else { panic!("{:?}", wanted.prompts) };
+        &talk.messages
+    }
+
     #[test]
     fn inputs() {
         let (wanted, _) = voice(r#"{"input": "Hi", "instructions": "Be kind.", "max_output_tokens": 4}"#).unwrap();
-        let messages = vec![Message::new("system", "Be kind."), Message::new("user", "Hi")];
-        assert_eq!((&wanted.prompts[0], wanted.max_tokens), (&Prompt::Messages(messages), Some(4)));
+        assert_eq!(messages(&wanted), [Message::new("system", "Be kind."), Message::new("user", "Hi")]);
+        assert_eq!(wanted.max_tokens, Some(4));
         let (wanted, _) = voice(
             r#"{"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, {"type": "reasoning"},
                 {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ho"}]}]}"#,
         )
         .unwrap();
-        let messages = vec![Message::new("user", "Hi"), Message::new("assistant", "Ho")];
-        assert_eq!(wanted.prompts, [Prompt::Messages(messages)]);
+        assert_eq!(messages(&wanted), [Message::new("user", "Hi"), Message::new("assistant", "Ho")]);
         for (body, param) in [
             ("{}", "input"),
             (r#"{"input": "x", "previous_response_id": "resp_1"}"#, "previous_response_id"),
-            (r#"{"input": "x", "tools": [{"type": "web_search"}]}"#, "tools"),
-            (r#"{"input": "x", "text": {"format": {"type": "json_schema"}}}"#, "text.format"),
-            (r#"{"input": [{"type": "function_call"}]}"#, "input[0].type"),
+            (r#"{"input": "x", "tools": [{"type": "web_search"}]}"#, "tools[0].type"),
+            (r#"{"input": "x", "tools": [{"type": "function"}]}"#, "tools[0].name"),
+            (r#"{"input": "x", "tool_choice": "required"}"#, "tool_choice"),
+            (r#"{"input": "x", "parallel_tool_calls": 1}"#, "parallel_tool_calls"),
+            (r#"{"input": "x", "text": {"format": {"type": "yaml"}}}"#, "text.format.type"),
+            (
+                r#"{"input": "x", "text": {"format": {"type": "json_object"}}, "tool_choice": "required",
+                    "tools": [{"type": "function", "name": "f"}]}"#,
+                "tool_choice",
+            ),
+            (r#"{"input": [{"type": "function_call"}]}"#, "input[0].call_id"),
+            (r#"{"input": [{"type": "function_call_output", "call_id": "c"}]}"#, "input[0].output"),
+            (r#"{"input": [{"type": "item_reference"}]}"#, "input[0].type"),
         ] {
             assert_eq!(voice(body).err().unwrap().param.as_deref(), Some(param), "{body}");
         }
+    }
+
+    #[test]
+    fn calls_and_their_outputs_are_messages() {
+        let (wanted, _) = voice(
+            r#"{"input": [{"role": "user", "content": "Hi"}, {"type": "message", "role": "assistant", "content": "I look."},
+                {"type": "function_call", "id": "fc", "call_id": "c1", "name": "f", "arguments": "{\"a\": 1}"},
+                {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "42"},
+                {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "43"}]}],
+                "tools": [{"type": "function", "name": "f", "strict": true, "parameters": {"type": "object"}, "description": null}],
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}}"#,
+        )
+        .unwrap();
+        let [_, said, one, two] = messages(&wanted) else { panic!("{:?}", wanted.prompts) };
+        assert_eq!((&*said.content, said.tool_calls.len()), ("I look.", 2));
+        assert_eq!((&said.tool_calls[0].arguments, &*said.tool_calls[1].id), (&json!({"a": 1}), "c2"));
+        assert_eq!((&*one.role, &*one.content, two.tool_call_id.as_deref()), ("tool", "42", Some("c2")));
+        let function = json!({"name": "f", "strict": true, "parameters": {"type": "object"}});
+        assert_eq!(wanted.tools.tools, [json!({"type": "function", "function": function})]);
+        assert_eq!(wanted.structure, Some(Structure::Schema(json!({"type": "object"}))));
+    }
+
+    #[test]
+    fn a_call_is_an_item() {
+        let (_, mut voice) = voice(r#"{"input": "x"}"#).unwrap();
+        let out = Out::default();
+        let started = Event::CallStarted { index: 0, id: "c".into(), name: "f".into() };
+        let arguments = |text: &str| Event::Arguments { index: 0, text: text.into() };
+        let events = [Event::Content("I look.".into()), started, arguments("{\"a\""), arguments(": 1}")];
+        voice.said(&out, 0, &events, Tokens::default());
+        voice.said(&out, 0, &[Event::CallEnded { index: 0 }], Tokens::default());
+        let mut ended = ended("I look.", FinishReason::Stop);
+        let call = Call { id: "c".into(), name: "f".into(), arguments: "{\"a\": 1}".into() };
+        ended.said.calls.push(call);
+        voice.end(&out, 0, &ended);
+        voice.finish(&out, &[ended.clone()]);
+        let text = out.take();
+        let parse = |line: &str| Some(serde_json::from_str::<Value>(line.strip_prefix("data: ")?).unwrap());
+        let events: Vec<Value> = text.lines().filter_map(parse).collect();
+        let kinds: Vec<&str> = events.iter().map(|e| &e["type"].as_str().unwrap()["response.".len()..]).collect();
+        let expected = [
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+            "completed",
+        ];
+        assert_eq!(kinds, expected);
+        assert_eq!((&events[7]["output_index"], &events[7]["item_id"]), (&json!(1), &events[6]["item"]["id"]));
+        assert_eq!(events[9]["arguments"], "{\"a\": 1}");
+        let output = &events[11]["response"]["output"];
+        assert_eq!((&output[1]["type"], &output[1]["call_id"]), (&json!("function_call"), &json!("c")));
+        assert_eq!(voice.whole(&[ended])["output"], *output);
+    }
+
+    #[test]
+    fn a_call_that_breaks_off_is_incomplete() {
+        let (_, mut voice) = voice(r#"{"input": "x"}"#).unwrap();
+        let out = Out::default();
+        let started = Event::CallStarted { index: 0, id: "c".into(), name: "f".into() };
+        let broken = Event::CallBroken { index: 0, text: "<tool_call>{".into() };
+        voice.said(&out, 0, &[started, broken], Tokens::default());
+        let all = [ended("<tool_call>{", FinishReason::Stop)];
+        voice.end(&out, 0, &all[0]);
+        voice.finish(&out, &all);
+        let text = out.take();
+        let last: Value =
+            serde_json::from_str(text.lines().filter_map(|l| l.strip_prefix("data: ")).last().unwrap()).unwrap();
+        let output = &last["response"]["output"];
+        assert_eq!(
+            (&output[0]["status"], &output[1]["content"][0]["text"]),
+            (&json!("incomplete"), &json!("<tool_call>{"))
+        );
     }
 
     #[test]

@@ -125,8 +125,8 @@ impl Speech {
         tools: &ToolUse,
         structure: Option<&Structure>,
     ) -> Result<Option<Box<dyn Constraint + Send>>, Refusal> {
-        let calls = tools.structure(self.format.calls.unwrap_or(CallFormat::Hermes));
-        let Some(structure) = calls.as_ref().or(structure) else { return Ok(None) };
+        let format = self.format.calls.unwrap_or(CallFormat::Hermes);
+        let Some(structure) = &tools.with_structure(format, structure) else { return Ok(None) };
         let lead = match (tail.map(str::trim_end), self.format.reasoning) {
             (Some(tail), _) if self.format.opens_reasoning(tail) => Lead::RestOfReasoning,
             (Some(tail), Some(reasoning)) if !tail.ends_with("</think>") => Lead::Reasoning(reasoning),
@@ -160,11 +160,32 @@ impl ToolUse {
             check_tools(&function, "parameters")?;
             tools.push(json!({ "type": "function", "function": tool.need::<Value>("function")? }));
         }
-        Self::of(fields, tools, fields.raw("parallel_tool_calls").is_some_and(|p| p.get() == "false"))
+        Self::of(fields, tools)
     }
 
-    /// With `tool_choice` in OpenAI's form.
-    fn of(fields: &Fields<'_>, tools: Vec<Value>, single: bool) -> Result<Self, Refusal> {
+    /// The same for `/v1/responses`, where a tool is not nested.
+    ///
+    /// # Errors
+    /// If one is wrong, or runs on OpenAI's servers.
+    pub fn responses(fields: &Fields<'_>) -> Result<Self, Refusal> {
+        let mut tools = Vec::new();
+        for (i, value) in fields.list("tools")?.unwrap_or_default().into_iter().enumerate() {
+            let tool = Fields::of(format!("tools[{i}]"), value)?;
+            if tool.need::<String>("type")? != "function" {
+                return Err(tool.refuse("type", "can only be \"function\" on this server: others run at OpenAI"));
+            }
+            check_tools(&tool, "parameters")?;
+            let mut function: Map<String, Value> =
+                serde_json::from_str(value.get()).map_err(|_| fields.refuse("tools", "has a tool that is too deep"))?;
+            function.retain(|name, value| name != "type" && !value.is_null());
+            tools.push(json!({ "type": "function", "function": function }));
+        }
+        Self::of(fields, tools)
+    }
+
+    /// With `tool_choice` and `parallel_tool_calls` in OpenAI's form.
+    fn of(fields: &Fields<'_>, tools: Vec<Value>) -> Result<Self, Refusal> {
+        let single = !fields.flag("parallel_tool_calls")? && fields.raw("parallel_tool_calls").is_some();
         let choice = match fields.raw("tool_choice").map(RawValue::get) {
             None | Some("\"auto\"") => Choice::Auto,
             Some("\"none\"") => Choice::None,
@@ -199,6 +220,30 @@ impl ToolUse {
             }
             _ => Ok(self),
         }
+    }
+
+    /// Refuses a structure that could not be followed beside the calls that these tools require.
+    ///
+    /// # Errors
+    /// If a call is required.
+    pub fn allow(&self, structure: Option<&Structure>, fields: &Fields<'_>) -> Result<(), Refusal> {
+        match self.choice {
+            Choice::Required | Choice::Named(_) if structure.is_some() => Err(fields.refuse(
+                "tool_choice",
+                "asks for a call, which contradicts the structure that the request asks for; leave out one of them",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the answer is held to: calls, the structure, or either of them.
+    fn with_structure(&self, format: CallFormat, structure: Option<&Structure>) -> Option<Structure> {
+        let Some(structure) = structure else { return self.structure(format) };
+        if self.choice == Choice::None || self.tools.is_empty() {
+            return Some(structure.clone());
+        }
+        let calls = Structure::Calls { format, tools: self.tools.clone(), many: !self.single, optional: false };
+        Some(Structure::Either(calls.into(), structure.clone().into()))
     }
 
     /// The grammar of the calls: always for required ones; for free ones only if a tool is strict.
@@ -262,7 +307,7 @@ pub fn structure(fields: &Fields<'_>) -> Result<Option<Structure>, Refusal> {
 ///
 /// # Errors
 /// If it is wrong.
-fn response_format(format: &Fields<'_>) -> Result<Option<Structure>, Refusal> {
+pub fn response_format(format: &Fields<'_>) -> Result<Option<Structure>, Refusal> {
     match &*format.need::<String>("type")? {
         "text" => Ok(None),
         "json_object" => Ok(Some(Structure::JsonObject)),

@@ -270,7 +270,11 @@ fn tool_calls(turn: &Fields<'_>) -> Result<Vec<ToolCall>, Refusal> {
         let function = call.raw("function").ok_or_else(|| call.refuse("function", "is missing"))?;
         let function = Fields::of(call.name("function"), function)?;
         let id: Option<String> = call.get("id")?;
-        let arguments: String = function.get("arguments")?.unwrap_or_default();
+        // A text of JSON; Ollama's clients send the object itself.
+        let arguments = match function.raw("arguments") {
+            Some(object) if object.get().starts_with('{') => object.get().to_owned(),
+            _ => function.get("arguments")?.unwrap_or_default(),
+        };
         Ok(ToolCall::new(id.unwrap_or_default(), function.need::<String>("name")?, &arguments))
     };
     turn.list("tool_calls")?.unwrap_or_default().into_iter().enumerate().map(call).collect()

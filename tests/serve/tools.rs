@@ -192,3 +192,98 @@ fn the_last_message_is_continued() {
     let answer = server.post("/v1/chat/completions", &body).json();
     assert_eq!(content(&answer), " = 42.");
 }
+
+/// Every protocol has tools and structures by the same machinery.
+#[test]
+fn responses_and_ollama_have_calls() {
+    let server = Server::start(&[]);
+    let mut tool = tools()[0]["function"].clone();
+    tool["type"] = "function".into();
+    let body = json!({ "input": "Weather?", "tools": [tool], "tool_choice": "required", "parallel_tool_calls": false, "max_output_tokens": 200 });
+    let answer = server.post("/v1/responses", &body).json();
+    let [call] = &answer["output"].as_array().unwrap()[..] else { panic!("{answer}") };
+    assert_eq!(
+        (&call["type"], &call["name"], &answer["status"]),
+        (&json!("function_call"), &json!("get_weather"), &json!("completed"))
+    );
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+    assert!(arguments["days"].is_i64());
+    let events = server.post("/v1/responses", &with(body.clone(), json!({ "stream": true }))).events(false);
+    let deltas: String = events
+        .iter()
+        .filter(|e| e["type"] == "response.function_call_arguments.delta")
+        .map(|e| e["delta"].as_str().unwrap())
+        .collect();
+    assert_eq!(deltas, call["arguments"].as_str().unwrap());
+    let output = &events.last().unwrap()["response"]["output"];
+    assert_eq!((&output[0]["name"], &output[0]["arguments"]), (&call["name"], &call["arguments"]));
+    // The call and its output go back.
+    let input = json!([{ "role": "user", "content": "Weather?" }, call,
+        { "type": "function_call_output", "call_id": call["call_id"], "output": "rain" }]);
+    let answer = server
+        .post("/v1/responses", &with(body, json!({ "input": input, "tool_choice": "auto", "max_output_tokens": 5 })));
+    assert_eq!(answer.status, 200, "{}", answer.text());
+
+    let schema = json!({ "type": "object", "properties": { "sum": { "type": "integer", "minimum": 0, "maximum": 99 } }, "required": ["sum"], "additionalProperties": false });
+    let format = json!({ "format": { "type": "json_schema", "name": "x", "strict": true, "schema": schema } });
+    let answer =
+        server.post("/v1/responses", &json!({ "input": QUESTION, "text": format, "max_output_tokens": 99 })).json();
+    let text = answer["output"][0]["content"][0]["text"].as_str().unwrap();
+    assert!(serde_json::from_str::<Value>(text).unwrap()["sum"].is_i64(), "{answer}");
+    assert_eq!(answer["text"], format);
+
+    let said = json!([{ "role": "user", "content": QUESTION }]);
+    let ollama = |more: Value| server.post("/api/chat", &with(json!({ "messages": said, "stream": false }), more));
+    let answer = ollama(json!({ "format": schema, "options": { "num_predict": 99 } })).json();
+    let text = answer["message"]["content"].as_str().unwrap();
+    assert!(serde_json::from_str::<Value>(text).unwrap()["sum"].is_i64(), "{answer}");
+    // A strict tool beside a structure: the answer is one of the two.
+    let mut strict = tools();
+    strict[0]["function"]["strict"] = true.into();
+    let answer =
+        ollama(json!({ "tools": strict, "format": schema, "options": { "num_predict": 200, "temperature": 0 } }))
+            .json();
+    let is_sum =
+        serde_json::from_str::<Value>(answer["message"]["content"].as_str().unwrap()).is_ok_and(|v| v["sum"].is_i64());
+    assert!(is_sum || answer["message"]["tool_calls"][0]["function"]["arguments"]["days"].is_i64(), "{answer}");
+    let back = json!([said[0], { "role": "assistant", "content": "", "tool_calls": [{ "function": { "name": "get_weather", "arguments": { "city": "Oslo" } } }] },
+        { "role": "tool", "tool_name": "get_weather", "content": "rain" }]);
+    let answer = server.post(
+        "/api/chat",
+        &json!({ "messages": back, "tools": tools(), "stream": false, "options": { "num_predict": 5 } }),
+    );
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let image = json!({ "messages": [{ "role": "user", "content": "x", "images": ["aGk="] }] });
+    let refused = server.post("/api/chat", &image);
+    assert!(refused.status == 400 && refused.text().contains("messages[0].images"), "{}", refused.text());
+}
+
+#[test]
+fn what_contradicts_itself_is_refused() {
+    let server = Server::start(&[]);
+    let object = json!({ "type": "json_object" });
+    for (more, param) in [
+        (json!({ "tools": tools(), "tool_choice": "required", "response_format": object }), "tool_choice"),
+        (json!({ "tools": tools(), "parallel_tool_calls": "no" }), "parallel_tool_calls"),
+        (json!({ "add_generation_prompt": 1 }), "add_generation_prompt"),
+        (json!({ "continue_final_message": true, "add_generation_prompt": true }), "continue_final_message"),
+        (json!({ "priority": "high" }), "priority"),
+    ] {
+        let answer = server.post("/v1/chat/completions", &with(chat("x"), more.clone()));
+        assert_eq!((answer.status, answer.param().as_deref()), (400, Some(param)), "{more}: {}", answer.text());
+    }
+    // With tools that may be called, the structure still holds the content.
+    let more =
+        json!({ "tools": tools(), "response_format": object, "max_tokens": 200, "temperature": 0, "priority": -1 });
+    let answer = server.post("/v1/chat/completions", &with(chat(QUESTION), more)).json();
+    let message = &answer["choices"][0]["message"];
+    let is_object = message["content"]
+        .as_str()
+        .is_some_and(|text| serde_json::from_str::<Value>(text).is_ok_and(|v| v.is_object()));
+    assert!(
+        is_object
+            || message["tool_calls"][0]["function"]["name"] == "get_weather"
+            || answer["choices"][0]["finish_reason"] == "length",
+        "{answer}"
+    );
+}
