@@ -28,6 +28,9 @@ use answer::{Read, generate};
 use app::{App, Limits, Phase};
 use host::Hosts;
 
+#[cfg(test)]
+mod fault_tests;
+
 mod answer;
 mod anthropic;
 mod app;
@@ -49,6 +52,7 @@ mod responses;
 mod run;
 mod speech;
 mod sse;
+mod state;
 mod voice;
 mod wanted;
 
@@ -78,6 +82,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
     let places = options.max_batch.saturating_add(args.server.max_queue);
     let limits = Limits {
         body: usize::try_from(args.server.max_body).unwrap_or(usize::MAX),
+        state: args.server.max_state,
         answer: Duration::from_secs(args.server.answer_time as u64),
     };
     let local = listen.is_loopback();
@@ -86,6 +91,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
     let mut app = App::new(names, places, limits);
     app.formats = (args.server.tool_call_parser, args.server.reasoning_parser);
     (app.keys, app.hosts, app.site) = (keys, hosts, web::found());
+    app.files = Some(files.clone());
     let app = Arc::new(app);
     let interrupt = Interrupt::listen()?;
     Output::new().text(&format!("http://{address}/\n"))?;
@@ -191,6 +197,8 @@ fn router(app: Arc<App>) -> Router {
         .route("/v1/responses/{id}", get(info::not_stored))
         .route("/v1/messages", generates(anthropic::read))
         .route("/v1/messages/count_tokens", post(info::count_tokens))
+        .route("/v1/state/save", post(state::save))
+        .route("/v1/state/load", post(state::load))
         .route("/api/chat", generates(ollama::read))
         .route("/api/tags", get(info::tags))
         .route("/api/version", get(info::version))

@@ -9,6 +9,8 @@ mod client;
 mod controls;
 #[path = "serve/soak.rs"]
 mod soak;
+#[path = "serve/state.rs"]
+mod state;
 #[path = "serve/tools.rs"]
 mod tools;
 

@@ -68,6 +68,9 @@ pub struct ServerArgs {
     /// Most bytes of a request's body
     #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = parse_size)]
     pub max_body: u64,
+    /// Most bytes of a state that is saved or loaded over HTTP
+    #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = parse_size)]
+    pub max_state: u64,
     /// Seconds that an answer may take
     #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = at_least_one)]
     pub answer_time: usize,

@@ -12,6 +12,7 @@ use std::{
 
 use selkie_core::{
     chat::system_clock,
+    model_dir::ModelFiles,
     reply::{CallFormat, Reasoning},
     session::Model,
 };
@@ -25,6 +26,8 @@ use crate::web::files::Site;
 pub struct Limits {
     /// Most bytes of a body.
     pub body: usize,
+    /// Most bytes of a bundle.
+    pub state: u64,
     /// How long an answer may take.
     pub answer: Duration,
 }
@@ -46,6 +49,8 @@ pub struct App {
     pub names: Vec<String>,
     /// Once it is loaded.
     pub model: OnceLock<Model>,
+    /// Its files.
+    pub files: Option<Arc<ModelFiles>>,
     /// How its answers are read, once one was.
     speech: OnceLock<Speech>,
     /// Formats of calls and reasoning that replace what the chat template shows.
@@ -81,6 +86,7 @@ impl App {
         Self {
             names,
             model: OnceLock::new(),
+            files: None,
             speech: OnceLock::new(),
             formats: (None, None),
             gate: Gate::new(places),

@@ -12,9 +12,11 @@ use axum::{
 use super::{
     app::App,
     refusal::{Dialect, Refusal},
+    state::BINARY,
 };
 
 const REQUEST_ID: &str = "x-request-id";
+const JSON: &str = "application/json";
 
 /// Who asks, in a request's extensions.
 #[derive(Clone, Debug)]
@@ -62,16 +64,17 @@ pub async fn model_only(State(app): State<Arc<App>>, mut request: Request, next:
 
 /// The namespace of a request to the model.
 fn check(app: &App, request: &Request) -> Result<String, Refusal> {
-    // A form of a foreign site can send text, but no JSON.
-    if app.hosts.is_some() && request.method() == Method::POST && !is_json(request.headers()) {
-        return Err(Refusal::new(415, "send the header `Content-Type: application/json`"));
+    // A form of a foreign site can send text, but neither of these.
+    let kind = if request.uri().path() == "/v1/state/load" { BINARY } else { JSON };
+    if app.hosts.is_some() && request.method() == Method::POST && !is_kind(request.headers(), kind) {
+        return Err(Refusal::new(415, format!("send the header `Content-Type: {kind}`")));
     }
     app.keys.as_ref().map_or(Ok(String::new()), |keys| keys.namespace(request.headers()))
 }
 
-fn is_json(headers: &HeaderMap) -> bool {
+fn is_kind(headers: &HeaderMap, kind: &str) -> bool {
     let value = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
-    value.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json")
+    value.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case(kind)
 }
 
 /// The id that a client gave: short, and fit for a header and a line of a log.
@@ -93,7 +96,7 @@ mod tests {
         for (value, json) in
             [("application/json", true), ("Application/JSON; charset=utf-8", true), ("text/plain", false), ("", false)]
         {
-            assert_eq!(is_json(&with("content-type", value)), json, "{value}");
+            assert_eq!(is_kind(&with("content-type", value), JSON), json, "{value}");
         }
         assert_eq!(given_id(&with(REQUEST_ID, "a-b_7.1")).as_deref(), Some("a-b_7.1"));
         assert_eq!(given_id(&with(REQUEST_ID, "a b")), None);

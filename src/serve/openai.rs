@@ -47,6 +47,7 @@ pub fn chat(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
     let mut wanted = Wanted::openai(fields)?;
     wanted.tools = ToolUse::openai(fields)?;
     wanted.structure = structure(fields)?;
+    wanted.tools.allow(wanted.structure.as_ref(), fields)?;
     wanted.prompts = vec![Prompt::Conversation(conversation(fields, wanted.tools.tools.clone())?)];
     let top = fields.count("top_logprobs", 0, MOST_TOP as u64)?;
     wanted.controls.logprobs = match (fields.flag("logprobs")?, top) {
@@ -63,12 +64,13 @@ pub fn chat(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
 /// If there are no messages, or a value is wrong.
 pub fn conversation(fields: &Fields<'_>, tools: Vec<Value>) -> Result<Conversation, Refusal> {
     let goes_on = fields.flag("continue_final_message")?;
-    let end = match fields.raw("add_generation_prompt").is_none_or(|add| add.get() == "true") {
+    let adds = fields.flag("add_generation_prompt")?;
+    let end = match fields.raw("add_generation_prompt") {
         _ if goes_on => End::FinalMessage,
-        true => End::Answer,
-        false => End::Messages,
+        Some(_) if !adds => End::Messages,
+        _ => End::Answer,
     };
-    if goes_on && fields.flag("add_generation_prompt")? {
+    if goes_on && adds {
         return Err(fields.refuse("continue_final_message", "and `add_generation_prompt` contradict each other"));
     }
     Ok(Conversation { messages: messages(fields, "messages")?, tools, values: template_values(fields)?, end })
@@ -98,7 +100,11 @@ pub fn completion(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
     Ok((wanted, Extras::read(fields)?))
 }
 
-fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, Refusal> {
+/// The prompts of a completion.
+///
+/// # Errors
+/// If there is none, or it has another form.
+pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, Refusal> {
     let value = fields.raw("prompt").ok_or_else(|| fields.refuse("prompt", "is missing"))?.get();
     if let Ok(text) = serde_json::from_str(value) {
         return Ok(vec![Prompt::Text(text)]);

@@ -90,7 +90,7 @@ fn send(found: Found, status: u16, range: Range<u64>, head: bool) -> Response<Bo
         _ if head => Body::empty(),
         Content::Bytes(all) => Body::from(&all[range.start as usize..range.end as usize]),
         Content::File(mut file) => match file.seek(SeekFrom::Start(range.start)) {
-            Ok(_) => Body::new(Pieces { file, left: bytes }),
+            Ok(_) => Body::new(Pieces::new(file, bytes, None)),
             Err(_) => return refuse(404, "There is no such file."),
         },
     };
@@ -126,9 +126,18 @@ fn set(response: &mut Response<Body>, name: HeaderName, value: &str) {
 }
 
 /// A part of a file, read as it is sent.
-struct Pieces {
+pub struct Pieces {
     file: File,
     left: u64,
+    /// What is held until it was sent.
+    _held: Option<Box<dyn Send>>,
+}
+
+impl Pieces {
+    /// The next `left` bytes; `held` is dropped after them.
+    pub fn new(file: File, left: u64, held: Option<Box<dyn Send>>) -> Self {
+        Self { file, left, _held: held }
+    }
 }
 
 impl http_body::Body for Pieces {
