@@ -115,6 +115,14 @@ pub fn load(
             return Err(named(Error::OutOfMemory { what: "random weights".into(), asked, free }));
         }
     }
+    let mut options = options.clone();
+    if let Some(disk) = &mut options.tiers.disk {
+        // Files of a directory outlive the model, so they are named by all of it.
+        let total = files.checkpoint.bytes();
+        let model = pollster::block_on(files.identity(&mut |done| report(Progress { done, total })))?;
+        disk.identity = [model.weights, model.config].map(|digest| digest.0).concat();
+    }
+    let options = &options;
     on!(backend, b => Ok(Box::new(pollster::block_on(session::load(b, files, options, report)).map_err(named)?)))
 }
 

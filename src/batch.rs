@@ -11,6 +11,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
     session::{Answers as Readers, Completion, Model, Token, Update, WhenFull},
     state::Reason,
+    tier::TierStats,
     units,
 };
 use serde_json::{Value, json};
@@ -305,6 +306,7 @@ impl<'a> Run<'a> {
             "captures": s.captures,
             "captures_skipped": s.captures_skipped,
             "evictions": { "slots": s.evictions.slots, "nodes": s.evictions.nodes },
+            "tiers": tiers(&s.tiers),
             "preemptions": s.preemptions,
             "states_held": now.slots_cached,
             "pages_held": now.pages_cached,
@@ -314,6 +316,19 @@ impl<'a> Run<'a> {
             "peak_pages": s.peak_pages,
         })
     }
+}
+
+/// Counters of the tiers below the device.
+pub fn tiers(t: &TierStats) -> Value {
+    json!({
+        "host": {
+            "tokens": t.host_tokens, "values": t.host_values, "bytes": t.host_bytes, "evicted": t.host_evicted,
+        },
+        "disk": { "tokens": t.disk_tokens, "values": t.disk_values, "bytes": t.disk_bytes },
+        "loads": t.loads,
+        "declined": t.declined,
+        "demoted": t.demoted,
+    })
 }
 
 fn progress_bar(requests: usize, answered: usize) -> ProgressBar {

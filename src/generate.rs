@@ -177,6 +177,8 @@ pub fn completion_fields(done: &Completion, tokens: &[Token]) -> Value {
         "cache": {
             "matched_tokens": end.cache.map_or(0, |c| c.matched),
             "reused_tokens": done.reused(),
+            "host_tokens": end.cache.map_or(0, |c| c.host),
+            "disk_tokens": end.cache.map_or(0, |c| c.disk),
             "reason": end.cache.map(|c| c.reason.name()),
             "converted": done.is_converted(),
         },
@@ -235,7 +237,12 @@ fn rate(done: &Completion) -> Option<String> {
 fn reused(done: &Completion) -> Option<String> {
     let [reused, of] = [done.reused(), done.end.prompt_tokens].map(units::thousands);
     let converted = if done.is_converted() { "converted, " } else { "" };
-    (done.reused() > 0).then(|| format!("{converted}reused {reused} of {of}"))
+    let from = match done.end.cache {
+        Some(cache) if cache.disk > 0 => ", with disk",
+        Some(cache) if cache.host > 0 => ", with host memory",
+        _ => "",
+    };
+    (done.reused() > 0).then(|| format!("{converted}reused {reused} of {of}{from}"))
 }
 
 fn unusual_end(done: &Completion) -> Option<String> {

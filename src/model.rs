@@ -53,6 +53,7 @@ pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOption
             Policy::Default => CapturePolicy::Default,
             Policy::OnePerPrefill => CapturePolicy::OnePerPrefill,
         },
+        tiers: args.tiers.options(),
         ..EngineOptions::default()
     }
 }

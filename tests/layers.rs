@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules of selkie-core, lowest first, and what each may import. `backend` and `ops` are one layer, the boundary.
-const CORE: [(&str, &str); 35] = [
+const CORE: [(&str, &str); 36] = [
     ("fnv", ""),
     ("cache_dir", ""),
     ("digest", ""),
@@ -24,17 +24,18 @@ const CORE: [(&str, &str); 35] = [
     ("controls", "error ops"),
     ("cpu", "backend error format ops sample source step tensor timer"),
     ("gguf", "config error format source"),
-    ("checkpoint", "digest error format gguf source tensor"),
+    ("checkpoint", "cache_dir digest error format gguf source tensor"),
     ("rope", "config error"),
     ("generation", "config error sample"),
     ("stop", "error"),
     ("layer", "ops tensor"),
     ("weights", "backend checkpoint error format ops tensor"),
-    ("state", "error step units"),
+    ("state", "digest error step units"),
     ("bundle", "backend digest error layer state tensor"),
+    ("tier", "cache_dir digest error state"),
     ("blocks", "backend config error layer ops rope step tensor weights"),
     ("models", "backend blocks config error layer ops rope step tensor weights"),
-    ("engine", "backend bundle checkpoint controls error layer models ops sample state step tensor units weights"),
+    ("engine", "backend bundle checkpoint controls error layer models ops sample state step tensor tier units weights"),
     ("tokenizer", "config error survive"),
     ("reply", ""),
     ("chat", "error survive tokenizer units"),

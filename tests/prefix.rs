@@ -161,6 +161,13 @@ fn the_counters_of_a_run_are_what_happened() {
         "captures": 3,
         "captures_skipped": 0,
         "evictions": { "slots": 1, "nodes": 0 },
+        "tiers": {
+            "host": { "tokens": 0, "values": 0, "bytes": 0, "evicted": 0 },
+            "disk": { "tokens": 0, "values": 0, "bytes": 0 },
+            "loads": 0,
+            "declined": 0,
+            "demoted": 0,
+        },
         "preemptions": 0,
         "states_held": 2,
         "pages_held": 3 * 4,
@@ -195,4 +202,20 @@ fn a_new_chat_under_the_same_system_prompt_reuses_it() {
     // The system prompt is all but the few tokens of the greeting.
     let prompt = tokens(14, "/usage/prompt_tokens");
     assert!(prompt > 192 && tokens(14, "/cache/reused_tokens") >= (prompt - 30) / 64 * 64, "{}", answers[14]);
+}
+
+/// What the first run evicts, and what it holds when it ends, is there for the second one.
+#[test]
+fn a_later_run_goes_on_from_files() {
+    for family in FAMILIES {
+        let dir = TempDir::new(&format!("tier-{family}"));
+        let requests = [1, 2].map(|i| request(&ids(i, 300), 3));
+        let more = ["--sequential", "--slots", "2", "--kv-pages", "6", "--disk-cache", &dir.arg("values")];
+        let (first, _) = batch(family, &requests, &more);
+        let (second, stats) = batch(family, &requests, &more);
+        assert_eq!(texts(&second), texts(&first), "{family}");
+        assert_eq!(column(&first, "/cache/disk_tokens"), [0, 0], "{family}");
+        assert_eq!(column(&second, "/cache/disk_tokens"), [256, 256], "{family}: {stats}");
+        assert_eq!(stats["tiers"]["disk"]["tokens"], 512, "{family}: {stats}");
+    }
 }

@@ -35,7 +35,10 @@ fn user_cache(var: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
 }
 
 /// Creates a directory for this user alone, or checks that an existing one is private.
-fn make_private(dir: &Path) -> io::Result<()> {
+///
+/// # Errors
+/// Those of the file system; a directory of another user, or one that others can write.
+pub fn make_private(dir: &Path) -> io::Result<()> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true);
     #[cfg(unix)]

@@ -22,6 +22,8 @@ use crate::{
 mod digest;
 mod formats;
 mod header;
+#[cfg(not(target_arch = "wasm32"))]
+mod kept;
 mod random;
 mod recipe;
 mod scaled;

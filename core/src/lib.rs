@@ -36,6 +36,7 @@ pub mod step;
 pub mod stop;
 mod survive;
 pub mod tensor;
+pub mod tier;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod timer;
 pub mod tokenizer;

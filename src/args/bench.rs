@@ -5,7 +5,10 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use selkie_core::engine::{MOST_BATCH, MOST_STEP_TOKENS};
 
-use super::{BackendArgs, ModelArgs, values::one_to};
+use super::{
+    BackendArgs, ModelArgs,
+    values::{one_to, parse_size},
+};
 
 /// Maximum tokens of a benchmark's prompts, more than any model's context.
 pub const MAX_TOKENS: usize = 1 << 24;
@@ -112,6 +115,9 @@ pub struct BenchPrefixArgs {
     /// Tokens of the system prompt that all chats share
     #[arg(long, value_name = "N", default_value = "1000", value_parser = one_to(MAX_TOKENS), requires = "traffic")]
     pub system_tokens: usize,
+    /// Also measure the default policy with so much host memory for what is evicted, e.g. 2GiB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "traffic", conflicts_with = "svg")]
+    pub host_cache: Option<u64>,
     /// Also write the table as an SVG plot
     #[arg(long, value_name = "FILE", requires = "traffic")]
     pub svg: Option<PathBuf>,

@@ -21,7 +21,7 @@ pub enum BundleCommand {
   selkie bundle make -m DIR --system \"$(cat rules.txt)\" -o rules.bundle
   selkie bundle make -m DIR --raw - -o book.bundle < book.txt
   selkie batch questions.jsonl -o answers.jsonl -m DIR --warm rules.bundle")]
-    Make(MakeArgs),
+    Make(Box<MakeArgs>),
     /// Show what a bundle holds; no model is needed
     #[command(after_help = "Examples:
   selkie bundle inspect rules.bundle

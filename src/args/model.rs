@@ -1,15 +1,16 @@
 //! Options that several subcommands share: model, device, sampling, memory.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 use selkie_core::{
     engine::{MOST_BATCH, MOST_STEP_TOKENS},
     format::Products,
     session::{Overrides, WhenFull},
+    tier::{DiskOptions, TierOptions},
 };
 
-use super::values::{at_least_one, one_to, parse_size};
+use super::values::{at_least_one, one_to, parse_size, parse_time};
 use crate::{
     backend::Place,
     failure::{Failure, Outcome},
@@ -189,6 +190,42 @@ pub struct PoolArgs {
     /// Which states of a prompt the prefix cache keeps
     #[arg(long, value_enum, default_value = "default")]
     pub capture_policy: Policy,
+    /// Where the prefix cache keeps what it has no room for.
+    #[command(flatten)]
+    pub tiers: TierArgs,
+}
+
+/// Tiers below the device's memory.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Memory and scheduling")]
+pub struct TierArgs {
+    /// Host memory for states and pages that the prefix cache has no room for, e.g. 8GiB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "no_prefix_cache")]
+    pub host_cache: Option<u64>,
+    /// Directory for them; it outlives the program, several may share it, and only its owner can read it
+    #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache")]
+    pub disk_cache: Option<PathBuf>,
+    /// Most bytes in that directory
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "16GiB", requires = "disk_cache")]
+    pub disk_cache_size: u64,
+    /// Delete what was not used for so long, e.g. 12h or 30d
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "7d", requires = "disk_cache")]
+    pub disk_cache_ttl: Duration,
+}
+
+impl TierArgs {
+    /// What they mean; the model is named later.
+    pub fn options(&self) -> TierOptions {
+        let disk = |dir: &PathBuf| {
+            let (bytes, ttl) = (self.disk_cache_size, self.disk_cache_ttl);
+            DiskOptions { dir: dir.clone(), bytes, ttl, identity: Vec::new() }
+        };
+        TierOptions {
+            host: self.host_cache.unwrap_or(0),
+            disk: self.disk_cache.as_ref().map(disk),
+            ..TierOptions::default()
+        }
+    }
 }
 
 /// Which states of a prompt the prefix cache keeps.

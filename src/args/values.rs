@@ -1,5 +1,7 @@
 //! Parsers of single values.
 
+use std::time::Duration;
+
 use clap::builder::RangedU64ValueParser;
 
 pub fn at_least_one(text: &str) -> Result<usize, String> {
@@ -37,9 +39,33 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     Ok(bytes as u64)
 }
 
+/// A time: `90s`, `30m`, `12h`, `7d`.
+pub fn parse_time(text: &str) -> Result<Duration, String> {
+    let write = || "write for example 12h or 7d".to_owned();
+    let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
+    let seconds = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err(write()),
+    };
+    let number = number.parse::<u32>().map_err(|_| write())?;
+    if number == 0 { Err("must be at least 1".into()) } else { Ok(Duration::from_secs(u64::from(number) * seconds)) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times() {
+        assert_eq!(parse_time("90s"), Ok(Duration::from_secs(90)));
+        assert_eq!(parse_time("7d"), Ok(Duration::from_secs(7 * 86_400)));
+        for bad in ["", "d", "7", "0h", "-1h", "1.5h", "7 d", "7é"] {
+            assert!(parse_time(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn sizes() {

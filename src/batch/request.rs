@@ -252,7 +252,7 @@ fn error_fields(why: &str) -> Value {
         "error": why,
         "left_out_messages": 0,
         "usage": { "prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0 },
-        "cache": { "matched_tokens": 0, "reused_tokens": 0, "reason": null, "converted": false },
+        "cache": { "matched_tokens": 0, "reused_tokens": 0, "host_tokens": 0, "disk_tokens": 0, "reason": null, "converted": false },
         "timing": { "queue_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0 },
     })
 }

@@ -8,6 +8,7 @@ use selkie_core::{
     model_dir::ModelFiles,
     state::CapturePolicy,
     step::PAGE,
+    tier::TierOptions,
 };
 use serde_json::{Value, json};
 
@@ -43,15 +44,17 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     super::check_tokens(args.chats.saturating_mul(chat), "--chats, --turns and --system-tokens")?;
     let files = super::open(&args.target)?;
     let svg = args.svg.as_deref().map(OutputFile::create).transpose()?;
-    let work = |policy, room| Traffic { args, files: &files, policy, room }.run();
-    let all = work(Some(CapturePolicy::Default), None)?;
+    let work = |policy, room, host| Traffic { args, files: &files, policy, room, host }.run();
+    let all = work(Some(CapturePolicy::Default), None, 0)?;
+    let mut series: Vec<_> = SERIES.iter().map(|(name, policy)| (*name, *policy, 0)).collect();
+    series.extend(args.host_cache.map(|bytes| ("default, host", Some(CapturePolicy::Default), bytes)));
     let mut results = Vec::new();
     for budget in BUDGETS {
         let part = |n: usize| (n * budget).div_ceil(100);
         let room = Room { slots: part(all.peak_slots), pages: part(all.peak_pages) };
-        for (name, policy) in SERIES {
+        for &(name, policy, host) in &series {
             terminal::note(format_args!("{budget} % of the working set, {name} ..."));
-            let result = work(policy, Some(room))?;
+            let result = work(policy, Some(room), host)?;
             if result.backend == "cpu" && result.texts != all.texts {
                 return Err(Failure::Other(format!("the answers differ with {budget} % and {name}")));
             }
@@ -91,6 +94,8 @@ struct Traffic<'a> {
     policy: Option<CapturePolicy>,
     /// `None`: as much as half of the free memory holds.
     room: Option<Room>,
+    /// Bytes of host memory for what is evicted.
+    host: u64,
 }
 
 /// The results of one run.
@@ -100,6 +105,8 @@ struct Totals {
     requests: usize,
     prompt_tokens: usize,
     reused_tokens: usize,
+    /// Of these, from host memory.
+    host_tokens: usize,
     recomputed_tokens: u64,
     generated_tokens: usize,
     seconds: f64,
@@ -229,6 +236,7 @@ impl Traffic<'_> {
             max_batch: MAX_BATCH,
             prefix_cache: self.policy.is_some(),
             policy: self.policy.unwrap_or_default(),
+            tiers: TierOptions { host: self.host, ..TierOptions::default() },
             ..EngineOptions::default()
         };
         match self.room {
@@ -256,6 +264,7 @@ impl Traffic<'_> {
             requests: order.len(),
             prompt_tokens: 0,
             reused_tokens: 0,
+            host_tokens: 0,
             recomputed_tokens: 0,
             generated_tokens: 0,
             seconds: 0.0,
@@ -289,6 +298,7 @@ impl Traffic<'_> {
                         busy[conversation] = false;
                         totals.prompt_tokens += end.prompt_tokens;
                         totals.reused_tokens += end.cache.map_or(0, |c| c.reused);
+                        totals.host_tokens += end.cache.map_or(0, |c| c.host);
                         totals.generated_tokens += tokens.len();
                         totals.waits.push(end.timing.queue_ms + end.timing.prefill_ms);
                         answers[place[&end.id]] = tokens.iter().fold(SEED, |h, t| Random(h ^ u64::from(*t)).next());
@@ -342,6 +352,7 @@ fn json(all: &Totals, results: &[(usize, &str, Totals)]) -> Value {
             "prompt_tokens": r.prompt_tokens,
             "reused_tokens": r.reused_tokens,
             "reused_share": r.share(),
+            "host_tokens": r.host_tokens,
             "generated_tokens": r.generated_tokens,
             "recomputed_tokens": r.recomputed_tokens,
             "seconds": r.seconds,

@@ -221,6 +221,8 @@ fn gauges(page: &mut Page, facts: &Facts, now: &Snapshot) {
         ("selkie:state_slot_bytes", "Bytes of a state slot.", facts.sizes.shape.slot_bytes as f64),
         ("selkie:kv_page_bytes", "Bytes of a KV page.", facts.sizes.shape.page_bytes as f64),
         ("selkie:weight_bytes", "Bytes of the weights.", facts.weight_bytes as f64),
+        ("selkie:host_cache_bytes", "Bytes in host memory.", now.counters.tiers.host_bytes as f64),
+        ("selkie:disk_cache_bytes", "Bytes of files in the disk cache.", now.counters.tiers.disk_bytes as f64),
     ] {
         page.one(name, "gauge", help, value);
     }
@@ -242,8 +244,17 @@ fn counters(page: &mut Page, now: &Snapshot) {
         ("selkie:captures_skipped_total", "Captures that found no slot.", s.captures_skipped),
         ("selkie:evicted_states_total", "Cached states lost for lack of room.", s.evictions.slots),
         ("selkie:evicted_pages_total", "Cached pages lost for lack of room.", s.evictions.nodes),
+        ("selkie:tier_loads_total", "Requests that went on from a prefix of a lower tier.", s.tiers.loads),
+        ("selkie:tier_declined_total", "Requests for which computing was faster than loading.", s.tiers.declined),
+        ("selkie:tier_demoted_total", "States and pages copied to lower tiers.", s.tiers.demoted),
+        ("selkie:host_cache_evicted_total", "States and pages that left host memory.", s.tiers.host_evicted),
     ] {
         page.one(name, "counter", help, value as f64);
+    }
+    let name = "selkie:tier_tokens_total";
+    page.family(name, "counter", "Reused prompt tokens by the lower tier that they came from.");
+    for (tier, tokens) in [("host", s.tiers.host_tokens), ("disk", s.tiers.disk_tokens)] {
+        page.line(name, &format!("tier=\"{tier}\""), tokens as f64);
     }
     let name = "selkie:prefix_cache_requests_total";
     page.family(name, "counter", "Requests by the reason for which not more was reused.");

@@ -275,6 +275,8 @@ impl Run {
             at_stop,
             prompt_tokens: done.end.prompt_tokens,
             matched: cache.map_or(0, |c| c.matched),
+            host: cache.map_or(0, |c| c.host),
+            disk: cache.map_or(0, |c| c.disk),
             reused: cache.map_or(0, |c| c.reused),
             reason: cache.map(|c| c.reason.name()),
             seed: self.choices[choice].seed,

@@ -27,6 +27,9 @@ pub struct Ended {
     pub prompt_tokens: usize,
     /// Tokens of the prompt that were in the cache.
     pub matched: usize,
+    /// Reused tokens that came from host memory and from disk.
+    pub host: usize,
+    pub disk: usize,
     /// Tokens of the prompt that were not computed.
     pub reused: usize,
     /// Why not more; `None` if the cache was not asked.
@@ -53,6 +56,8 @@ impl Ended {
         json!({
             "matched_tokens": self.matched,
             "reused_tokens": self.reused,
+            "host_tokens": self.host,
+            "disk_tokens": self.disk,
             "reason": self.reason,
             "seed": self.seed,
             "queue_ms": t.queue_ms,
@@ -188,6 +193,8 @@ pub mod tests {
             at_stop: false,
             prompt_tokens: 100,
             matched: 64,
+            host: 0,
+            disk: 0,
             reused: 64,
             reason: Some("first_sight"),
             seed: None,

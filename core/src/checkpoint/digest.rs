@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+#[cfg(not(target_arch = "wasm32"))]
+use super::kept;
 use super::{Checkpoint, Kind};
 use crate::{
     Result,
@@ -10,11 +12,26 @@ use crate::{
 
 impl Checkpoint {
     /// A digest of all weights: of the name, dtype and shape of every tensor and of all bytes that it is made of. The files that they
-    /// are in do not matter. `report` gets the bytes read so far, now and then.
+    /// are in do not matter. `report` gets the bytes read so far, now and then; nothing is read of files that have not changed since
+    /// their digest was kept in the user's cache directory.
     ///
     /// # Errors
     /// Those of the source.
     pub async fn digest(&self, report: &mut dyn FnMut(u64)) -> Result<Digest> {
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Kind::Files { source, tensors, .. } = &self.kind
+            && self.bytes() >= kept::FROM
+            && let Some(dir) = crate::cache_dir::open("digests")
+        {
+            let outline = self.hash(None).await?;
+            let files: BTreeSet<String> = tensors.values().map(|info| source.path(&info.file)).collect();
+            return kept::or(&dir, outline, &files, self.hash(Some(report))).await;
+        }
+        self.hash(Some(report)).await
+    }
+
+    /// The digest; without `report` that of everything but the bytes, which are not read.
+    async fn hash(&self, mut report: Option<&mut dyn FnMut(u64)>) -> Result<Digest> {
         /// Bytes read at a time.
         const PIECE: u64 = 16 << 20;
         let mut hasher = Hasher::default();
@@ -44,12 +61,14 @@ impl Checkpoint {
                 // A stored tensor may be a part of several.
                 let first = seen.insert((file.clone(), range.start));
                 hasher.update(format!("{} bytes {first}\n", range.end - range.start).as_bytes());
-                let mut at = if first { range.start } else { range.end };
+                let mut at = if first && report.is_some() { range.start } else { range.end };
                 while at < range.end {
                     let end = range.end.min(at + PIECE);
                     hasher.update(&source.read(file, at..end).await?);
                     (done, at) = (done + end - at, end);
-                    report(done);
+                    if let Some(report) = &mut report {
+                        report(done);
+                    }
                 }
             }
         }

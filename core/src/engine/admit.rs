@@ -8,12 +8,13 @@ use crate::state::{
     cache::{Match, Wanted},
     prefix::{NONE, Stateless},
 };
+use crate::tier::Tier;
 
 /// What became of the next request of a share.
 pub(super) enum Admission {
     /// It runs, at this place among the running ones.
     Admitted(usize),
-    /// There is none, or it waits for something that others compute.
+    /// There is none, or it waits for something that others compute or that a lower tier brings.
     Later,
     /// Lanes, slots or pages are short.
     NoRoom,
@@ -23,7 +24,7 @@ impl Scheduler {
     /// Admits the next request of a share if it fits now.
     pub(super) fn admit(&mut self, share: &str, plan: &mut Plan) -> Admission {
         let Some(id) = self.shares.head(share) else { return Admission::Later };
-        if self.queue.get(&id).is_some_and(|seq| seq.outstanding > 0) {
+        if self.loading.contains(&id) || self.queue.get(&id).is_some_and(|seq| seq.outstanding > 0) {
             return Admission::Later;
         }
         if self.free_lanes.is_empty() {
@@ -151,19 +152,33 @@ impl Scheduler {
         }
     }
 
+    /// How many of the `skipped` tokens before `hit` came from host memory and from disk.
+    fn lifted(&mut self, seq: &mut Sequence, hit: usize, skipped: usize) -> (usize, usize) {
+        let Some((tier, from, to)) = seq.lifted.take() else { return (0, 0) };
+        let tokens = hit.min(to).saturating_sub(from).min(skipped);
+        let tiers = &mut self.stats.tiers;
+        match tier {
+            Tier::Host => tiers.host_tokens += tokens as u64,
+            Tier::Disk => tiers.disk_tokens += tokens as u64,
+        }
+        if tier == Tier::Host { (tokens, 0) } else { (0, tokens) }
+    }
+
     /// Writes the report at the first admission. Later admissions only add pages that other requests computed meanwhile.
     fn note(&mut self, seq: &mut Sequence, found: &Match) {
         let (hit, matched) = (seq.done, found.nodes.len() * GRID);
         let skipped = hit.min(seq.prompt_len).saturating_sub(seq.computed);
         seq.computed = seq.computed.max(hit);
         self.stats.tokens_reused += skipped as u64;
+        let (host, disk) = self.lifted(seq, hit, skipped);
         match &mut seq.report {
             None => {
                 self.stats.reasons[found.reason as usize] += 1;
-                seq.report = Some(Report { matched, reused: hit, reason: found.reason, converted: false });
+                seq.report = Some(Report { matched, reused: hit, reason: found.reason, host, disk, converted: false });
             }
             Some(report) => {
                 report.reused += skipped;
+                (report.host, report.disk) = (report.host + host, report.disk + disk);
                 if skipped > 0 {
                     report.matched = report.matched.max(hit);
                 }

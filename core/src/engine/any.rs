@@ -14,6 +14,9 @@ use crate::{
 /// What [`AnyEngine::step`] returns: one allocation a step.
 pub type Stepping<'a> = Pin<Box<dyn Future<Output = Result<Vec<Event>>> + 'a>>;
 
+/// What [`AnyEngine::retire`] returns.
+pub type Retiring<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
+
 /// What [`AnyEngine::export`] returns.
 pub type Exporting<'a> = Pin<Box<dyn Future<Output = Result<Exported>> + 'a>>;
 
@@ -30,6 +33,8 @@ pub trait AnyEngine {
     fn is_idle(&self) -> bool;
     /// See [`Engine::step`].
     fn step(&mut self) -> Stepping<'_>;
+    /// See [`Engine::retire`].
+    fn retire(&mut self) -> Retiring<'_>;
     /// See [`Engine::spec`].
     fn spec(&self) -> &ModelSpec;
     /// See [`Engine::caps`].
@@ -80,6 +85,9 @@ impl<B: Backend> AnyEngine for Engine<B> {
     }
     fn step(&mut self) -> Stepping<'_> {
         Box::pin(self.step())
+    }
+    fn retire(&mut self) -> Retiring<'_> {
+        Box::pin(self.retire())
     }
     fn spec(&self) -> &ModelSpec {
         self.spec()

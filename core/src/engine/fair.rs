@@ -59,6 +59,12 @@ impl Shares {
         self.0.get(share)?.waiting.first().map(|(_, id)| *id)
     }
 
+    /// The next `most` requests of each share.
+    pub fn next(&self, most: usize) -> Vec<Vec<SeqId>> {
+        let next = |share: &Share| share.waiting.iter().take(most).map(|(_, id)| *id).collect();
+        self.0.values().map(next).collect()
+    }
+
     /// Number of shares with requests that wait.
     pub fn waiting(&self) -> usize {
         self.0.values().filter(|share| !share.waiting.is_empty()).count()

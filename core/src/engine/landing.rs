@@ -1,9 +1,10 @@
 //! Slots and pages of a prefix that leaves or enters the tree without being computed.
 
-use super::schedule::Scheduler;
+use super::{plan::SeqId, schedule::Scheduler};
 use crate::{
     error::{Error, Result},
-    state::{GRID, PrefixHash, Realm, cache::Match, prefix::NodeId},
+    state::{CacheEvent, GRID, PrefixHash, PrefixKey, Realm, cache::Match, prefix::NodeId},
+    tier::{Place, Tier},
 };
 
 /// The deepest prefix of some tokens that a request could be continued from.
@@ -57,7 +58,77 @@ impl Landing {
     }
 }
 
+/// What lower tiers may have for a request that waits.
+#[derive(Debug)]
+pub(super) struct Sought {
+    /// The names of the prompt's pages that a match may use.
+    pub keys: Vec<PrefixKey>,
+    /// How many of them the tree has.
+    pub known: usize,
+    /// How many of them a request can go on from now.
+    pub hit: usize,
+}
+
 impl Scheduler {
+    /// Requests of each share that the next plan may admit, in order, as far as lower tiers were not looked up for them.
+    pub(super) fn candidates(&self) -> Vec<Vec<SeqId>> {
+        let mut shares = self.shares.next(self.free_lanes.len());
+        for share in &mut shares {
+            share.retain(|id| self.queue.get(id).is_some_and(|seq| !seq.looked && seq.outstanding == 0));
+        }
+        shares
+    }
+
+    /// Whether a request waits for its admission.
+    pub(super) fn is_waiting(&self, id: SeqId) -> bool {
+        self.queue.contains_key(&id)
+    }
+
+    /// What lower tiers may have for a request that waits; `None` if nothing could be used, or if it will wait for what is being
+    /// computed.
+    pub(super) fn seek(&mut self, id: SeqId) -> Option<Sought> {
+        if !self.rules.cache {
+            return None;
+        }
+        let seq = self.queue.get_mut(&id)?;
+        let root = self.cache.root_key(&seq.realm)?;
+        let pages = seq.matchable_pages();
+        seq.extend_hashes(pages);
+        let found = self.cache.find(&seq.realm, seq.named_pages(pages), self.step + 1);
+        let waits = self.running.iter().any(|other| other.will_capture(seq, found.hit, pages));
+        if waits || found.hit == pages {
+            return None;
+        }
+        Some(Sought { keys: seq.keys(root, pages).to_vec(), known: found.nodes.len(), hit: found.hit })
+    }
+
+    /// The place of the first `pages` pages of a request that waits.
+    pub(super) fn place(&self, id: SeqId, pages: usize) -> Option<Place> {
+        let (hashes, root) = self.queue.get(&id)?.names(pages);
+        Some(Place { hash: *hashes.last()?, root })
+    }
+
+    /// Takes slots and pages for the first `pages` pages of a request that waits and the state at their end; `None` if there is no
+    /// room now.
+    pub(super) fn open_lift(&mut self, id: SeqId, pages: usize) -> Option<Landing> {
+        let seq = self.queue.get(&id)?;
+        let (realm, tokens) = (seq.realm.clone(), seq.tokens[..pages * GRID].to_vec());
+        let states = if self.rules.has_slots { vec![pages * GRID] } else { Vec::new() };
+        self.open_landing(realm, &tokens, &states).ok()
+    }
+
+    /// Lower tiers were looked up for a request; `lifted` says which one led from and to which token.
+    pub(super) fn looked(&mut self, id: SeqId, lifted: Option<(Tier, usize, usize)>) {
+        if let Some(seq) = self.queue.get_mut(&id) {
+            (seq.looked, seq.lifted) = (true, lifted);
+        }
+    }
+
+    /// Tells subscribers about the host tier.
+    pub(super) fn report_host(&mut self, place: Place, stored: bool) {
+        self.cache.report(CacheEvent::Host { hash: place.hash, root: place.root, stored });
+    }
+
     /// The deepest prefix of `tokens` in the tree that a request could be continued from, with its deepest `states` states.
     pub(super) fn path(&self, realm: &Realm, tokens: &[u32], states: usize) -> Path {
         let (found, _) = self.follow(realm, tokens);

@@ -11,6 +11,7 @@ mod fair;
 mod flight;
 mod guide;
 mod landing;
+mod lower;
 mod options;
 pub mod plan;
 pub mod pools;
@@ -24,7 +25,7 @@ mod transfer;
 
 use std::{collections::HashMap, sync::Arc};
 
-pub use any::{AnyEngine, Exporting, Stepping};
+pub use any::{AnyEngine, Exporting, Retiring, Stepping};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
 pub use plan::{Plan, PlanRow, SeqId};
 pub use runner::Runner;
@@ -35,6 +36,7 @@ pub use tail::Needs;
 pub use transfer::{Export, Exported, Import, Imported};
 
 use crate::backend::{Backend, Caps};
+use crate::bundle::numerics;
 use crate::checkpoint::Checkpoint;
 use crate::controls::{LaneRules, Logprobs};
 use crate::error::{Error, Result};
@@ -46,6 +48,7 @@ use crate::weights::{Loader, Progress};
 
 use self::flight::{Flight, Incoming};
 use self::guide::Guide;
+use self::lower::Lower;
 use self::runner::RunnerLimits;
 
 /// Why a request ended.
@@ -172,6 +175,8 @@ pub struct Engine<B: Backend> {
     /// A step began and was not completed.
     failed: bool,
     weight_bytes: u64,
+    /// Boxed: most engines have none.
+    lower: Option<Box<Lower<B>>>,
 }
 
 impl<B: Backend> Engine<B> {
@@ -208,7 +213,13 @@ impl<B: Backend> Engine<B> {
         let pools = pools::alloc(&backend, &spec, sizes.split.slots, sizes.split.pages)?;
         let limits =
             RunnerLimits { lanes: options.max_batch, tokens: options.step_tokens, pages: sizes.pages_of_a_sequence() };
-        let scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
+        let mut scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
+        let lower = Lower::open(&options.tiers, &backend, &spec.layers)?;
+        if lower.is_some() {
+            // Names on disk are for other processes too, so the model is named beyond doubt.
+            let own = options.tiers.disk.as_ref().map_or(&fingerprint, |disk| &disk.identity);
+            scheduler.keep_evicted([own, numerics(backend.caps()).as_bytes()].concat());
+        }
         Ok(Self {
             runner: Runner::new(backend, model, pools, limits)?,
             scheduler,
@@ -223,6 +234,7 @@ impl<B: Backend> Engine<B> {
             landed: None,
             failed: false,
             weight_bytes,
+            lower: lower.map(Box::new),
         })
     }
 
@@ -289,6 +301,10 @@ impl<B: Backend> Engine<B> {
         if self.landing.is_none() {
             self.start()?;
         }
+        if self.landing.is_none() && self.flight.is_none() {
+            // Nothing runs: what a request waits for can only come from a lower tier.
+            self.settle().await?;
+        }
         let Some(flight) = &mut self.landing else { return Ok(Vec::new()) };
         if let Err(e) = flight.arrive().await {
             self.failed = true;
@@ -296,6 +312,8 @@ impl<B: Backend> Engine<B> {
         }
         let flight = self.landing.take().expect("it has just arrived");
         let mut events = self.land(flight);
+        // Commits may evict, and the next caller may write what is free.
+        self.demote();
         // The device computes the next step's logits while masks are made from the ids that have just arrived.
         if let Some(mut next) = self.flight.take_if(|next| next.held.is_some()) {
             self.failed = true;
@@ -318,10 +336,13 @@ impl<B: Backend> Engine<B> {
 
     /// Plans and enqueues a step. Waits for nothing.
     fn start(&mut self) -> Result<()> {
+        self.failed = true;
+        self.collect()?;
+        self.lift()?;
         let plan = self.scheduler.plan();
+        self.demote();
         // A plan commits cache changes before the device has run. If the step does not complete, the cached states are wrong, so
         // the engine stays failed.
-        self.failed = true;
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };
         self.failed = false;
         let asynchronous = self.runner.backend().caps().asynchronous;
@@ -414,6 +435,9 @@ impl<B: Backend> Engine<B> {
             all[i * len..][..len].into()
         };
         let now = (self.clock)();
+        if let Some(lower) = &mut self.lower {
+            lower.landed(flight.tokens, flight.enqueued, now);
+        }
         let mut events = Vec::new();
         for (i, (&(id, _), bytes)) in flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate() {
             let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
@@ -490,7 +514,11 @@ impl<B: Backend> Engine<B> {
 
     /// Counters since load.
     pub fn stats(&self) -> Stats {
-        self.scheduler.stats()
+        let mut stats = self.scheduler.stats();
+        if let Some(lower) = &self.lower {
+            stats.tiers = lower.stats(&stats.tiers);
+        }
+        stats
     }
 
     /// The scheduler, to look at: queue, pools, tree.
@@ -503,9 +531,12 @@ impl<B: Backend> Engine<B> {
         &self.runner
     }
 
-    /// Forgets all cached prefixes.
+    /// Forgets all cached prefixes, those in lower tiers too.
     pub fn clear_cache(&mut self) {
         self.scheduler.clear_cache();
+        if let Some(lower) = &mut self.lower {
+            lower.clear();
+        }
     }
 
     /// Starts or stops keeping and reusing prefixes. Prefixes that are in the cache stay.

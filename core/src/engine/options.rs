@@ -7,6 +7,7 @@ use crate::state::budget::Split;
 use crate::state::{CapturePolicy, GRID, Limits, StateShape};
 
 use super::pools;
+use crate::tier::TierOptions;
 
 /// Memory for states and pages where the device cannot report its free memory, in bytes (wgpu).
 const BLIND_BUDGET: u64 = 1 << 30;
@@ -33,6 +34,8 @@ pub struct EngineOptions {
     pub context: Option<usize>,
     /// Keep and reuse prefixes.
     pub prefix_cache: bool,
+    /// Where states and pages go that the tree has no room for.
+    pub tiers: TierOptions,
     /// Which states are kept.
     pub policy: CapturePolicy,
     /// Return the logits with every token: for comparisons, not for speed.
@@ -64,6 +67,7 @@ impl Default for EngineOptions {
             step_tokens: 512,
             context: None,
             prefix_cache: true,
+            tiers: TierOptions::default(),
             policy: CapturePolicy::Default,
             logits: false,
             clock,

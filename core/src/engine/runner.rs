@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use super::tail::{Needs, Tail};
 use crate::backend::{Backend, Measure, Ops};
+use crate::bundle::{Kind, Part};
 use crate::controls::LaneRules;
 use crate::error::Result;
 use crate::layer::LayerPools;
@@ -123,6 +124,39 @@ impl<B: Backend> Runner<B> {
         }
         let scratch = measure.scratch;
         self.backend.reserve(scratch)
+    }
+
+    /// The blocks of memory that hold one row of a part each time, in order.
+    pub(super) fn pools_of(&self, part: &Part) -> impl Iterator<Item = &Tensor<B::Buf>> {
+        let LayerPools { kv, conv, recurrent } = &self.pools[part.layer as usize];
+        let kind = part.kind;
+        let pages = kv.iter().filter_map(move |kv| match kind {
+            Kind::Key => Some(&kv.k),
+            Kind::Value => Some(&kv.v),
+            _ => None,
+        });
+        let conv = conv.iter().filter(move |_| kind == Kind::Conv);
+        pages.chain(conv).chain(recurrent.iter().filter(move |_| kind == Kind::Recurrent))
+    }
+
+    /// Reads one slot or page of these parts, each of which has one row: a piece for each block of memory, in order.
+    pub(super) fn read_entry(&self, parts: &[Part], entry: u32) -> Vec<B::Read> {
+        let pools = parts.iter().flat_map(|part| self.pools_of(part));
+        pools.map(|pool| self.backend.read(&pool.slice_rows(entry as usize, 1))).collect()
+    }
+
+    /// Writes one slot or page of these parts: the pieces of [`read_entry`](Self::read_entry) one after the other.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(super) fn write_entry(&self, parts: &[Part], entry: u32, bytes: &[u8]) -> Result<()> {
+        let mut rest = bytes;
+        for pool in parts.iter().flat_map(|part| self.pools_of(part)) {
+            let (now, later) = rest.split_at(pool.row_len() * pool.dtype.bytes());
+            self.backend.write(&pool.buf, pool.slice_rows(entry as usize, 1).byte_offset() as u64, now)?;
+            rest = later;
+        }
+        Ok(())
     }
 
     /// Records the model and the sampling of a step of this bucket.

@@ -30,6 +30,7 @@ use crate::{
     Error, Result,
     state::{
         Cache, CacheEvent, CapturePolicy, GRID, Limits, Pool, PrefixHash, Realm, Report, StateShape,
+        cache::Evicted,
         prefix::{NONE, Tree},
     },
     units::thousands,
@@ -66,6 +67,8 @@ pub struct Scheduler {
     pub(super) refused: Option<Arc<str>>,
     pub(super) free_lanes: Vec<u32>,
     pub(super) step: u64,
+    /// Requests that wait for values of a lower tier.
+    pub(super) loading: Vec<SeqId>,
     next_id: u64,
     held: Vec<u32>,
     swapped: Vec<u32>,
@@ -136,11 +139,27 @@ impl Scheduler {
             refused: None,
             free_lanes: (0..limits.max_batch as u32).rev().collect(),
             step: 0,
+            loading: Vec::new(),
             next_id: 0,
             held: Vec::new(),
             swapped: Vec::new(),
             limits,
         })
+    }
+
+    /// Collects what the tree loses for lack of room, for lower tiers.
+    pub(super) fn keep_evicted(&mut self, identity: Vec<u8>) {
+        self.cache.keep_evicted(identity);
+    }
+
+    /// What the tree has lost since the last call.
+    pub(super) fn take_evicted(&mut self) -> Vec<Evicted> {
+        self.cache.take_evicted()
+    }
+
+    /// Everything that the tree has, for lower tiers.
+    pub(super) fn contents(&self) -> Vec<Evicted> {
+        self.cache.contents()
     }
 
     /// The name of the empty prefix in `realm`, from which those of its pages are chained.

@@ -7,10 +7,11 @@ use crate::{
     controls::{Constraint, Controls},
     sample::Sampling,
     state::{
-        Cache, GRID, PrefixHash, Realm, Report,
+        Cache, GRID, PrefixHash, PrefixKey, Realm, Report,
         cache::Wanted,
         prefix::{NONE, NodeId, Stateless},
     },
+    tier::Tier,
 };
 
 /// A request as the caller submits it.
@@ -79,6 +80,12 @@ pub(super) struct Sequence {
     /// Names of the whole pages of `tokens`, as far as they were needed.
     hashes: Vec<PrefixHash>,
     root: PrefixHash,
+    /// Their names for lower tiers, as far as they were needed.
+    keys: Vec<PrefixKey>,
+    /// Lower tiers were looked up since it waits.
+    pub looked: bool,
+    /// What came from one: the tier, and the tokens from and to which it led.
+    pub lifted: Option<(Tier, usize, usize)>,
     /// The match of the first admission.
     pub report: Option<Report>,
     /// Sampled tokens that the host has not read.
@@ -123,6 +130,9 @@ impl Sequence {
             boundaries: request.boundaries,
             hashes: Vec::new(),
             root: cache.root_hash(&realm),
+            keys: Vec::new(),
+            looked: false,
+            lifted: None,
             realm,
             share: request.share.into(),
             priority: request.priority,
@@ -162,6 +172,21 @@ impl Sequence {
             let parent = self.hashes.last().copied().unwrap_or(self.root);
             self.hashes.push(parent.child(&self.tokens[i * GRID..(i + 1) * GRID]));
         }
+    }
+
+    /// The names of the first `pages` pages for lower tiers; `root` is that of the empty prefix.
+    pub fn keys(&mut self, root: PrefixKey, pages: usize) -> &[PrefixKey] {
+        while self.keys.len() < pages {
+            let i = self.keys.len();
+            let parent = self.keys.last().copied().unwrap_or(root);
+            self.keys.push(parent.child(&self.tokens[i * GRID..(i + 1) * GRID]));
+        }
+        &self.keys[..pages]
+    }
+
+    /// Its names of the first `pages` pages in the tree, and that of the empty prefix.
+    pub fn names(&self, pages: usize) -> (&[PrefixHash], PrefixHash) {
+        (&self.hashes[..pages], self.root)
     }
 
     /// Name and tokens of each of the first `pages` pages, whose names are computed.
@@ -248,6 +273,7 @@ impl Sequence {
             cache.unguard(self.guard);
         }
         (self.cur, self.done, self.entered, self.decoding) = (0, 0, 0, false);
+        self.looked = false;
         (self.tip, self.guard, self.decode_state) = (NONE, NONE, None);
         self.wanted.clear();
     }

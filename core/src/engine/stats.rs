@@ -1,6 +1,9 @@
 //! Counters of a run.
 
-use crate::state::{Reason, cache::Evictions};
+use crate::{
+    state::{Reason, cache::Evictions},
+    tier::TierStats,
+};
 
 /// Totals since the scheduler was made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,6 +27,8 @@ pub struct Stats {
     pub captures_skipped: u64,
     /// States and nodes lost for lack of room.
     pub evictions: Evictions,
+    /// The tiers below the device.
+    pub tiers: TierStats,
     /// Sequences that were put back into the queue.
     pub preemptions: u64,
     /// Most slots in use at a time, snapshots included.

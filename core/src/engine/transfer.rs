@@ -7,11 +7,9 @@ use std::{collections::VecDeque, io::Write, pin::Pin};
 use super::{Engine, landing::Landing, landing::Path};
 use crate::{
     backend::Backend,
-    bundle::{Dtypes, Head, Identity, Kind, Part, Reader, Writer, convert, lineage, numerics, parts},
+    bundle::{Dtypes, Head, Identity, Part, Reader, Writer, convert, lineage, numerics, parts},
     error::{Error, Result},
-    layer::LayerPools,
     state::{GRID, Realm},
-    tensor::Tensor,
 };
 
 /// Reads of a device in flight at a time: their bytes are all that a transfer holds.
@@ -111,7 +109,7 @@ impl<B: Backend> Engine<B> {
         for part in &head.parts {
             for row in 0..part.rows() {
                 let entry = path.entry(part, row);
-                for pool in self.pools_of(part) {
+                for pool in self.runner.pools_of(part) {
                     reads.push_back(Box::pin(self.runner.backend().read(&pool.slice_rows(entry as usize, 1))));
                     if reads.len() == READS {
                         let first = reads.pop_front().expect("it is full");
@@ -145,6 +143,8 @@ impl<B: Backend> Engine<B> {
             Error::BadRequest(why) => Error::BadRequest(format!("{file}: {why}")),
             e => e,
         })?;
+        // What made room for it goes to a lower tier before it is overwritten.
+        self.demote();
         let written = bundle.rows(&mut |part, row, bytes| match landing.entry(part, row) {
             Some(entry) => self.write_row(&file, part, entry, bytes),
             None => Ok(()),
@@ -180,7 +180,7 @@ impl<B: Backend> Engine<B> {
             }
             return Ok(head.numerics.clone());
         }
-        let differs = |part: &&Part| self.pools_of(part).any(|pool| pool.dtype != part.dtype);
+        let differs = |part: &&Part| self.runner.pools_of(part).any(|pool| pool.dtype != part.dtype);
         match head.parts.iter().find(differs) {
             Some(part) => {
                 let why = format!("tensor `{}` is {:?}, which its numerics `{own}` exclude", part.name(), part.dtype);
@@ -190,23 +190,10 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// The blocks of memory that hold one row of a part each time, in order.
-    fn pools_of(&self, part: &Part) -> impl Iterator<Item = &Tensor<B::Buf>> {
-        let LayerPools { kv, conv, recurrent } = &self.runner.pools()[part.layer as usize];
-        let kind = part.kind;
-        let pages = kv.iter().filter_map(move |kv| match kind {
-            Kind::Key => Some(&kv.k),
-            Kind::Value => Some(&kv.v),
-            _ => None,
-        });
-        let conv = conv.iter().filter(move |_| kind == Kind::Conv);
-        pages.chain(conv).chain(recurrent.iter().filter(move |_| kind == Kind::Recurrent))
-    }
-
     /// Writes a row of a part into a slot or page, converted to the dtype there.
     fn write_row(&self, file: &str, part: &Part, entry: u32, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
-        for pool in self.pools_of(part) {
+        for pool in self.runner.pools_of(part) {
             let (now, later) = rest.split_at(pool.row_len() * part.dtype.bytes());
             let values = convert(now, part.dtype, pool.dtype).ok_or_else(|| {
                 let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);

@@ -107,10 +107,17 @@ impl Driver {
         loop {
             match caught(self.wait_and_turn()).await {
                 Ok(Ok(true)) => {}
-                Ok(Ok(false)) => return,
+                Ok(Ok(false)) => return self.retire().await,
                 Ok(Err(e)) => return self.fail(e),
                 Err(why) => return self.fail(Error::Panicked(why)),
             }
+        }
+    }
+
+    /// Keeps what another process may use. Nobody is left to hear of an error.
+    async fn retire(&mut self) {
+        if let Ok(Err(e)) | Err(e) = caught(self.engine.retire()).await.map_err(Error::Panicked) {
+            tracing::warn!("what the prefix cache holds could not be kept: {e}");
         }
     }
 
@@ -227,7 +234,7 @@ impl Driver {
     fn publish(&self) {
         let scheduler = self.engine.scheduler();
         let snapshot = Snapshot {
-            counters: scheduler.stats(),
+            counters: self.engine.stats(),
             running: scheduler.running(),
             waiting: scheduler.waiting(),
             deferred: scheduler.deferred(),

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use super::{
-    CacheEvent, Limits, Pool, PrefixHash, Realm, Reason, StateShape,
+    CacheEvent, Limits, Pool, PrefixHash, PrefixKey, Realm, Reason, StateShape,
     prefix::{NONE, NodeId, Stateless, Tree},
     recent::Recent,
 };
@@ -48,6 +48,21 @@ pub struct Evictions {
     pub nodes: u64,
 }
 
+/// What the tree lost for lack of room. Slot and page keep their values until the next step is enqueued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// Name of the prefix for lower tiers.
+    pub key: PrefixKey,
+    /// Its name in the tree, and that of its root.
+    pub hash: PrefixHash,
+    /// The root's.
+    pub root: PrefixHash,
+    /// The page at its end, 0 if that stays or there is none.
+    pub page: u32,
+    /// The state at its end, 0 if there is none.
+    pub slot: u32,
+}
+
 /// Slots, pages and the prefix tree of one model.
 #[derive(Debug)]
 pub struct Cache {
@@ -64,6 +79,9 @@ pub struct Cache {
     recent: Recent,
     events: Option<Vec<CacheEvent>>,
     evictions: Evictions,
+    /// Names the model for lower tiers, if there are some.
+    identity: Option<Vec<u8>>,
+    evicted: Vec<Evicted>,
 }
 
 impl Cache {
@@ -84,6 +102,8 @@ impl Cache {
             recent: Recent::new(REMEMBERED),
             events: None,
             evictions: Evictions::default(),
+            identity: None,
+            evicted: Vec::new(),
         }
     }
 
@@ -112,6 +132,29 @@ impl Cache {
         PrefixHash::root_of(&self.fingerprint, realm)
     }
 
+    /// Collects what is evicted from here on, for lower tiers. `identity` names the model and everything else that its states
+    /// depend on; the tree is empty.
+    pub fn keep_evicted(&mut self, identity: Vec<u8>) {
+        assert!(self.tree.is_empty(), "nodes of the tree have no names for lower tiers");
+        self.identity = Some(identity);
+    }
+
+    /// What was evicted since the last call.
+    pub fn take_evicted(&mut self) -> Vec<Evicted> {
+        std::mem::take(&mut self.evicted)
+    }
+
+    /// Everything in the tree, as if it were evicted, in no order; it stays. Nothing without lower tiers.
+    pub fn contents(&self) -> Vec<Evicted> {
+        let values = self.tree.iter().filter(|(_, node)| node.page != 0 || node.slot != 0);
+        values.filter_map(|(id, node)| self.lost(id, node.page, node.slot)).collect()
+    }
+
+    /// Name of the empty prefix of `realm` for lower tiers, if there are some.
+    pub fn root_key(&self, realm: &Realm) -> Option<PrefixKey> {
+        self.identity.as_ref().map(|identity| PrefixKey::root(identity, realm))
+    }
+
     /// Starts to collect events, or stops.
     pub fn subscribe(&mut self, on: bool) {
         self.events = on.then(Vec::new);
@@ -120,6 +163,13 @@ impl Cache {
     /// The events since the last call, oldest first.
     pub fn take_events(&mut self) -> Vec<CacheEvent> {
         self.events.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Adds an event of a lower tier.
+    pub fn report(&mut self, event: CacheEvent) {
+        if let Some(events) = &mut self.events {
+            events.push(event);
+        }
     }
 
     /// Walks `pages` (name and tokens of each) from the root of `realm`. `step` is the step being planned.
@@ -219,7 +269,8 @@ impl Cache {
     /// The root of `realm`. The caller guards it before the next change.
     pub fn root(&mut self, realm: &Realm) -> NodeId {
         let hash = self.root_hash(realm);
-        self.tree.root(realm, hash)
+        let key = self.root_key(realm);
+        self.tree.root(realm, hash, key)
     }
 
     /// A running sequence needs `id` and all its ancestors.
@@ -281,6 +332,9 @@ impl Cache {
     /// Takes the state from a node. The node stays, unless it has neither page nor child.
     pub fn drop_state(&mut self, id: NodeId, why: Stateless) {
         let slot = self.tree[id].slot;
+        if why == Stateless::Evicted {
+            self.keep(id, 0, slot);
+        }
         self.tree.set_slot(id, 0, why);
         self.node_of_slot[slot as usize] = NONE;
         self.slots.release(slot);
@@ -359,6 +413,7 @@ impl Cache {
             self.pages.release(page);
         }
         self.recent.clear();
+        self.evicted.clear();
         if let Some(events) = &mut self.events {
             events.push(CacheEvent::Cleared);
         }
@@ -455,6 +510,9 @@ impl Cache {
     /// Removes a leaf with its page and slot, and returns its parent.
     fn remove(&mut self, id: NodeId, evicted: bool) -> NodeId {
         let (slot, page, hash) = (self.tree[id].slot, self.tree[id].page, self.tree[id].hash);
+        if evicted {
+            self.keep(id, page, slot);
+        }
         let parent = self.tree.remove(id);
         if slot != 0 {
             self.node_of_slot[slot as usize] = NONE;
@@ -473,6 +531,19 @@ impl Cache {
             self.tree.refresh(parent, &self.slots, &self.pages);
         }
         parent
+    }
+
+    /// Notes what lower tiers may keep of a node that loses it.
+    fn keep(&mut self, id: NodeId, page: u32, slot: u32) {
+        if page != 0 || slot != 0 {
+            let lost = self.lost(id, page, slot);
+            self.evicted.extend(lost);
+        }
+    }
+
+    fn lost(&self, id: NodeId, page: u32, slot: u32) -> Option<Evicted> {
+        let node = &self.tree[id];
+        Some(Evicted { key: node.key?, hash: node.hash, root: self.tree[node.root].hash, page, slot })
     }
 
     fn refresh_slot(&mut self, slot: u32) {

@@ -5,6 +5,7 @@
 //!
 //! * [`pool`]: reference-counted ids, one pool for slots and one for pages.
 //! * [`hash`]: the chained name of a 64-token page under its parent, the same in every process.
+//! * [`key`]: its name outside of the tree.
 //! * [`prefix`]: the tree of pages and its two orders of eviction.
 //! * [`cache`]: the pools and the tree together: match, enter, capture, evict.
 //! * [`recent`]: hashes of recently removed nodes, to tell an eviction from a first sight.
@@ -14,6 +15,7 @@
 pub mod budget;
 pub mod cache;
 pub mod hash;
+pub mod key;
 pub mod pool;
 pub mod prefix;
 pub mod recent;
@@ -21,6 +23,7 @@ pub mod report;
 
 pub use cache::Cache;
 pub use hash::PrefixHash;
+pub use key::PrefixKey;
 pub use pool::Pool;
 pub use report::{CacheEvent, Reason, Report};
 

@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{PrefixHash, Realm, pool::Pool};
+use super::{PrefixHash, PrefixKey, Realm, pool::Pool};
 
 /// Index of a node. Reused after the node is removed.
 pub type NodeId = u32;
@@ -37,6 +37,10 @@ pub enum Stateless {
 pub struct Node {
     /// Name of the prefix that ends here.
     pub hash: PrefixHash,
+    /// Its name for lower tiers; `None` if there are none.
+    pub key: Option<PrefixKey>,
+    /// The root above it; itself for a root.
+    pub root: NodeId,
     /// [`NONE`] for a root.
     pub parent: NodeId,
     /// Pages from the root to here, this one included.
@@ -141,11 +145,11 @@ impl Tree {
     }
 
     /// The root of `realm`. The next change removes a root without guard and without child.
-    pub fn root(&mut self, realm: &Realm, hash: PrefixHash) -> NodeId {
+    pub fn root(&mut self, realm: &Realm, hash: PrefixHash, key: Option<PrefixKey>) -> NodeId {
         if let Some(root) = self.find_root(realm) {
             return root;
         }
-        let root = self.add(hash, NONE, Box::default(), 0);
+        let root = self.add(hash, key, NONE, Box::default(), 0);
         self.roots.insert(realm.clone(), root);
         self.names.insert(root, realm.clone());
         root
@@ -162,7 +166,8 @@ impl Tree {
         if self.by_hash.contains_key(&hash) {
             return None;
         }
-        let id = self.add(hash, parent, tokens.into(), page);
+        let key = self[parent].key.map(|key| key.child(tokens));
+        let id = self.add(hash, key, parent, tokens.into(), page);
         self.by_hash.insert(hash, id);
         self[parent].children += 1;
         let key = (self[parent].used, parent);
@@ -292,11 +297,21 @@ impl Tree {
         self.nodes.iter().enumerate().filter(|(_, n)| n.alive).map(|(i, n)| (i as NodeId, n))
     }
 
-    fn add(&mut self, hash: PrefixHash, parent: NodeId, tokens: Box<[u32]>, page: u32) -> NodeId {
-        let depth = if parent == NONE { 0 } else { self[parent].depth + 1 };
+    fn add(
+        &mut self,
+        hash: PrefixHash,
+        key: Option<PrefixKey>,
+        parent: NodeId,
+        tokens: Box<[u32]>,
+        page: u32,
+    ) -> NodeId {
+        let id = self.free.pop().unwrap_or(self.nodes.len() as NodeId);
+        let (depth, root) = if parent == NONE { (0, id) } else { (self[parent].depth + 1, self[parent].root) };
         let used = self.tick();
         let node = Node {
             hash,
+            key,
+            root,
             parent,
             depth,
             tokens,
@@ -311,13 +326,11 @@ impl Tree {
             state_used: used,
             alive: true,
         };
-        if let Some(id) = self.free.pop() {
-            self[id] = node;
-            id
-        } else {
-            self.nodes.push(node);
-            (self.nodes.len() - 1) as NodeId
+        match self.nodes.get_mut(id as usize) {
+            Some(free) => *free = node,
+            None => self.nodes.push(node),
         }
+        id
     }
 
     fn tick(&mut self) -> u64 {

@@ -47,12 +47,16 @@ pub struct Report {
     pub reused: usize,
     /// Why `reused` is not larger.
     pub reason: Reason,
+    /// Tokens of `reused` that came back from host memory.
+    pub host: usize,
+    /// Tokens of `reused` that came back from disk.
+    pub disk: usize,
     /// What was reused goes back to converted values of a bundle, see [`Realm::origin`](super::Realm::origin): the answer may
     /// differ from one computed here.
     pub converted: bool,
 }
 
-/// A change of the tree. A later `Stored` of the same hash replaces the earlier one (a node gained or lost its state).
+/// A change of the tree or of the host tier. A later `Stored` of the same hash replaces the earlier one (a node gained or lost its state).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// A page is in the tree.
@@ -71,6 +75,15 @@ pub enum CacheEvent {
         /// Its name.
         hash: PrefixHash,
     },
-    /// All pages left the tree.
+    /// A prefix from whose end a request can be continued came into host memory, or left it. It may be in the tree as well.
+    Host {
+        /// Its name.
+        hash: PrefixHash,
+        /// The name of its root.
+        root: PrefixHash,
+        /// Whether it is there now.
+        stored: bool,
+    },
+    /// All pages left the tree and host memory.
     Cleared,
 }

@@ -14,4 +14,5 @@ mod scaled;
 mod session;
 mod sim;
 mod state_engine;
+mod tiers;
 mod wrapped;

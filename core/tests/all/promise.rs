@@ -1,7 +1,7 @@
 //! The promise: cache on = cache off, alone = batched, bit for bit on the CPU backend.
 //!
 //! Random requests that share prefixes, fork, grow, stop and are cancelled run through an engine of random size. Every
-//! free slot and page is filled with NaN between steps. Tokens **and logits** of each request must equal those of the
+//! free slot and page is filled with NaN between steps. Half of the engines have a lower tier, most of them a tiny one. Tokens **and logits** of each request must equal those of the
 //! same request alone in a large engine with the cache off. Every second case runs as on an asynchronous device: the
 //! next step is planned before the last one's tokens are known. Two in three requests have rules over their logits: penalties,
 //! biases, forbidden tokens, a constraint that depends on its own tokens, log probabilities. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a
@@ -9,7 +9,9 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use pollster::block_on;
 use selkie_core::backend::{Backend, Caps};
@@ -26,6 +28,7 @@ use selkie_core::sample::Sampling;
 use selkie_core::source::{Bytes, Dir, read_small};
 use selkie_core::state::{CapturePolicy, Reason, Report};
 use selkie_core::tensor::Tensor;
+use selkie_core::tier::{DiskOptions, Rates, TierOptions};
 
 use crate::random::Random;
 
@@ -111,9 +114,9 @@ impl Backend for Behind {
     }
 }
 
-struct TestModel {
-    name: String,
-    architecture: Architecture,
+pub(super) struct TestModel {
+    pub name: String,
+    pub architecture: Architecture,
     checkpoint: Checkpoint,
     products: Products,
 }
@@ -145,14 +148,14 @@ impl TestModel {
         })
     }
 
-    fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
+    pub fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
         let (backend, name, mut report) = (Behind::new(asynchronous, self.products), self.name.as_bytes(), |_| {});
         block_on(Engine::load(backend, &self.architecture, &self.checkpoint, name, options, &mut report)).unwrap()
     }
 }
 
 /// Models so small that thousands of cases run in a minute, one for each kind of layer.
-fn micro_models() -> Vec<TestModel> {
+pub(super) fn micro_models() -> Vec<TestModel> {
     let hybrid = r#"{"model_type":"nemotron_h","hidden_size":16,"num_attention_heads":2,"num_key_value_heads":1,
         "head_dim":8,"intermediate_size":16,"mamba_num_heads":2,"mamba_head_dim":8,"ssm_state_size":8,"n_groups":1,
         "conv_kernel":4,"vocab_size":40,"hybrid_override_pattern":"M*-M","max_position_embeddings":1024}"#;
@@ -225,13 +228,17 @@ impl Constraint for Rule {
 
 /// A request and its constraint, which the request's own text does not show.
 #[derive(Clone, Debug)]
-struct Asked {
-    request: Request,
+pub(super) struct Asked {
+    pub request: Request,
     rule: Option<Rule>,
 }
 
 impl Asked {
-    fn request(&self) -> Request {
+    pub fn plain(request: Request) -> Self {
+        Self { request, rule: None }
+    }
+
+    pub fn request(&self) -> Request {
         let constraint = self.rule.clone().map(|rule| Box::new(rule) as Box<dyn Constraint + Send>);
         Request { constraint, ..self.request.clone() }
     }
@@ -263,10 +270,10 @@ fn controls(random: &mut Random, vocab: usize, max_tokens: usize) -> Controls {
 
 /// What a request gave: tokens, logits, log probabilities, and how it ended.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Output(Vec<u32>, Vec<Box<[f32]>>, Vec<Option<Box<Logprobs>>>, Option<FinishReason>);
+pub(super) struct Output(Vec<u32>, Vec<Box<[f32]>>, Vec<Option<Box<Logprobs>>>, Option<FinishReason>);
 
 impl Output {
-    fn take(&mut self, event: Event) {
+    pub fn take(&mut self, event: Event) {
         match event {
             Event::Token { token, logits, logprobs, .. } => {
                 self.0.push(token);
@@ -279,14 +286,14 @@ impl Output {
 }
 
 /// Runs requests alone, with the cache off, and keeps the results, since the same requests recur.
-struct Alone<'a> {
+pub(super) struct Alone<'a> {
     engine: Engine<Behind>,
     known: HashMap<String, Output>,
     model: &'a TestModel,
 }
 
 impl<'a> Alone<'a> {
-    fn new(model: &'a TestModel, context: usize) -> Self {
+    pub fn new(model: &'a TestModel, context: usize) -> Self {
         let options = EngineOptions {
             max_batch: 1,
             prefix_cache: false,
@@ -298,7 +305,7 @@ impl<'a> Alone<'a> {
         Self { engine: model.engine(&options, false), known: HashMap::new(), model }
     }
 
-    fn run(&mut self, asked: &Asked) -> Output {
+    pub fn run(&mut self, asked: &Asked) -> Output {
         let key = format!("{asked:?}");
         if let Some(known) = self.known.get(&key) {
             return known.clone();
@@ -380,13 +387,36 @@ fn options(random: &mut Random, requests: &[Asked], context: usize) -> EngineOpt
         context: Some(context),
         prefix_cache: !random.one_in(6),
         policy: random.pick(&[CapturePolicy::Default, CapturePolicy::OnePerPrefill]),
+        tiers: tiers(random),
         logits: true,
         ..EngineOptions::default()
     }
 }
 
-/// Runs one case and compares everything. Returns the tokens reused, so that a run shows that it reused something.
-fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
+/// Lower tiers for half of the cases, from room for one value on. Those on disk are in a directory of their own.
+fn tiers(random: &mut Random) -> TierOptions {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let disk = random.one_in(8).then(|| DiskOptions {
+        dir: std::env::temp_dir().join(format!(
+            "selkie-promise-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        )),
+        bytes: random.pick(&[20_000, 1 << 30]),
+        ttl: Duration::from_secs(3600),
+        identity: b"a model of the test".to_vec(),
+    });
+    let never = Rates { copy: Some(0.0), disk: None, prompt: Some(1.0) };
+    TierOptions {
+        host: random.pick(&[0, 0, 5000, 20_000, 1 << 30]),
+        disk,
+        rates: random.pick(&[Rates::ALWAYS, Rates::ALWAYS, Rates::ALWAYS, Rates::default(), never]),
+    }
+}
+
+/// Runs one case and compares everything. Returns the tokens reused, and how many of them came from host memory and disk, so that a
+/// run shows that it reused something.
+fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> [usize; 3] {
     let context = 512;
     let mut random = Random(seed);
     let vocab = model.architecture.spec().vocab;
@@ -396,8 +426,12 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
     let label = format!("{}, seed {seed}, pipelined {pipelined}, {options:?}", model.name);
     let mut engine = model.engine(&options, pipelined);
     let mut waiting: Vec<(usize, Asked)> = requests.iter().cloned().enumerate().rev().collect();
+    if options.tiers.any() {
+        // What was evicted is wanted again.
+        waiting = [waiting.clone(), waiting].concat();
+    }
     let mut running: HashMap<SeqId, (usize, Output)> = HashMap::new();
-    let (mut reused, mut prompt_tokens, mut cancelled) = (0, 0, false);
+    let (mut reused, mut lifted, mut prompt_tokens, mut cancelled) = (0, [0, 0], 0, false);
     let mut steps = 0;
     while !(waiting.is_empty() && engine.is_idle()) {
         steps += 1;
@@ -437,6 +471,8 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
                     }
                     if let Some(report) = end.cache {
                         reused += report.reused;
+                        assert!(report.host + report.disk <= report.reused, "{label}: {report:?}");
+                        lifted = [lifted[0] + report.host, lifted[1] + report.disk];
                         prompt_tokens += request.prompt.len();
                     }
                 }
@@ -449,6 +485,11 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
     if !cancelled {
         assert_eq!(stats.tokens_prefilled as usize + reused, prompt_tokens, "{label}: {stats:?}");
     }
+    let tiers = stats.tiers;
+    assert!(tiers.host_bytes <= options.tiers.host, "{label}: {tiers:?}");
+    if !cancelled {
+        assert_eq!([tiers.host_tokens as usize, tiers.disk_tokens as usize], lifted, "{label}: {tiers:?}");
+    }
     engine.clear_cache();
     let scheduler = engine.scheduler();
     assert_eq!((scheduler.slots().used(), scheduler.pages().used()), (0, 0), "{label}: leak");
@@ -459,24 +500,40 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> usize {
             assert!(null.iter().all(|&b| b == 0), "{label}: entry 0 of a pool was written");
         }
     }
-    reused
+    if let Some(disk) = &options.tiers.disk {
+        drop(engine);
+        std::fs::remove_dir_all(&disk.dir).unwrap();
+    }
+    [reused, lifted[0], lifted[1]]
 }
 
-fn run(models: Vec<TestModel>, cases: u64) {
+/// Returns the tokens that came from host memory and from disk.
+fn run(models: Vec<TestModel>, cases: u64) -> [usize; 2] {
+    let mut lifted = [0, 0];
     let number = |name| std::env::var(name).ok().map(|v| v.parse::<u64>().expect("a number"));
     let cases = number("SELKIE_PROMISE_CASES").unwrap_or(cases);
     let seed = number("SELKIE_PROMISE_SEED").unwrap_or(1);
     for model in &models {
         let mut alone = Alone::new(model, 512);
-        let reused: usize = (0..cases).map(|i| case(model, &mut alone, seed + i)).sum();
-        println!("{}: {cases} cases from seed {seed}, {reused} tokens reused", model.name);
+        let mut sum = [0, 0, 0];
+        for i in 0..cases {
+            sum.iter_mut().zip(case(model, &mut alone, seed + i)).for_each(|(sum, n)| *sum += n);
+        }
+        let [reused, host, disk] = sum;
+        println!(
+            "{}: {cases} cases from seed {seed}, {reused} tokens reused, {host} from host memory, {disk} from disk",
+            model.name
+        );
         assert!(reused > 0, "{}: no case reused anything", model.name);
+        lifted = [lifted[0] + host, lifted[1] + disk];
     }
+    lifted
 }
 
 #[test]
 fn cache_on_is_cache_off_and_alone_is_batched() {
-    run(micro_models(), 500);
+    let [host, disk] = run(micro_models(), 500);
+    assert!(host > 1000 && disk > 100, "{host} tokens from host memory, {disk} from disk");
 }
 
 /// Hybrids in codes whose widths are those of blocks of 32, 64 and 256, with products in 8 bits and exact ones.
@@ -504,7 +561,7 @@ fn so_it_is_for_codes() {
 }
 
 /// A model of each reference folder that runs.
-fn golden_models() -> Vec<TestModel> {
+pub(super) fn golden_models() -> Vec<TestModel> {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
     let mut folders: Vec<_> = std::fs::read_dir(golden).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.retain(|path| path.is_dir());

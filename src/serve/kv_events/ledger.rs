@@ -24,6 +24,13 @@ pub enum Change {
         /// Their names.
         hashes: Vec<u64>,
     },
+    /// A prefix came into host memory, or left it.
+    Host {
+        /// Its name.
+        hash: u64,
+        /// Whether it is there now.
+        stored: bool,
+    },
     /// No page is left.
     Cleared,
 }
@@ -81,6 +88,9 @@ impl Ledger {
                 let change = self.withdraw(*hash);
                 self.pages.remove(hash);
                 change
+            }
+            CacheEvent::Host { hash, root, stored } => {
+                (*root == self.root).then(|| Change::Host { hash: short(*hash), stored: *stored })
             }
             CacheEvent::Cleared => {
                 let any = self.pages.values().any(|page| page.announced);
@@ -174,6 +184,15 @@ mod tests {
         assert_eq!(ledger.apply(&CacheEvent::Cleared), Some(Change::Cleared));
     }
 
+    #[test]
+    fn host_memory_is_announced_for_the_own_namespace() {
+        let mut ledger = Ledger::new(ROOT);
+        let event = |root, stored| CacheEvent::Host { hash: PrefixHash(3 << 64 | 4), root, stored };
+        assert_eq!(ledger.apply(&event(ROOT, true)), Some(Change::Host { hash: 4, stored: true }));
+        assert_eq!(ledger.apply(&event(ROOT, false)), Some(Change::Host { hash: 4, stored: false }));
+        assert_eq!(ledger.apply(&event(PrefixHash(99), true)), None);
+    }
+
     /// After every event, what was announced and not removed is exactly the set of pages that lead to a state.
     #[test]
     fn random_trees() {
@@ -218,7 +237,7 @@ mod tests {
                         assert!(hashes.into_iter().all(|hash| known.insert(hash)), "announced twice");
                     }
                     Some(Change::Removed { hashes }) => assert!(hashes.iter().all(|hash| known.remove(hash))),
-                    Some(Change::Cleared) => unreachable!("nothing clears it"),
+                    Some(Change::Cleared | Change::Host { .. }) => unreachable!("nothing clears it"),
                     None => {}
                 }
                 let mut useful = HashSet::new();

@@ -8,6 +8,8 @@ use crate::args::KvFormat;
 
 /// Where the pages are, as far as consumers tell places apart.
 const MEDIUM: &str = "GPU";
+/// Host memory, in the same terms. As vLLM does there, events name blocks by their hashes only.
+const HOST: &str = "CPU";
 /// The kind of cache group that indexers count.
 const KIND: &str = "full_attention";
 
@@ -82,6 +84,18 @@ fn named(change: &Change) -> Named<'_> {
             kv_cache_spec_kind: KIND,
         },
         Change::Removed { hashes } => Named::BlockRemoved { block_hashes: hashes, medium: MEDIUM, group_idx: 0 },
+        Change::Host { hash, stored: true } => Named::BlockStored {
+            block_hashes: std::slice::from_ref(hash),
+            parent_block_hash: None,
+            token_ids: &[],
+            block_size: GRID,
+            medium: HOST,
+            group_idx: 0,
+            kv_cache_spec_kind: KIND,
+        },
+        Change::Host { hash, stored: false } => {
+            Named::BlockRemoved { block_hashes: std::slice::from_ref(hash), medium: HOST, group_idx: 0 }
+        }
         Change::Cleared => Named::AllBlocksCleared {},
     }
 }
@@ -93,6 +107,11 @@ fn placed(change: &Change) -> Placed<'_> {
             Placed::Stored(stored)
         }
         Change::Removed { hashes } => Placed::Removed("BlockRemoved", hashes, MEDIUM, 0),
+        Change::Host { hash, stored: true } => {
+            let hashes = std::slice::from_ref(hash);
+            Placed::Stored(Stored("BlockStored", hashes, None, &[], GRID, None, HOST, None, None, 0, KIND))
+        }
+        Change::Host { hash, stored: false } => Placed::Removed("BlockRemoved", std::slice::from_ref(hash), HOST, 0),
         Change::Cleared => Placed::Cleared(["AllBlocksCleared"]),
     }
 }

@@ -55,6 +55,7 @@ impl Mirror {
                 assert!(self.pages.remove(&hash).is_some(), "a page is removed that was not there");
                 assert!(self.pages.values().all(|page| page.parent != hash), "a page is removed before those below it");
             }
+            CacheEvent::Host { .. } => panic!("the scheduler alone has no lower tier"),
             CacheEvent::Cleared => self.pages.clear(),
         }
     }
