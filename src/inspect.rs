@@ -25,13 +25,14 @@ use self::fit::Fit;
 mod fit;
 
 /// The letters of the layer map.
-const LETTERS: [(char, &str); 7] = [
+const LETTERS: [(char, &str); 8] = [
     ('M', "Mamba-2"),
     ('S', "Mamba-1"),
     ('G', "Gated DeltaNet"),
     ('C', "short convolution"),
     ('*', "attention"),
     ('-', "MLP"),
+    ('L', "linear layer"),
     ('E', "mixture of experts"),
 ];
 

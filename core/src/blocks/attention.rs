@@ -1,7 +1,7 @@
 //! Attention: fused projection, per-head norms and rotation with the write of keys and values, attention over pages, an
 //! optional gate on the output, and the output projection.
 
-use super::{Out, Pass, Scratch, Widths};
+use super::{Out, Pass, Scratch, Widths, adapter};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -18,6 +18,8 @@ use crate::{
 pub struct Plan {
     /// Model width D.
     pub width: usize,
+    /// Width of the input, which is not D if something stands beside the stream.
+    pub input: usize,
     /// Query and KV heads.
     pub heads: Heads,
     /// Name of the output projection `[D, H * hd]`.
@@ -26,6 +28,8 @@ pub struct Plan {
     pub gated: bool,
     /// q, k, v and output projections have biases.
     pub bias: bool,
+    /// Additions to q, k and v for this layer alone, in this order; not with a gate.
+    pub adapter: Option<adapter::Plan>,
     /// Factor on the input of the q, k and v projections.
     pub input_scale: f32,
     /// Factor on k.
@@ -68,7 +72,9 @@ impl Plan {
     pub fn new(width: usize, heads: Heads) -> Self {
         Self {
             width,
+            input: width,
             heads,
+            adapter: None,
             output: "o_proj",
             gated: false,
             bias: false,
@@ -113,7 +119,11 @@ impl Plan {
             Some(_) => 2 * self.heads.head_dim,
             None => 0,
         };
-        (self.width as u64) * (self.proj_width() + self.q_width()) as u64 + (bias + norms) as u64
+        (self.input * self.proj_width() + self.width * self.q_width()) as u64 + (bias + norms) as u64
+    }
+
+    pub(super) fn adapter_parameters(&self) -> u64 {
+        self.adapter.as_ref().map_or(0, |a| a.parameters(self.input, self.q_width() + 2 * self.kv_width()))
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
@@ -125,6 +135,9 @@ impl Plan {
         }
         if self.qk_norm.is_some_and(|norm| norm.whole) {
             w.want(NORMED, self.q_width() + self.kv_width());
+        }
+        if let Some(adapter) = &self.adapter {
+            adapter.want(w);
         }
     }
 
@@ -149,7 +162,11 @@ impl Plan {
         }
         parts.push(Part::whole(name("k_proj"), kv, q).scaled(self.key_scale));
         parts.push(Part::whole(name("v_proj"), kv, q + kv));
-        let input = l.linear(self.width, &parts, self.bias, self.input_scale).await?;
+        let input = l.linear(self.input, &parts, self.bias, self.input_scale).await?;
+        let adapter = match &self.adapter {
+            Some(adapter) => Some(adapter.load(l, prefix, self.input, &[q, kv, kv]).await?),
+            None => None,
+        };
         let norm = match self.qk_norm {
             Some(norm) => Some(self.load_norm(l, prefix, norm).await?),
             None => None,
@@ -163,7 +180,7 @@ impl Plan {
         };
         let output = Part::whole(name(self.output), self.width, 0).scaled(scale);
         let output = l.linear(q, &[output], self.bias, 1.0).await?;
-        Ok(Attention { plan: self.clone(), input, norm, inv_freq, output })
+        Ok(Attention { plan: self.clone(), input, adapter, norm, inv_freq, output })
     }
 
     async fn load_norm<B: Backend>(&self, l: &mut Loader<'_, B>, prefix: &str, norm: QkNorm) -> Result<Norm<B::Buf>> {
@@ -194,6 +211,7 @@ enum Norm<Buf> {
 pub struct Attention<Buf> {
     plan: Plan,
     input: Linear<Buf>,
+    adapter: Option<adapter::Adapter<Buf>>,
     norm: Option<Norm<Buf>>,
     inv_freq: Option<Tensor<Buf>>,
     output: Linear<Buf>,
@@ -214,6 +232,9 @@ impl<Buf: Handle> Attention<Buf> {
         let rotated = pass.scratch(Scratch::MID, q);
         let mut attended = pass.scratch(Scratch::OUT, q);
         pass.linear(&self.input, u, &proj)?;
+        if let Some(adapter) = &self.adapter {
+            adapter.add(pass, u, &proj)?;
+        }
         let [queries, keys] = self.normed(pass, &proj)?;
         let per_head = match &self.norm {
             Some(Norm::PerHead(weights, eps)) => Some((weights.clone(), *eps)),

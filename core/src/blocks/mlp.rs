@@ -1,6 +1,6 @@
 //! Feed-forward layers: `down(act(gate(u)) * up(u))`, or `down(act(up(u)))` without a gate.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths};
+use super::{ALIGN, Out, Pass, Scratch, Widths, adapter};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -45,6 +45,8 @@ pub struct Plan {
     pub gate_scale: f32,
     /// Name of a `[1, D]` whose sigmoid scales the output of each token (Qwen's shared expert), below the layer's prefix.
     pub row_gate: Option<&'static str>,
+    /// Additions to the input projections for this layer alone: to all of [`Input::Fused`], or to each separate one.
+    pub adapter: Option<adapter::Plan>,
 }
 
 impl Plan {
@@ -75,9 +77,16 @@ impl Plan {
         (self.width * (self.proj_width() + self.inner) + bias) as u64
     }
 
+    pub(super) fn adapter_parameters(&self) -> u64 {
+        self.adapter.as_ref().map_or(0, |a| a.parameters(self.width, self.halves()))
+    }
+
     pub(super) fn want(&self, w: &mut Widths) {
         w.want(Scratch::PROJ, self.proj_width().next_multiple_of(ALIGN));
         w.want(Scratch::MID, self.inner);
+        if let Some(adapter) = &self.adapter {
+            adapter.want(w);
+        }
     }
 
     pub(super) async fn load<B: Backend>(
@@ -94,10 +103,16 @@ impl Plan {
             Input::Fused(both) => vec![whole(both, 2 * self.inner, 0)],
             Input::Ungated(up) => vec![whole(up, self.inner, 0)],
         };
+        let columns: Vec<usize> = parts.iter().map(|p| p.rows.len()).collect();
+        let adapter = match &self.adapter {
+            Some(adapter) => Some(adapter.load(l, prefix, self.width, &columns).await?),
+            None => None,
+        };
         parts.extend(self.row_gate.map(|name| whole(name, 1, self.halves())));
         Ok(Mlp {
             input: l.linear(self.width, &parts, self.bias, 1.0).await?,
             output: l.linear(self.inner, &[whole(self.output, self.width, 0).scaled(scale)], self.bias, 1.0).await?,
+            adapter,
             plan: self.clone(),
         })
     }
@@ -108,6 +123,7 @@ impl Plan {
 pub struct Mlp<Buf> {
     plan: Plan,
     input: Linear<Buf>,
+    adapter: Option<adapter::Adapter<Buf>>,
     output: Linear<Buf>,
 }
 
@@ -124,6 +140,9 @@ impl<Buf: Handle> Mlp<Buf> {
         let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
         let mid = pass.scratch(Scratch::MID, p.inner);
         pass.linear(&self.input, u, &proj)?;
+        if let Some(adapter) = &self.adapter {
+            adapter.add(pass, u, &proj)?;
+        }
         pass.op(Activation {
             gate: proj.cols(0, p.inner),
             up: p.gated().then(|| proj.cols(p.inner, p.inner)),

@@ -3,9 +3,11 @@
 //! A mixer reads its input `u` and adds its output, times a factor, to the residual stream, or writes it elsewhere ([`Out`]). Its
 //! plan is plain data that a family fills from the configuration; loading turns the plan into device tensors.
 
+pub mod adapter;
 pub mod attention;
 mod conv;
 pub mod gated_delta;
+pub mod linear;
 pub mod mamba1;
 pub mod mamba2;
 pub mod mlp;
@@ -154,6 +156,14 @@ impl<Buf: Handle> Pass<'_, Buf> {
         self.product(l, x, out, false)
     }
 
+    /// `out += scale * x Wᵀ + bias`.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn add_linear(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>) -> Result<()> {
+        self.product(l, x, out, true)
+    }
+
     fn product(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>, accumulate: bool) -> Result<()> {
         self.op(Matmul {
             x: x.clone(),
@@ -257,7 +267,19 @@ mixers! {
     GatedDelta gated_delta 'G' "Gated DeltaNet",
     ShortConv short_conv 'C' "short convolution",
     Mlp mlp '-' "MLP",
+    Single linear 'L' "linear",
     Moe moe 'E' "mixture of experts",
+}
+
+impl Plan {
+    /// Number of the weights that are added to those of its prefix for this use only.
+    pub fn adapter_parameters(&self) -> u64 {
+        match self {
+            Self::Attention(p) => p.adapter_parameters(),
+            Self::Mlp(p) => p.adapter_parameters(),
+            _ => 0,
+        }
+    }
 }
 
 impl<Buf: Handle> Mixer<Buf> {

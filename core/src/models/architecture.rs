@@ -22,6 +22,27 @@ pub enum Input {
     Normed(Norm),
     /// The stream itself.
     Stream,
+    /// The norm of the stream beside the embeddings, `[stream | embeddings]`: twice the model width.
+    BesideEmbedding(Norm),
+    /// What an earlier step of the layer kept ([`Output::Keep`]), or its norm.
+    Kept(Option<Norm>),
+    /// The norm of the stream plus what an earlier step of the layer kept, which is lost.
+    PlusKept(Norm),
+}
+
+impl Input {
+    fn norm(&self) -> Option<&Norm> {
+        match self {
+            Self::Normed(norm) | Self::BesideEmbedding(norm) | Self::PlusKept(norm) => Some(norm),
+            Self::Kept(norm) => norm.as_ref(),
+            Self::Stream => None,
+        }
+    }
+
+    /// Its columns in a model of that width.
+    pub fn columns(&self, width: usize) -> usize {
+        width * (1 + usize::from(matches!(self, Self::BesideEmbedding(_))))
+    }
 }
 
 /// Use of the sum of a residual step's branches.
@@ -31,6 +52,8 @@ pub enum Output {
     Add,
     /// Its norm is added to the stream.
     AddNormed(Norm),
+    /// It is kept for the next steps of the layer; the stream stays as it is.
+    Keep,
 }
 
 /// A mixer of a residual step.
@@ -74,9 +97,10 @@ impl SubLayer {
         Self { input: Input::Normed(norm), branches, output: Output::Add }
     }
 
-    /// Its norms.
-    fn norms(&self) -> usize {
-        usize::from(matches!(self.input, Input::Normed(_))) + usize::from(matches!(self.output, Output::AddNormed(_)))
+    /// The norms of its input and its output, and their columns in a model of that width.
+    fn norms(&self, width: usize) -> impl Iterator<Item = (&Norm, usize)> {
+        let after = if let Output::AddNormed(norm) = &self.output { Some((norm, width)) } else { None };
+        self.input.norm().map(|norm| (norm, self.input.columns(width))).into_iter().chain(after)
     }
 }
 
@@ -139,9 +163,14 @@ impl Architecture {
             plans.fold(LayerState::default(), LayerState::and)
         };
         let matrices = if self.tied { 1 } else { 2 } * (self.vocab * self.width) as u64;
-        let norms = (self.width * (1 + self.layers.iter().flatten().map(SubLayer::norms).sum::<usize>())) as u64;
-        let mut prefixes = HashSet::new();
-        let own = self.layers.iter().flatten().flat_map(|s| &s.branches).filter(|b| prefixes.insert(&b.prefix));
+        let steps = || self.layers.iter().flatten();
+        let (mut names, mut prefixes) = (HashSet::new(), HashSet::new());
+        // What layers share counts once, what is added to it for one of them counts for each.
+        let norms = steps().flat_map(|s| s.norms(self.width)).filter(|(norm, _)| names.insert(&norm.name));
+        let norms = (self.width + norms.map(|(_, columns)| columns).sum::<usize>()) as u64;
+        let branches = || steps().flat_map(|s| &s.branches);
+        let adapters = branches().map(|b| b.plan.adapter_parameters());
+        let own = branches().filter(|b| prefixes.insert(&b.prefix)).map(|b| b.plan.parameters()).chain(adapters);
         ModelSpec {
             family: self.family.into(),
             vocab: self.vocab,
@@ -150,7 +179,7 @@ impl Architecture {
             layer_map: self.layers.iter().flatten().map(|s| s.branches[0].plan.letter()).collect(),
             layers: self.layers.iter().map(state).collect(),
             eos: self.eos.clone(),
-            parameters: own.map(|b| b.plan.parameters()).fold(matrices + norms, u64::saturating_add),
+            parameters: own.fold(matrices + norms, u64::saturating_add),
         }
     }
 }

@@ -22,16 +22,40 @@ struct LoadedNorm<Buf> {
     eps: f32,
 }
 
-/// The sum of a residual step's branches before its norm.
-const BRANCHES: Scratch = Scratch::activations("outputs of branches");
+/// The sum of a residual step's branches before its norm, or for the next steps. A step that reads the one kept before
+/// it writes the other.
+const BRANCHES: [Scratch; 2] =
+    [Scratch::activations("outputs of branches"), Scratch::activations("outputs of the next branches")];
+
+/// Input of a residual step's branches.
+enum Reads<Buf> {
+    Stream,
+    Normed(LoadedNorm<Buf>),
+    BesideEmbedding(LoadedNorm<Buf>),
+    Kept(Scratch, Option<LoadedNorm<Buf>>),
+    PlusKept(Scratch, LoadedNorm<Buf>),
+}
+
+/// Use of their sum.
+enum Gives<Buf> {
+    Add,
+    AddNormed(LoadedNorm<Buf>),
+    Keep(Scratch),
+}
 
 /// A residual step on a device.
 struct LoadedSubLayer<Buf> {
-    /// Norm of the branches' input, unless they read the stream itself.
-    before: Option<LoadedNorm<Buf>>,
+    reads: Reads<Buf>,
     mixers: Vec<Mixer<Buf>>,
-    /// Norm of their sum, if the step has one.
-    after: Option<LoadedNorm<Buf>>,
+    gives: Gives<Buf>,
+}
+
+/// What the residual steps of a pass read and write.
+struct Stream<Buf> {
+    /// `[T, D]`: the residual stream.
+    x: Tensor<Buf>,
+    /// `[T, 2 D]`: stream and embeddings, if a step reads both; else the stream.
+    both: Tensor<Buf>,
 }
 
 /// An [`Architecture`] with its weights and activations on a device.
@@ -44,7 +68,7 @@ pub(super) struct Decoder<B: Backend> {
     output: Weight<B::Buf>,
     logits_scale: f32,
     work: Workspace<B::Buf>,
-    /// `[max tokens, D]`: the residual stream.
+    /// `[max tokens, D]`: the residual stream; or `[max tokens, 2 D]`, with the embeddings beside it.
     stream: Tensor<B::Buf>,
     /// `[max outputs, V] f32`.
     logits: Tensor<B::Buf>,
@@ -66,13 +90,15 @@ impl<B: Backend> Decoder<B> {
             false => l.matrix(a.width, &[Part::whole(head, a.vocab, 0)]).await?,
         };
         let mut widths = Widths::default();
-        widths.want(Scratch::NORM, a.width);
+        let columns = a.layers.iter().flatten().map(|s| s.input.columns(a.width)).max().unwrap_or(a.width);
+        widths.want(Scratch::NORM, columns);
         widths.want(Scratch::MID, a.width);
         let mut layers = Vec::with_capacity(a.layers.len());
         for layer in &a.layers {
             let mut loaded = Vec::with_capacity(layer.len());
+            let mut kept = BRANCHES[0];
             for step in layer {
-                loaded.push(load_step(l, step, a.width, &mut widths).await?);
+                loaded.push(load_step(l, step, a.width, &mut widths, &mut kept).await?);
             }
             layers.push(loaded);
         }
@@ -93,35 +119,47 @@ impl<B: Backend> Decoder<B> {
             logits_scale: a.logits_scale,
             // Outputs are rows of the batch, but their bucket may be larger than that of the tokens.
             work: Workspace::alloc(backend, &widths, largest.tokens.max(largest.outputs))?,
-            stream: tensor("residual stream", backend.caps().act, [largest.tokens, a.width])?,
+            stream: tensor("residual stream", backend.caps().act, [largest.tokens, columns])?,
             logits: tensor("logits", DType::F32, [largest.outputs, a.vocab])?,
         })
     }
 }
 
+/// `kept` is the buffer that the steps before it kept their result in.
 async fn load_step<B: Backend>(
     l: &mut Loader<'_, B>,
     step: &SubLayer,
     width: usize,
     widths: &mut Widths,
+    kept: &mut Scratch,
 ) -> Result<LoadedSubLayer<B::Buf>> {
-    let before = match &step.input {
-        Input::Normed(norm) => Some(load_norm(l, norm, width).await?),
-        Input::Stream => None,
+    let columns = step.input.columns(width);
+    let reads = match &step.input {
+        Input::Stream => Reads::Stream,
+        Input::Normed(norm) => Reads::Normed(load_norm(l, norm, columns).await?),
+        Input::BesideEmbedding(norm) => Reads::BesideEmbedding(load_norm(l, norm, columns).await?),
+        Input::Kept(None) => Reads::Kept(*kept, None),
+        Input::Kept(Some(norm)) => Reads::Kept(*kept, Some(load_norm(l, norm, columns).await?)),
+        Input::PlusKept(norm) => Reads::PlusKept(*kept, load_norm(l, norm, columns).await?),
     };
     let mut mixers = Vec::with_capacity(step.branches.len());
     for branch in &step.branches {
         branch.plan.want(widths);
         mixers.push(branch.plan.load(l, &branch.prefix, branch.scale).await?);
     }
-    let after = match &step.output {
-        Output::Add => None,
+    let gives = match &step.output {
+        Output::Add => Gives::Add,
         Output::AddNormed(norm) => {
-            widths.want(BRANCHES, width);
-            Some(load_norm(l, norm, width).await?)
+            widths.want(BRANCHES[0], width);
+            Gives::AddNormed(load_norm(l, norm, width).await?)
+        }
+        Output::Keep => {
+            *kept = BRANCHES[usize::from(*kept == BRANCHES[0])];
+            widths.want(*kept, width);
+            Gives::Keep(*kept)
         }
     };
-    Ok(LoadedSubLayer { before, mixers, after })
+    Ok(LoadedSubLayer { reads, mixers, gives })
 }
 
 async fn load_norm<B: Backend>(l: &mut Loader<'_, B>, norm: &Norm, width: usize) -> Result<LoadedNorm<B::Buf>> {
@@ -145,37 +183,43 @@ impl<Buf: crate::backend::Handle> LoadedNorm<Buf> {
 }
 
 impl<Buf: crate::backend::Handle> LoadedSubLayer<Buf> {
-    /// Records the step over the stream `x`; `u` takes its norm.
-    fn record(
-        &self,
-        pass: &mut Pass<'_, Buf>,
-        pools: &LayerPools<Buf>,
-        u: &Tensor<Buf>,
-        x: &Tensor<Buf>,
-    ) -> Result<()> {
-        let read = match &self.before {
-            Some(norm) => {
-                pass.op(norm.op(x, u))?;
-                u
-            }
-            None => x,
-        };
+    /// Records the step over the stream.
+    fn record(&self, pass: &mut Pass<'_, Buf>, pools: &LayerPools<Buf>, s: &Stream<Buf>) -> Result<()> {
+        let read = self.read(pass, s)?;
         for mixer in &self.mixers {
-            mixer.begin(pass, read)?;
+            mixer.begin(pass, &read)?;
         }
-        let mut out = match &self.after {
-            Some(_) => Out { to: pass.scratch(BRANCHES, x.row_len()), add: false },
-            None => Out { to: x.clone(), add: true },
+        let width = s.x.row_len();
+        let mut out = match &self.gives {
+            Gives::Add => Out { to: s.x.clone(), add: true },
+            Gives::AddNormed(_) => Out { to: pass.scratch(BRANCHES[0], width), add: false },
+            Gives::Keep(to) => Out { to: pass.scratch(*to, width), add: false },
         };
         // Experts last: the other mixers cover the time of routing.
         for mixer in self.mixers.iter().rev() {
-            mixer.forward(pass, pools, read, &out)?;
+            mixer.forward(pass, pools, &read, &out)?;
             out.add = true;
         }
-        match &self.after {
-            Some(norm) => pass.op(RmsNorm { accumulate: true, ..norm.op(&out.to, x) }),
-            None => Ok(()),
+        match &self.gives {
+            Gives::AddNormed(norm) => pass.op(RmsNorm { accumulate: true, ..norm.op(&out.to, &s.x) }),
+            Gives::Add | Gives::Keep(_) => Ok(()),
         }
+    }
+
+    /// The input of the branches, computed where it is a norm.
+    fn read(&self, pass: &mut Pass<'_, Buf>, s: &Stream<Buf>) -> Result<Tensor<Buf>> {
+        let width = s.x.row_len();
+        let (norm, x, add) = match &self.reads {
+            Reads::Stream => return Ok(s.x.clone()),
+            Reads::Kept(kept, None) => return Ok(pass.scratch(*kept, width)),
+            Reads::Kept(kept, Some(norm)) => (norm, pass.scratch(*kept, width), None),
+            Reads::PlusKept(kept, norm) => (norm, pass.scratch(*kept, width), Some((s.x.clone(), 1.0))),
+            Reads::Normed(norm) => (norm, s.x.clone(), None),
+            Reads::BesideEmbedding(norm) => (norm, s.both.clone(), None),
+        };
+        let u = pass.scratch(Scratch::NORM, x.row_len());
+        pass.op(RmsNorm { add, ..norm.op(&x, &u) })?;
+        Ok(u)
     }
 }
 
@@ -192,17 +236,21 @@ impl<B: Backend> Model<B> for Decoder<B> {
         last: &Tensor<B::Buf>,
     ) -> Result<()> {
         let mut pass = Pass { ops, step, work: &self.work };
-        let (x, u) = (self.stream.head(pass.tokens()), pass.scratch(Scratch::NORM, self.spec.width));
-        pass.op(Embed {
-            step: step.clone(),
-            last: last.clone(),
-            table: self.embedding.clone(),
-            out: x.clone(),
-            scale: self.embedding_scale,
-        })?;
+        let (both, width) = (self.stream.head(pass.tokens()), self.spec.width);
+        for first in (0..both.row_len()).step_by(width) {
+            pass.op(Embed {
+                step: step.clone(),
+                last: last.clone(),
+                table: self.embedding.clone(),
+                out: both.cols(first, width),
+                scale: self.embedding_scale,
+            })?;
+        }
+        let x = both.cols(0, width);
+        let stream = Stream { x: x.clone(), both };
         for (layer, pools) in self.layers.iter().zip(pools) {
             for sub in layer {
-                sub.record(&mut pass, pools, &u, &x)?;
+                sub.record(&mut pass, pools, &stream)?;
             }
         }
         let outputs = step.bucket.outputs;

@@ -20,6 +20,7 @@ mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
 mod readers;
+mod zamba2;
 
 pub use architecture::{Architecture, Branch, Input, Norm, Output, SubLayer};
 pub use program::Program;
@@ -59,6 +60,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "jamba", read: jamba::read },
     Family { model_type: "falcon_h1", read: falcon_h1::read },
     Family { model_type: "olmo_hybrid", read: olmo_hybrid::read },
+    Family { model_type: "zamba2", read: zamba2::read },
     Family { model_type: "qwen3_5_text", read: qwen3_5::read },
     Family { model_type: "qwen3_5_moe_text", read: qwen3_5::read_moe },
     // The text parts of checkpoints with vision, if their `text_config` has no type.
@@ -138,7 +140,7 @@ pub struct ModelSpec {
     /// Longest sequence, in tokens.
     pub context: usize,
     /// A letter per residual step: `M` Mamba-2, `S` Mamba-1, `G` Gated DeltaNet, `C` short convolution, `*` attention, `-` MLP,
-    /// `E` MoE (token mixer before channel mixer where a layer has both).
+    /// `L` a linear layer between mixers, `E` MoE (token mixer before channel mixer where a layer has both).
     pub layer_map: String,
     /// State of each layer.
     pub layers: Vec<LayerState>,

@@ -105,6 +105,7 @@ impl Sizes<'_> {
             bias: self.c.bool_or("mlp_bias", false)?,
             gate_scale: 1.0,
             row_gate: None,
+            adapter: None,
         })
     }
 

@@ -35,6 +35,10 @@ fn step(step: &SubLayer) -> Line {
     let input = match step.input {
         Input::Normed(_) => "norm(x)",
         Input::Stream => "x",
+        Input::BesideEmbedding(_) => "norm(x | embedding)",
+        Input::Kept(Some(_)) => "norm(y)",
+        Input::Kept(None) => "y",
+        Input::PlusKept(_) => "norm(x + y)",
     };
     let branch = |b: &super::Branch| match b.scale {
         1.0 => format!("{}({input})", b.plan.name()),
@@ -44,6 +48,7 @@ fn step(step: &SubLayer) -> Line {
     let formula = match step.output {
         Output::Add => format!("x += {sum}"),
         Output::AddNormed(_) => format!("x += norm({sum})"),
+        Output::Keep => format!("y = {sum}"),
     };
     (formula, step.branches.iter().map(|b| b.plan.sizes()).collect::<Vec<_>>().join("; "))
 }
@@ -82,6 +87,10 @@ mod tests {
         let falcon = program("falcon_h1");
         assert_eq!(falcon.len(), 1);
         assert_eq!(falcon[0].steps[0].0, "x += 0.4 Mamba-2(norm(x)) + 0.9 attention(norm(x))");
+        let zamba = program("zamba2");
+        let steps = zamba[1].steps.iter().map(|(formula, _)| formula.as_str());
+        let want = ["y = attention(norm(x | embedding))", "y = MLP(norm(y))", "y = linear(y)", "x += Mamba-2(norm(x + y))"];
+        assert!(steps.eq(want));
         let bamba = program("bamba");
         assert_eq!((bamba[0].layers.as_str(), bamba[1].layers.as_str()), ("0-1, 3", "2"));
     }

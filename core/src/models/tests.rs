@@ -51,6 +51,7 @@ fn parameters_of_the_references_are_counted_exactly() {
         "olmo_hybrid",
         "qwen3_5_text",
         "qwen3_5_moe_text",
+        "zamba2",
     ] {
         let spec = spec(&config(&format!("tests/golden/{name}/config.json"))).unwrap();
         let reference = std::fs::read(root(&format!("tests/golden/{name}/reference.json"))).unwrap();
@@ -114,6 +115,7 @@ fn layer_map_names_token_mixers_and_channel_mixers() {
     assert_eq!(map("falcon_h1"), "M-M-M-");
     assert_eq!(map("olmo_hybrid"), "G-G-G-*-");
     assert_eq!(map("qwen3_5_moe_text"), "GEGEGE*E");
+    assert_eq!(map("zamba2"), "M*-LMM*-LMM");
 }
 
 #[test]
@@ -174,6 +176,13 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
         (family("falcon_h1", r#""mamba_d_ssm": 48, "mamba_d_head": 10"#), "are not `mamba_d_ssm`, 48"),
         (family("olmo_hybrid", r#""linear_num_key_heads": 3"#), "`linear_num_value_heads`: 2 is not a multiple"),
         (family("qwen3_5_moe_text", r#""hidden_act": "gelu""#), "\"gelu\" is not supported"),
+        (family("zamba2", r#""hidden_act": "tanh""#), "activation \"tanh\" is not supported"),
+        (family("zamba2", r#""attention_head_dim": 4"#), "4 is not supported, only 8"),
+        (family("zamba2", r#""attention_hidden_size": 8"#), "`attention_hidden_size`: 8 is not supported, only 16"),
+        (family("zamba2", r#""mamba_headdim": 4"#), "`mamba_headdim`: 4 is not supported, only 2"),
+        (family("zamba2", r#""hybrid_layer_ids": [1, 4]"#), "`hybrid_layer_ids`: layer 4 of 4"),
+        (family("zamba2", r#""layer_types": ["mamba", "moe", "mamba", "mamba"]"#), "Moe is not a layer of this family"),
+        (family("zamba2", r#""mamba_d_state": 8"#), "`layers_block_type` or `layer_types`"),
     ] {
         let message = parse(&text).unwrap_err().to_string();
         assert!(message.contains(expected), "{text}: {message}");
