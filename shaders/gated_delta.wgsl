@@ -1,6 +1,6 @@
 // Gated delta rule, token by token with the state in registers; works for any chunk table. A workgroup handles one row of
 // the batch and 32 columns of one head's state; 8 threads share a column and hold every eighth of its KEY elements.
-// Queries and keys are normalised for a tile of 4 tokens at once. With the decayed state S, k'S and q'S are summed together:
+// Queries and keys are normalised for a tile of 4 tokens at once. EACH: every row of the state has its own decay. With the decayed state S, k'S and q'S are summed together:
 // the output is q'S + (q'k) delta.
 
 const LANES: u32 = 8u;
@@ -10,6 +10,9 @@ const TILE: u32 = 4u;
 
 var<workgroup> keys: array<f32, KEY * TILE>;
 var<workgroup> queries: array<f32, KEY * TILE>;
+#if EACH
+var<workgroup> decays: array<f32, KEY * TILE>;
+#endif
 var<workgroup> norms: array<f32, 256>;
 var<workgroup> products: array<f32, 128>;
 // Double-buffered by token parity, so that one barrier per token is enough.
@@ -28,8 +31,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let lane = thread / COLUMNS;
     let active_column = column < VALUE;
     let key_head = (P.first_head + h) / P.heads_per_key * KEY;
+#if EACH
+#else
     let a_neg = par_at(h);
     let dt_bias = par_at(P.par_row + h);
+#endif
     var state: array<f32, HELD>;
     let entry = P.row_table + 4u * row;
     let first_chunk = ints_at(entry + 2u);
@@ -75,6 +81,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 }
             }
             norms[thread] = norm;
+#if EACH
+            for (var i = thread; i < count * KEY; i += 256u) {
+                let d = h * KEY + i % KEY;
+                let step = softplus(a_at((start + tile + i / KEY) * P.a_row + d) + par_at(P.par_row + d));
+                decays[i] = exp(par_at(d) * step);
+            }
+#endif
             workgroupBarrier();
             var total = 0.0;
             for (var l = 0u; l < 32u; l++) {
@@ -102,13 +115,20 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
             for (var j = 0u; j < count; j++) {
                 let t = start + tile + j;
+#if EACH
+#else
                 let decay = exp(a_neg * softplus(a_at(t * P.a_row + h) + dt_bias));
+#endif
                 let beta = P.beta_scale * sigmoid(b_at(t * P.b_row + h));
                 var sum = vec2<f32>();
                 for (var e = 0u; e < HELD; e++) {
                     let d = lane + LANES * e;
                     if d < KEY {
+#if EACH
+                        state[e] *= decays[j * KEY + d];
+#else
                         state[e] *= decay;
+#endif
                         sum += state[e] * vec2<f32>(keys[j * KEY + d], queries[j * KEY + d]);
                     }
                 }

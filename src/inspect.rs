@@ -25,10 +25,11 @@ use self::fit::Fit;
 mod fit;
 
 /// The letters of the layer map.
-const LETTERS: [(char, &str); 8] = [
+const LETTERS: [(char, &str); 9] = [
     ('M', "Mamba-2"),
     ('S', "Mamba-1"),
     ('G', "Gated DeltaNet"),
+    ('K', "Kimi Delta Attention"),
     ('C', "short convolution"),
     ('*', "attention"),
     ('-', "MLP"),

@@ -46,7 +46,8 @@ fn some_trials<B: Backend>(
             let report = pollster::block_on(cases::run(backend, case)).map_err(|e| Failed::from(e.to_string()))?;
             if report.ok() { Ok(()) } else { Err(report.to_string().into()) }
         };
-        (case.id(), !runs(&case), run)
+        let lacks = case.feature().is_some_and(|f| common::lacks(name, open, f));
+        (case.id(), lacks || !runs(&case), run)
     };
     common::on(name, open, cases::all().into_iter().enumerate().filter(|(_, case)| which(case)).map(test))
 }

@@ -6,7 +6,7 @@ use cudarc::driver::{result, sys};
 use selkie_core::{
     Error, Result,
     backend::{Backend, Caps, DeviceInfo, Handle},
-    ops::Op,
+    ops::{Feature, Op},
     source::Bytes,
     tensor::{DType, Tensor},
     timer::Timer,
@@ -277,6 +277,10 @@ impl Backend for Cuda {
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
         Buf::alloc(&self.context, &self.stream, label, bytes)
+    }
+
+    fn has(&self, _: Feature) -> bool {
+        false
     }
 
     fn adopt(&self, _: &Bytes) -> Option<Buf> {

@@ -8,7 +8,7 @@ use std::future::Future;
 
 use crate::error::Result;
 use crate::format::Format;
-use crate::ops::Op;
+use crate::ops::{Feature, Op};
 use crate::source::Bytes;
 use crate::tensor::{DType, Tensor};
 
@@ -90,6 +90,11 @@ pub trait Backend: Sized + 'static {
     /// Whether products, expert products and the embedding take weights of a format.
     fn multiplies(&self, format: Format) -> bool {
         format == Format::Plain
+    }
+    /// Whether it has kernels for what not every backend has.
+    fn has(&self, feature: Feature) -> bool {
+        let _ = feature;
+        true
     }
     /// Whether the device computes in host memory, so that [`Backend::adopt`] works.
     fn adopts(&self) -> bool {

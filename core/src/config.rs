@@ -220,7 +220,7 @@ impl Config {
     /// # Errors
     /// [`Error::BadModel`] if it is there and not from 1 to 2^31.
     pub fn max_positions(&self) -> Result<Option<usize>> {
-        self.integer("max_position_embeddings", 1, MAX_POSITIONS)
+        self.integer("max_position_embeddings|model_max_length", 1, MAX_POSITIONS)
     }
 
     /// A finite number.

@@ -32,7 +32,8 @@ impl LayerState {
     }
 }
 
-/// Heads and widths of a KV cache.
+/// Heads and widths of a KV cache. With latents there is one head: its key is the latent, which is key and value of all
+/// heads, and its value the part of the keys that is not made from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
     /// KV heads.

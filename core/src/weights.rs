@@ -221,6 +221,27 @@ impl<'a, B: Backend> Loader<'a, B> {
         })
     }
 
+    /// The first of several prefixes, separated by `|`, that a stored tensor has; the first of all if none has.
+    pub fn stored_prefix<'n>(&self, prefixes: &'n str) -> &'n str {
+        let stored = |p: &&str| {
+            let full = format!("{}{p}", self.prefix);
+            self.checkpoint.names().any(|name| name.starts_with(&full))
+        };
+        match prefixes.split_once('|') {
+            None => prefixes,
+            Some((first, _)) => prefixes.split('|').find(stored).unwrap_or(first),
+        }
+    }
+
+    /// The elements of a small tensor of any shape with `len` of them.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::get`].
+    pub async fn elements(&mut self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let shape = self.shape(name).filter(|s| s.iter().product::<usize>() == len).map(<[usize]>::to_vec);
+        self.values(name, &shape.unwrap_or(vec![len])).await
+    }
+
     fn advance(&mut self, bytes: usize) {
         self.progress.done += bytes as u64;
         self.progress.total = self.progress.total.max(self.progress.done);

@@ -48,11 +48,15 @@ impl<Buf: Handle> Ops<Buf> for Work {
         self.held += cost.held;
         self.flops += cost.flops;
         match &op {
-            Op::Matmul(_) | Op::ExpertMatmul(_) => {
+            Op::Matmul(_) | Op::ExpertMatmul(_) | Op::HeadMatmul(_) => {
                 self.weights += cost.held;
                 self.products += cost.flops;
             }
             Op::Attention(attention) => self.per_pair += 4 * attention.q.row_len() as u64,
+            Op::LatentAttention(attention) => {
+                let shared = attention.heads * attention.pool.v.dims()[3];
+                self.per_pair += (4 * attention.q.row_len() + 2 * shared) as u64;
+            }
             _ => {}
         }
         Ok(())

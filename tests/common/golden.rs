@@ -1,4 +1,4 @@
-//! The folders of `tests/golden`: which of them run, and the least that a reference must hold.
+//! The folders of `tests/golden`, and the least that a reference must hold.
 
 use std::path::{Path, PathBuf};
 
@@ -7,45 +7,27 @@ use safetensors::SafeTensors;
 use selkie_core::config::Config;
 use selkie_core::models;
 
-/// Number of folders, and of those whose family this version knows. A smaller number means that a test was lost.
-const FOLDERS: usize = 27;
-const RUNNING: usize = 26;
-/// Families that this version does not know and reports. A folder of another unknown family fails.
-const LATER: [&str; 1] = ["kimi_linear"];
+/// Number of folders, all of which run. A smaller number means that a test was lost.
+const FOLDERS: usize = 29;
 /// Prompts of a reference. The longest one comes with the final states.
 const PROMPTS: usize = 2;
 
-/// The folders that run, by name: those of a known family, and those whose configuration cannot be read, so that they fail.
-pub fn folders() -> Vec<PathBuf> {
-    all().into_iter().filter(|dir| unknown_family(dir).is_none()).collect()
-}
-
-/// A test of the number of folders, one of the extent of each reference, and an ignored one for each folder that does not run.
+/// A test of the number of folders, and one of the extent of each reference.
 pub fn trials() -> Vec<Trial> {
-    let count = || {
-        let (all, running) = (all().len(), folders().len());
-        if all >= FOLDERS && running >= RUNNING {
-            return Ok(());
-        }
-        Err(Failed::from(format!("{all} folders, {running} of them run; there were {FOLDERS} and {RUNNING}")))
+    let count = || match folders().len() {
+        found if found >= FOLDERS => Ok(()),
+        found => Err(Failed::from(format!("{found} folders; there were {FOLDERS}"))),
     };
     let mut trials = vec![Trial::test("golden: no folder is lost", count)];
-    for dir in all() {
+    trials.extend(folders().into_iter().map(|dir| {
         let name = dir.file_name().expect("a folder").to_string_lossy().into_owned();
-        trials.push(match unknown_family(&dir) {
-            None => Trial::test(format!("golden: extent of {name}"), move || extent(&dir)),
-            Some(family) => {
-                let announced = LATER.contains(&family.as_str());
-                let why = format!("no family {family:?}");
-                let title = format!("golden: {name} ({why})");
-                Trial::test(title, move || Err(Failed::from(why))).with_ignored_flag(announced)
-            }
-        });
-    }
+        Trial::test(format!("golden: extent of {name}"), move || extent(&dir))
+    }));
     trials
 }
 
-fn all() -> Vec<PathBuf> {
+/// The folders, by name.
+pub fn folders() -> Vec<PathBuf> {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let entries = std::fs::read_dir(golden).expect("the references are part of the repository");
     let mut dirs: Vec<PathBuf> = entries.map(|e| e.expect("readable").path()).filter(|p| p.is_dir()).collect();
@@ -56,13 +38,6 @@ fn all() -> Vec<PathBuf> {
 fn config(dir: &Path) -> Result<Config, Failed> {
     let bytes = std::fs::read(dir.join("config.json"))?;
     Config::parse("config.json", &bytes).map_err(|e| e.to_string().into())
-}
-
-/// The `model_type` of a folder if no family has it.
-fn unknown_family(dir: &Path) -> Option<String> {
-    let config = config(dir).ok()?;
-    let model_type = config.model_type().ok()?;
-    models::FAMILIES.iter().all(|f| f.model_type != model_type).then(|| model_type.into())
 }
 
 /// Logits of enough prompts, and every state that the model keeps after the longest one.

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 
 use libtest_mimic::{Failed, Trial};
 use selkie_core::backend::Backend;
+use selkie_core::ops::Feature;
 use selkie_core::tensor::DType;
 use selkie_core::{Error, Result};
 use selkie_wgpu::{Options, WgpuBackend};
@@ -43,6 +44,11 @@ pub fn opened<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Result
     let b: &'static B = Box::leak(Box::new(open()?));
     OPEN.with_borrow_mut(|all| all.insert(name, b));
     Ok(b)
+}
+
+/// Whether a backend that opens has no kernels for something. Its tests are reported as ignored.
+pub fn lacks<B: Backend>(name: &'static str, open: fn() -> Result<B>, feature: Feature) -> bool {
+    opened(name, open).is_ok_and(|backend| !backend.has(feature))
 }
 
 /// The trials that `tests` lists for a backend, or one ignored trial with the reason if it has no device. A trial is a

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use half::bf16;
 use selkie_core::Result;
 use selkie_core::backend::{Backend, Caps, Handle, Ops};
-use selkie_core::ops::{Access, Op};
+use selkie_core::ops::{Access, Feature, Op};
 use selkie_core::source::Bytes;
 use selkie_core::tensor::{DType, Tensor};
 
@@ -100,6 +100,9 @@ impl<B: Backend> Backend for Routing<B> {
     }
     fn alloc(&self, label: &str, bytes: u64) -> Result<B::Buf> {
         self.inner.alloc(label, bytes)
+    }
+    fn has(&self, feature: Feature) -> bool {
+        self.inner.has(feature)
     }
     fn adopts(&self) -> bool {
         self.inner.adopts()

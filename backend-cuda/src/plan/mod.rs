@@ -73,6 +73,12 @@ impl Device {
 /// # Errors
 /// [`Error::Unsupported`] for a shape or an alignment that no kernel takes.
 pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Hazards) -> Result<Vec<Work>> {
+    if let Some(feature) = op.feature() {
+        return Err(Error::Unsupported {
+            what: format!("{} on cuda", feature.name()),
+            why: "there are no CUDA kernels for it; --backend wgpu and --backend cpu have them".into(),
+        });
+    }
     match op {
         Op::Embed(a) => pointwise::embed(a),
         Op::RmsNorm(a) => pointwise::rms_norm(a),
@@ -83,6 +89,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::Conv1d(a) => state::conv1d(a, hazards),
         Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),
         Op::GatedDelta(a) => state::gated_delta(a, device, arena, hazards),
+        Op::HeadMatmul(_) | Op::LatentKv(_) | Op::LatentAttention(_) => unreachable!("refused above"),
         Op::Route(a) => pointwise::route(a),
         Op::ExpertMatmul(a) => experts::expert_matmul(a, device, arena, hazards),
         Op::Gather(a) => pointwise::gather(a),

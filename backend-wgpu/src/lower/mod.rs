@@ -7,6 +7,7 @@ mod coop;
 mod dense;
 mod experts;
 mod gemv;
+mod latent;
 mod scan;
 
 use selkie_core::backend::Handle;
@@ -49,6 +50,9 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::Conv1d(op) => scan::conv1d(op, facts)?,
         Op::SelectiveScan(op) => scan::selective_scan(op, facts)?,
         Op::GatedDelta(op) => scan::gated_delta(op, facts)?,
+        Op::HeadMatmul(op) => latent::head_matmul(op, facts)?,
+        Op::LatentKv(op) => vec![latent::latent_kv(op, facts)],
+        Op::LatentAttention(op) => latent::latent_attention(op, facts)?,
         Op::Route(op) => choice::route(op, facts)?,
         Op::Adjust(op) => vec![choice::adjust(op, facts)],
         Op::Sample(op) => choice::sample(op, facts),

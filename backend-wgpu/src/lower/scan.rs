@@ -234,8 +234,10 @@ impl ScanPlan {
 
 pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
-    // Keys and queries of 4 tokens are in workgroup memory.
-    demand(dk <= 256, "gated_delta", || format!("a key dim of {dk}; at most 256 is supported"))?;
+    // Keys and queries of 4 tokens, and decays per channel, are in workgroup memory.
+    let each = op.decays_per_channel();
+    let most = if each { 192 } else { 256 };
+    demand(dk <= most, "gated_delta", || format!("a key dim of {dk}; at most {most} is supported"))?;
     let bucket = &op.step.bucket;
     let many = bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
     let base = |shader: Shader| {
@@ -298,6 +300,7 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     kernels.push(
         gated(shader!("gated_delta"))
             .constant("VALUE", dv)
+            .flag("EACH", each)
             .param("parts", parts)
             .param("longest", longest)
             .view("q", Read, &op.q)
@@ -333,7 +336,7 @@ fn scan_words<B: Handle>(op: &SelectiveScan<B>) -> Option<usize> {
 /// Scratch words per token of the chunked delta rule; `None` for pools that it does not support.
 fn delta_words<B: Handle>(op: &GatedDelta<B>) -> Option<usize> {
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
-    delta_is_chunked(dk, dv)
+    (delta_is_chunked(dk, dv) && !op.decays_per_channel())
         .then(|| 2 * Pairs::groups(op.first_head, heads, op.heads_per_key).1 * PAGE + heads * PREPARED)
 }
 

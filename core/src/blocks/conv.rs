@@ -22,11 +22,14 @@ pub(super) async fn load<B: Backend>(
     let mut packed = Vec::with_capacity(channels * (kernel + 1));
     for (name, nominal) in stored {
         let weight = format!("{name}.weight");
-        let c = match l.shape(&weight) {
+        let shape = l.shape(&weight);
+        let c = match shape {
             Some([c, ..]) if stored.len() > 1 => *c,
             _ => *nominal,
         };
-        let taps = l.values(&weight, &[c, 1, kernel]).await?;
+        // Some files leave out the middle dim.
+        let dims: &[usize] = if shape.is_some_and(|s| s.len() == 2) { &[c, kernel] } else { &[c, 1, kernel] };
+        let taps = l.values(&weight, dims).await?;
         let bias = match bias {
             true => l.values(&format!("{name}.bias"), &[c]).await?,
             false => vec![0.0; c],

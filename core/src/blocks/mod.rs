@@ -6,7 +6,9 @@
 pub mod adapter;
 pub mod attention;
 mod conv;
+pub mod delta_attention;
 pub mod gated_delta;
+pub mod latent_attention;
 pub mod linear;
 pub mod mamba1;
 pub mod mamba2;
@@ -18,7 +20,7 @@ use crate::{
     Result,
     backend::{Backend, Handle, Ops},
     layer::{LayerPools, LayerState},
-    ops::{Matmul, Op},
+    ops::{Feature, Matmul, Op},
     step::Step,
     tensor::{DType, Tensor},
     weights::{Linear, Loader},
@@ -264,7 +266,9 @@ mixers! {
     Attention attention '*' "attention",
     Mamba2 mamba2 'M' "Mamba-2",
     Mamba1 mamba1 'S' "Mamba-1",
+    LatentAttention latent_attention '*' "attention over latents",
     GatedDelta gated_delta 'G' "Gated DeltaNet",
+    DeltaAttention delta_attention 'K' "Kimi Delta Attention",
     ShortConv short_conv 'C' "short convolution",
     Mlp mlp '-' "MLP",
     Single linear 'L' "linear",
@@ -278,6 +282,15 @@ impl Plan {
             Self::Attention(p) => p.adapter_parameters(),
             Self::Mlp(p) => p.adapter_parameters(),
             _ => 0,
+        }
+    }
+
+    /// What a backend needs to run it, if not every backend has that.
+    pub fn feature(&self) -> Option<Feature> {
+        match self {
+            Self::LatentAttention(_) => Some(Feature::LatentAttention),
+            Self::DeltaAttention(_) => Some(Feature::ChannelDecay),
+            _ => None,
         }
     }
 }

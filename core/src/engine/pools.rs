@@ -34,7 +34,7 @@ pub fn page_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
 ///
 /// # Errors
 /// [`Error::BadRequest`] if even one head (or channel) of that many slots or pages is larger than one binding, with the
-/// number that fits; [`Error::Unsupported`] for keys and values of different widths; [`Error::OutOfMemory`] from the backend.
+/// number that fits; [`Error::OutOfMemory`] from the backend.
 pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usize) -> Result<Vec<LayerPools<B::Buf>>> {
     let caps = backend.caps();
     let tensor = |label: &str, dtype: DType, dims: &[usize]| {
@@ -44,7 +44,7 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
     let layer = |(i, state): (usize, &LayerState)| {
         let mut pools = LayerPools { kv: Vec::new(), conv: Vec::new(), recurrent: Vec::new() };
         if let Some(kv) = state.kv {
-            for heads in split(kv.heads, head_bytes(i, kv, caps)?, pages, caps.max_binding, "KV pages")? {
+            for heads in split(kv.heads, head_bytes(kv, caps), pages, caps.max_binding, "KV pages")? {
                 let dims = |width| [pages + 1, heads, PAGE, width];
                 let k = tensor(&format!("keys of layer {i}"), caps.kv, &dims(kv.key_dim))?;
                 let v = tensor(&format!("values of layer {i}"), caps.kv, &dims(kv.value_dim))?;
@@ -73,9 +73,9 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
 /// # Errors
 /// [`Error::BadRequest`] as there.
 pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Result<()> {
-    for (i, state) in spec.layers.iter().enumerate() {
+    for state in &spec.layers {
         if let Some(kv) = state.kv {
-            split(kv.heads, head_bytes(i, kv, caps)?, pages, caps.max_binding, "KV pages")?;
+            split(kv.heads, head_bytes(kv, caps), pages, caps.max_binding, "KV pages")?;
         }
         if let Some([channels, taps]) = state.conv {
             split(channels, taps * caps.conv.bytes(), slots, caps.max_binding, "slots")?;
@@ -87,15 +87,9 @@ pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Resul
     Ok(())
 }
 
-/// Bytes of a head's keys (and as many of its values) in a page of layer `i`.
-fn head_bytes(i: usize, kv: KvShape, caps: &Caps) -> Result<usize> {
-    if kv.key_dim != kv.value_dim {
-        return Err(Error::Unsupported {
-            what: format!("layer {i} with keys of {} and values of {} elements", kv.key_dim, kv.value_dim),
-            why: "attention takes keys and values of one width".into(),
-        });
-    }
-    Ok(PAGE * kv.key_dim * caps.kv.bytes())
+/// Bytes of a head's keys or of its values in a page, of the wider ones.
+fn head_bytes(kv: KvShape, caps: &Caps) -> usize {
+    PAGE * kv.key_dim.max(kv.value_dim) * caps.kv.bytes()
 }
 
 /// Sizes of the fewest, nearly equal blocks of `units` whose `count + 1` entries fit into `limit` bytes each.

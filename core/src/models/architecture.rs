@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use crate::{Result, blocks::Plan, config::Config, layer::LayerState, models::ModelSpec, weights::NormKind};
+use crate::{
+    Result, blocks::Plan, config::Config, layer::LayerState, models::ModelSpec, ops::Feature, weights::NormKind,
+};
 
 /// An RMS norm over the model width.
 #[derive(Clone, Debug)]
@@ -59,7 +61,8 @@ pub enum Output {
 /// A mixer of a residual step.
 #[derive(Clone, Debug)]
 pub struct Branch {
-    /// Prefix of its tensor names, below the model's prefix. Branches with the same prefix share their weights.
+    /// Prefix of its tensor names, below the model's prefix, or several separated by `|`, of which one is stored. Branches
+    /// with the same prefix share their weights.
     pub prefix: String,
     /// The mixer as data.
     pub plan: Plan,
@@ -154,6 +157,11 @@ impl Architecture {
             tied: config.tied_embeddings(tied)?,
             logits_scale: 1.0,
         })
+    }
+
+    /// What a backend needs to run it, of what not every backend has.
+    pub fn features(&self) -> impl Iterator<Item = Feature> {
+        self.layers.iter().flatten().flat_map(|s| &s.branches).filter_map(|b| b.plan.feature())
     }
 
     /// Facts that need no weights.

@@ -145,7 +145,8 @@ async fn load_step<B: Backend>(
     let mut mixers = Vec::with_capacity(step.branches.len());
     for branch in &step.branches {
         branch.plan.want(widths);
-        mixers.push(branch.plan.load(l, &branch.prefix, branch.scale).await?);
+        let prefix = l.stored_prefix(&branch.prefix).to_owned();
+        mixers.push(branch.plan.load(l, &prefix, branch.scale).await?);
     }
     let gives = match &step.output {
         Output::Add => Gives::Add,

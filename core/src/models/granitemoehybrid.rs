@@ -94,6 +94,6 @@ fn shared(c: &Config, width: usize) -> Result<mlp::Plan> {
         bias: false,
         gate_scale: 1.0,
         row_gate: None,
-            adapter: None,
+        adapter: None,
     })
 }

@@ -104,7 +104,7 @@ fn mlp(width: usize, inner: usize) -> mlp::Plan {
         bias: false,
         gate_scale: 1.0,
         row_gate: None,
-            adapter: None,
+        adapter: None,
     }
 }
 

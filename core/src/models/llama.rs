@@ -41,7 +41,7 @@ pub(super) fn mlp(width: usize, inner: usize, bias: bool) -> mlp::Plan {
         bias,
         gate_scale: 1.0,
         row_gate: None,
-            adapter: None,
+        adapter: None,
     }
 }
 

@@ -9,6 +9,7 @@ mod decoder;
 mod falcon_h1;
 mod granitemoehybrid;
 mod jamba;
+mod kimi_linear;
 mod lfm2;
 mod llama;
 mod mamba;
@@ -61,6 +62,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "falcon_h1", read: falcon_h1::read },
     Family { model_type: "olmo_hybrid", read: olmo_hybrid::read },
     Family { model_type: "zamba2", read: zamba2::read },
+    Family { model_type: "kimi_linear", read: kimi_linear::read },
     Family { model_type: "qwen3_5_text", read: qwen3_5::read },
     Family { model_type: "qwen3_5_moe_text", read: qwen3_5::read_moe },
     // The text parts of checkpoints with vision, if their `text_config` has no type.
@@ -119,12 +121,19 @@ pub struct Limits {
 /// Loads the weights of an architecture and allocates its activations.
 ///
 /// # Errors
-/// Those of the checkpoint, naming the tensor, and of the backend.
+/// Those of the checkpoint, naming the tensor, and of the backend; [`Error::Unsupported`] if it has no kernels for a layer.
 pub async fn build<B: Backend>(
     architecture: &Architecture,
     loader: &mut Loader<'_, B>,
     limits: Limits,
 ) -> Result<Box<dyn Model<B>>> {
+    let backend = loader.backend();
+    if let Some(feature) = architecture.features().find(|f| !backend.has(*f)) {
+        return Err(Error::Unsupported {
+            what: format!("{} ({}) on {}", architecture.family, feature.name(), backend.caps().backend),
+            why: "this backend has no kernels for it; choose another one (--backend wgpu or --backend cpu)".into(),
+        });
+    }
     Ok(Box::new(decoder::Decoder::load(architecture, loader, limits).await?))
 }
 
@@ -139,7 +148,8 @@ pub struct ModelSpec {
     pub width: usize,
     /// Longest sequence, in tokens.
     pub context: usize,
-    /// A letter per residual step: `M` Mamba-2, `S` Mamba-1, `G` Gated DeltaNet, `C` short convolution, `*` attention, `-` MLP,
+    /// A letter per residual step: `M` Mamba-2, `S` Mamba-1, `G` Gated DeltaNet, `K` Kimi Delta
+    /// Attention, `C` short convolution, `*` attention, `-` MLP,
     /// `L` a linear layer between mixers, `E` MoE (token mixer before channel mixer where a layer has both).
     pub layer_map: String,
     /// State of each layer.

@@ -89,7 +89,8 @@ mod tests {
         assert_eq!(falcon[0].steps[0].0, "x += 0.4 Mamba-2(norm(x)) + 0.9 attention(norm(x))");
         let zamba = program("zamba2");
         let steps = zamba[1].steps.iter().map(|(formula, _)| formula.as_str());
-        let want = ["y = attention(norm(x | embedding))", "y = MLP(norm(y))", "y = linear(y)", "x += Mamba-2(norm(x + y))"];
+        let want =
+            ["y = attention(norm(x | embedding))", "y = MLP(norm(y))", "y = linear(y)", "x += Mamba-2(norm(x + y))"];
         assert!(steps.eq(want));
         let bamba = program("bamba");
         assert_eq!((bamba[0].layers.as_str(), bamba[1].layers.as_str()), ("0-1, 3", "2"));

@@ -52,6 +52,9 @@ fn parameters_of_the_references_are_counted_exactly() {
         "qwen3_5_text",
         "qwen3_5_moe_text",
         "zamba2",
+        "kimi_linear",
+        "zamba2_blocks",
+        "kimi_linear_groups",
     ] {
         let spec = spec(&config(&format!("tests/golden/{name}/config.json"))).unwrap();
         let reference = std::fs::read(root(&format!("tests/golden/{name}/reference.json"))).unwrap();
@@ -84,6 +87,8 @@ fn published_models_have_their_published_sizes() {
         ("granite-4.0-h-1b", "M36 *4 -40", 57_341_952, 8_192, 1.46),
         ("mamba2-780m", "M48", 76_455_936, 0, 0.78),
         ("mamba2-2.7b", "M64", 169_836_544, 0, 2.7),
+        ("zamba2-7b", "M81 *13 -13 L13", 152_243_712, 372_736, 7.357),
+        ("kimi-linear-48b-a3b", "K20 *7 -1 E26", 43_417_600, 8_064, 49.1),
         // Cut to what fits into 141 GB.
         ("qwen3-next-80b-a3b-36-layers", "G27 *9 E36", 57_950_208, 18_432, 59.9),
     ] {
@@ -116,6 +121,7 @@ fn layer_map_names_token_mixers_and_channel_mixers() {
     assert_eq!(map("olmo_hybrid"), "G-G-G-*-");
     assert_eq!(map("qwen3_5_moe_text"), "GEGEGE*E");
     assert_eq!(map("zamba2"), "M*-LMM*-LMM");
+    assert_eq!(map("kimi_linear"), "K-KEKE*E");
 }
 
 #[test]
@@ -176,6 +182,22 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
         (family("falcon_h1", r#""mamba_d_ssm": 48, "mamba_d_head": 10"#), "are not `mamba_d_ssm`, 48"),
         (family("olmo_hybrid", r#""linear_num_key_heads": 3"#), "`linear_num_value_heads`: 2 is not a multiple"),
         (family("qwen3_5_moe_text", r#""hidden_act": "gelu""#), "\"gelu\" is not supported"),
+        (family("kimi_linear", r#""hidden_act": "situ""#), "`hidden_act`: activation \"situ\" is not supported"),
+        (family("kimi_linear", r#""mla_use_nope": false"#), "`mla_use_nope`: false is not supported"),
+        (family("kimi_linear", r#""mla_use_output_gate": true"#), "`mla_use_output_gate`: true is not supported"),
+        (family("kimi_linear", r#""attention_bias": true"#), "`attention_bias`: true is not supported"),
+        (family("kimi_linear", r#""moe_layer_freq": 2"#), "`moe_layer_freq`: 2 is not supported"),
+        (family("kimi_linear", r#""num_key_value_heads": 1"#), "`num_key_value_heads`: 1 is not supported"),
+        (
+            family("kimi_linear", r#""linear_attn_config": {"gate_lower_bound": -5.0}"#),
+            "`linear_attn_config.gate_lower_bound`: -5.0 is not supported",
+        ),
+        (
+            family("kimi_linear", r#""linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}"#),
+            "`linear_attn_config.full_attn_layers`: layer 3, counted from 1",
+        ),
+        (family("kimi_linear", r#""mlp_layer_types": ["dense"]"#), "`mlp_layer_types`: 1 entries for 4 layers"),
+        (family("kimi_linear", r#""num_expert_group": 3"#), "256 is not a multiple of `num_expert_group`"),
         (family("zamba2", r#""hidden_act": "tanh""#), "activation \"tanh\" is not supported"),
         (family("zamba2", r#""attention_head_dim": 4"#), "4 is not supported, only 8"),
         (family("zamba2", r#""attention_hidden_size": 8"#), "`attention_hidden_size`: 8 is not supported, only 16"),
@@ -278,4 +300,43 @@ fn sliding_windows_need_the_switch() {
     assert_eq!(read(&format!(r#"{types}, "use_sliding_window": true"#)), [None, Some(16), None]);
     assert_eq!(read(r#", "use_sliding_window": true, "max_window_layers": 1"#), [None, Some(16), Some(16)]);
     assert_eq!(read(r#", "max_window_layers": 1"#), [None; 3]);
+}
+
+#[test]
+fn layers_of_kimi_linear_are_counted_from_1_in_the_published_files() {
+    let map = |more: &str| {
+        let text = format!(
+            r#"{{"model_type": "kimi_linear", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 6{more}}}"#
+        );
+        parse(&text).unwrap().spec().layer_map
+    };
+    let lists = r#", "linear_attn_config": {"full_attn_layers": [2, 6], "kda_layers": [1, 3, 4, 5], "num_heads": 2}"#;
+    assert_eq!(map(lists), "K-*EKEKEKE*E");
+    assert_eq!(map(r#", "first_k_dense_replace": 2"#), "K-K-KEKE*EKE");
+    let types = r#", "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention",
+        "linear_attention", "linear_attention"], "mlp_layer_types": ["sparse", "dense", "dense", "dense", "dense", "dense"]"#;
+    assert_eq!(map(types), "*EK-K-K-K-K-");
+}
+
+#[test]
+fn shared_blocks_of_zamba2_take_turns_and_their_adapters_count_for_each_use() {
+    let a = parse(
+        r#"{"model_type": "zamba2", "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 38, "n_mamba_heads": 64,
+        "hybrid_layer_ids": [5, 11, 17, 23, 29, 35], "mamba_d_state": 128, "use_shared_attention_adapter": true}"#,
+    )
+    .unwrap();
+    // The number of weights of the published Zamba2-1.2B.
+    assert_eq!(a.spec().parameters, 1_215_064_704);
+    let two = parse(
+        r#"{"model_type": "zamba2", "vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 5, "num_mem_blocks": 2,
+        "hybrid_layer_ids": [0, 2, 4], "num_attention_heads": 4}"#,
+    )
+    .unwrap();
+    let prefixes = |i: usize| two.layers[i].iter().map(|s| s.branches[0].prefix.as_str()).collect::<Vec<_>>();
+    assert_eq!(prefixes(0)[0], "layers.0.shared_transformer.self_attn.");
+    assert_eq!(prefixes(2)[0], "layers.2.shared_transformer.self_attn.");
+    assert_eq!(
+        prefixes(4)[..2],
+        ["layers.0.shared_transformer.self_attn.", "layers.0.shared_transformer.feed_forward."]
+    );
 }

@@ -190,9 +190,9 @@ impl Sizes<'_> {
     /// Refuses a size that is not the one which follows from the others.
     fn same(&self, key: &str, derived: usize) -> Result<()> {
         match self.c.opt_usize(key)? {
-            Some(size) if size != derived => {
-                Err(self.c.bad(key, format_args!("{size} is not supported, only {derived}, which the other sizes give")))
-            }
+            Some(size) if size != derived => Err(self
+                .c
+                .bad(key, format_args!("{size} is not supported, only {derived}, which the other sizes give"))),
             _ => Ok(()),
         }
     }

@@ -1,7 +1,8 @@
-//! The gated delta rule of Gated DeltaNet, driven by the chunk table.
+//! The gated delta rule of Gated DeltaNet and Kimi Delta Attention, driven by the chunk table.
 //!
 //! Per value head, with `q ← l2(q) dk^-1/2`, `k ← l2(k)` (`l2(v) = v rsqrt(Σv² + 1e-6)`), `β = beta_scale σ(b)` and
 //! `g = a_neg softplus(a + dt_bias)`: `S ← exp(g) S; δ = β (v - kᵀS); S ← S + k ⊗ δ; o = qᵀS`. State and arithmetic f32.
+//! With G gates per head, g is a number (G = 1) or a vector along the keys (G = dk), each row of S with its own decay.
 
 use super::{Access, Cost, ensure, expect, size};
 use crate::backend::Handle;
@@ -19,11 +20,11 @@ pub struct GatedDelta<Buf> {
     pub k: Tensor<Buf>,
     /// `[T, H * dv]`, the value heads of this block.
     pub v: Tensor<Buf>,
-    /// `[T, H]`: raw decay input.
+    /// `[T, H * G]`: raw decay input; G is 1 or dk.
     pub a: Tensor<Buf>,
     /// `[T, H]`: raw β input.
     pub b: Tensor<Buf>,
-    /// `[2, H] f32`: a_neg = -exp(A_log), dt_bias; the row stride may exceed H.
+    /// `[2, H * G] f32`: a_neg = -exp(A_log), dt_bias; the row stride may exceed H * G.
     pub par: Tensor<Buf>,
     /// `[S, H, dk, dv]`. Slot 0 reads as zero and discards writes.
     pub pool: Tensor<Buf>,
@@ -38,6 +39,11 @@ pub struct GatedDelta<Buf> {
 }
 
 impl<Buf: Handle> GatedDelta<Buf> {
+    /// Whether every row of the state has a decay of its own.
+    pub fn decays_per_channel(&self) -> bool {
+        self.a.row_len() != self.pool.dims()[1]
+    }
+
     pub(super) fn tensors(&self) -> Vec<(Access, &Tensor<Buf>)> {
         use Access::*;
         let reads = [&self.step.ints, &self.q, &self.k, &self.v, &self.a, &self.b, &self.par];
@@ -63,9 +69,11 @@ impl<Buf: Handle> GatedDelta<Buf> {
         let keys = self.q.row_len();
         expect("gated_delta", "q", &self.q, &[t, keys]);
         expect("gated_delta", "k", &self.k, &[t, keys]);
-        expect("gated_delta", "a", &self.a, &[t, h]);
+        let gates = self.a.row_len();
+        ensure!("gated_delta", gates == h || gates == h * dk, "{gates} decays for {h} heads with keys of {dk}");
+        expect("gated_delta", "a", &self.a, &[t, gates]);
         expect("gated_delta", "b", &self.b, &[t, h]);
-        expect("gated_delta", "par", &self.par, &[2, h]);
+        expect("gated_delta", "par", &self.par, &[2, gates]);
         ensure!("gated_delta", self.par.dtype == DType::F32, "par is not f32");
         let last_key = (self.first_head + h - 1) / self.heads_per_key;
         ensure!("gated_delta", (last_key + 1) * dk <= keys, "key head {last_key} of {keys} columns");

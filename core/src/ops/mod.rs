@@ -13,6 +13,9 @@ mod embed;
 mod expert_matmul;
 mod gated_delta;
 mod gather;
+mod head_matmul;
+mod latent_attention;
+mod latent_kv;
 mod logprobs;
 mod matmul;
 mod rms_norm;
@@ -30,6 +33,9 @@ pub use embed::Embed;
 pub use expert_matmul::{ExpertMatmul, ExpertRange};
 pub use gated_delta::GatedDelta;
 pub use gather::Gather;
+pub use head_matmul::HeadMatmul;
+pub use latent_attention::LatentAttention;
+pub use latent_kv::LatentKv;
 pub use logprobs::Logprobs;
 pub use matmul::{Matmul, RowBlock, Weight};
 pub use rms_norm::{Gate, RmsNorm};
@@ -62,6 +68,25 @@ pub struct Cost {
     pub held: u64,
     /// Floating-point operations.
     pub flops: u64,
+}
+
+/// Ops and forms of ops that some backends have no kernels for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// [`LatentKv`], [`LatentAttention`] and [`HeadMatmul`].
+    LatentAttention,
+    /// [`GatedDelta`] with a decay per key channel.
+    ChannelDecay,
+}
+
+impl Feature {
+    /// Its name in texts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LatentAttention => "attention over latents",
+            Self::ChannelDecay => "a delta rule with a decay per channel",
+        }
+    }
 }
 
 /// Storage buffers that WebGPU guarantees to a shader stage.
@@ -114,6 +139,9 @@ ops! {
     Conv1d "conv1d",
     SelectiveScan "selective_scan",
     GatedDelta "gated_delta",
+    HeadMatmul "head_matmul",
+    LatentKv "latent_kv",
+    LatentAttention "latent_attention",
     Route "route",
     ExpertMatmul "expert_matmul",
     Gather "gather",
@@ -160,6 +188,15 @@ impl<Buf: Handle> Op<Buf> {
         let others = &tensors[..tensors.len() - blocks];
         let first = |i: usize| others[..i].iter().all(|(_, t)| t.buf.id() != others[i].1.buf.id());
         (0..others.len()).filter(|&i| first(i)).count() + blocks.min(1) + 1
+    }
+
+    /// What a backend needs to run it, if not every backend has that.
+    pub fn feature(&self) -> Option<Feature> {
+        match self {
+            Self::HeadMatmul(_) | Self::LatentKv(_) | Self::LatentAttention(_) => Some(Feature::LatentAttention),
+            Self::GatedDelta(op) if op.decays_per_channel() => Some(Feature::ChannelDecay),
+            _ => None,
+        }
     }
 
     /// Row blocks of the weight, which are the last of [`Op::tensors`].

@@ -6,12 +6,13 @@ use crate::backend::Handle;
 use crate::step::{PAGE, Step};
 use crate::tensor::{DType, Tensor};
 
-/// The KV pages of some heads of one layer.
+/// The KV pages of some heads of one layer. In a layer with latents there is one head: k is the latent, and v the part of the
+/// keys that is not made from it.
 #[derive(Clone, Debug)]
 pub struct KvPool<Buf> {
-    /// `[pages, KH, 64, hd]`.
+    /// `[pages, KH, 64, hd]`, or `[pages, 1, 64, R]`.
     pub k: Tensor<Buf>,
-    /// `[pages, KH, 64, hd]`.
+    /// `[pages, KH, 64, hd]`, or `[pages, 1, 64, S]`.
     pub v: Tensor<Buf>,
 }
 

@@ -167,7 +167,17 @@ pub(super) fn micro_models() -> Vec<TestModel> {
         "num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"linear_num_key_heads":1,"linear_num_value_heads":2,
         "linear_key_head_dim":8,"linear_value_head_dim":8,"num_experts":4,"num_experts_per_tok":2,
         "moe_intermediate_size":8,"shared_expert_intermediate_size":8,"vocab_size":40,"max_position_embeddings":1024}"#;
+    let shared = r#"{"model_type":"zamba2","hidden_size":16,"num_hidden_layers":4,"hybrid_layer_ids":[1,2,3],"num_mem_blocks":2,
+        "num_attention_heads":2,"intermediate_size":24,"adapter_rank":4,"use_shared_attention_adapter":true,
+        "use_mem_rope":true,"n_mamba_heads":4,"mamba_d_state":8,"vocab_size":40,"max_position_embeddings":1024}"#;
+    let latent = r#"{"model_type":"kimi_linear","hidden_size":16,"num_hidden_layers":3,"num_attention_heads":2,
+        "num_key_value_heads":2,"kv_lora_rank":12,"q_lora_rank":8,"qk_nope_head_dim":8,"qk_rope_head_dim":4,"v_head_dim":12,
+        "linear_attn_config":{"full_attn_layers":[2],"kda_layers":[1,3],"num_heads":2,"head_dim":8},"intermediate_size":24,
+        "num_experts":4,"num_experts_per_token":2,"num_expert_group":2,"topk_group":1,"moe_intermediate_size":8,
+        "vocab_size":40,"model_max_length":1024}"#;
     vec![
+        TestModel::micro("micro shared blocks", shared),
+        TestModel::micro("micro latents", latent),
         TestModel::micro("micro hybrid", hybrid),
         TestModel::micro("micro recurrent", recurrent),
         TestModel::micro("micro attention", attention),
@@ -560,14 +570,14 @@ fn so_it_is_for_codes() {
     run(coded_models(), 12);
 }
 
-/// A model of each reference folder that runs.
+/// A model of each reference folder.
 pub(super) fn golden_models() -> Vec<TestModel> {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
     let mut folders: Vec<_> = std::fs::read_dir(golden).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.retain(|path| path.is_dir());
     folders.sort();
     let models: Vec<_> = folders.iter().filter_map(|path| TestModel::golden(path)).collect();
-    assert!(models.len() >= 25, "{} models", models.len());
+    assert!(models.len() >= 29, "{} models", models.len());
     models
 }
 

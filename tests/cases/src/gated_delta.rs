@@ -21,8 +21,17 @@ pub(super) struct Delta {
     dv: usize,
     beta_scale: f32,
     decay: Decay,
+    /// Every row of a state has a decay of its own.
+    each: bool,
     /// Gaps between the rows of all matrices.
     views: bool,
+}
+
+impl Delta {
+    /// Decays of a token.
+    fn gates(&self) -> usize {
+        self.heads * if self.each { self.dk } else { 1 }
+    }
 }
 
 fn normalized(v: &[f32], factor: f64) -> Vec<f64> {
@@ -39,16 +48,18 @@ impl Spec for Delta {
         h.float("q", d.act, &[t, keys], rng.tokens(&self.batch, keys, 1.0));
         h.float("k", d.act, &[t, keys], rng.tokens(&self.batch, keys, 1.0));
         h.float("v", d.act, &[t, values], rng.tokens(&self.batch, values, 1.0));
-        h.float("a", d.act, &[t, self.heads], self.decay.steps(rng.tokens(&self.batch, self.heads, 1.0), self.heads));
+        let gates = self.gates();
+        h.float("a", d.act, &[t, gates], self.decay.steps(rng.tokens(&self.batch, gates, 1.0), gates));
         h.float("b", d.act, &[t, self.heads], rng.tokens(&self.batch, self.heads, 1.5));
         let (a, bias) = self.decay.ranges();
-        let mut par = rng.ranged(self.heads, a.0, a.1);
-        par.extend(rng.ranged(self.heads, bias.0, bias.1));
-        h.float("par", DType::F32, &[2, self.heads], par);
+        let mut par = rng.ranged(gates, a.0, a.1);
+        par.extend(rng.ranged(gates, bias.0, bias.1));
+        h.float("par", DType::F32, &[2, gates], par);
         let dims = [self.batch.slots(), self.heads, self.dk, self.dv];
         h.float("pool", d.state, &dims, rng.slots(&self.batch, values * self.dk, 0.5));
         h.out("out", d.act, &[t, values]);
-        h.spread("par", self.first_head, self.key_heads * self.per_key - self.heads);
+        let per_head = gates / self.heads;
+        h.spread("par", self.first_head * per_head, (self.key_heads * self.per_key - self.heads) * per_head);
         // Eight buffers are all that WebGPU binds, scratch included.
         h.join(&["q", "k", "v"], if self.views { 8 } else { 0 });
         h.join(&["b", "a"], if self.views { 4 } else { 0 });
@@ -62,7 +73,7 @@ impl Spec for Delta {
         let tables = Tables::new(h.ints("ints"), self.batch.bucket);
         let (heads, dk, dv, keys) = (self.heads, self.dk, self.dv, self.key_heads * self.dk);
         let (q, k, v, a, b) = (h.get("q"), h.get("k"), h.get("v"), h.get("a"), h.get("b"));
-        let (par, pool) = (h.get("par"), h.get("pool"));
+        let (par, pool, gates) = (h.get("par"), h.get("pool"), self.gates());
         let len = heads * dk * dv;
         let mut out = vec![Want::Exact(0.0); tables.bucket.tokens * heads * dv];
         let mut states = vec![Want::Keep; pool.len()];
@@ -77,10 +88,13 @@ impl Spec for Delta {
                     let q = normalized(&q[t * keys + key..][..dk], 1.0 / (dk as f64).sqrt());
                     let k = normalized(&k[t * keys + key..][..dk], 1.0);
                     let beta = f64::from(self.beta_scale) * sigmoid(b[t * heads + head].into());
-                    let raw = f64::from(a[t * heads + head]) + f64::from(par[heads + head]);
-                    let decay = (f64::from(par[head]) * softplus(raw)).exp();
                     let s = &mut state[head * dk * dv..(head + 1) * dk * dv];
-                    s.iter_mut().for_each(|s| *s *= decay);
+                    for (i, row) in s.chunks_mut(dv).enumerate() {
+                        let gate = if self.each { head * dk + i } else { head };
+                        let raw = f64::from(a[t * gates + gate]) + f64::from(par[gates + gate]);
+                        let decay = (f64::from(par[gate]) * softplus(raw)).exp();
+                        row.iter_mut().for_each(|s| *s *= decay);
+                    }
                     for j in 0..dv {
                         let predicted: f64 = (0..dk).map(|i| k[i] * s[i * dv + j]).sum();
                         let delta = beta * (f64::from(v[(t * heads + head) * dv + j]) - predicted);
@@ -131,6 +145,7 @@ pub(super) fn cases(to: &mut Table) {
         dv: 12,
         beta_scale: 1.0,
         decay: Decay::Usual,
+        each: false,
         views: false,
     };
     to.add("base", base.clone());
@@ -178,6 +193,7 @@ pub(super) fn cases(to: &mut Table) {
         Delta { key_heads: 4, per_key: 2, first_head: 3, heads: 3, dk: 64, dv: 32, views: true, ..base.clone() };
     to.add("dk 64, dv 32, long rows of a block across key heads", Delta { batch: find("long rows"), ..block });
     to.add("dk 256, dv 128", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 256, dv: 128, ..base.clone() });
+    per_channel(to, &base);
     to.add("last block of heads", Delta { key_heads: 4, first_head: 6, heads: 2, ..base.clone() });
     to.add("a block across key heads", Delta { key_heads: 4, first_head: 3, heads: 3, ..base.clone() });
     let qwen = Delta { key_heads: 16, heads: 32, dk: 128, dv: 128, views: true, ..base };
@@ -193,6 +209,40 @@ pub(super) fn cases(to: &mut Table) {
     let olmo = Delta { key_heads: 30, heads: 30, views: true, ..olmo };
     to.sized(Size::Bench, "decode of 1, Olmo-Hybrid", Delta { batch: rows(1), ..olmo.clone() });
     to.sized(Size::Bench, "256 tokens, Olmo-Hybrid", Delta { batch, ..olmo });
+}
+
+/// Kimi Delta Attention: a decay per key channel.
+fn per_channel(to: &mut Table, base: &Delta) {
+    let each = Delta { key_heads: 4, per_key: 1, each: true, dv: 16, ..base.clone() };
+    for (name, batch) in stateful() {
+        to.add(&format!("a decay per channel, {name}"), Delta { batch, ..each.clone() });
+    }
+    for (name, decay) in Decay::ALL {
+        to.add(&format!("a decay per channel, {name}"), Delta { decay, ..each.clone() });
+    }
+    let kimi = Delta { key_heads: 2, heads: 2, dk: 128, dv: 128, ..each.clone() };
+    for name in ["verification of 3 rows", "captures"] {
+        to.add(&format!("a decay per channel, dk 128, {name}"), Delta { batch: find(name), ..kimi.clone() });
+    }
+    for name in ["decode of 8 rows", "63 tokens", "long rows", "padding"] {
+        let batch = find(name);
+        let name = format!("a decay per channel, dk 128, {name}");
+        to.sized(Size::Large, &name, Delta { batch, views: true, ..kimi.clone() });
+    }
+    for (name, decay) in Decay::ALL {
+        to.sized(Size::Large, &format!("a decay per channel, dk 128, {name}"), Delta { decay, ..kimi.clone() });
+    }
+    to.add("a decay per channel, dk 20, dv 36", Delta { dk: 20, dv: 36, ..each.clone() });
+    to.add("a decay per channel, dk 64, dv 32", Delta { dk: 64, dv: 32, batch: find("long rows"), ..each.clone() });
+    to.add("a decay per channel, dk 192", Delta { key_heads: 1, heads: 1, dk: 192, dv: 32, ..each.clone() });
+    to.add("a decay per channel, 2 value heads per key head", Delta { key_heads: 2, per_key: 2, ..each.clone() });
+    let block = Delta { key_heads: 6, first_head: 2, heads: 3, views: true, ..each };
+    to.add("a decay per channel, block of heads", block);
+    let kimi = Delta { key_heads: 32, heads: 32, views: true, ..kimi };
+    let batch = Batch::new((0..8).map(|i| row(70, &[(1, i + 1, i + 1)])).collect());
+    to.sized(Size::Bench, "decode of 8, Kimi-Linear", Delta { batch, ..kimi.clone() });
+    let batch = Batch::new(vec![cut(0, 256, 0, &[0, 1, 0, 2])]);
+    to.sized(Size::Bench, "256 tokens, Kimi-Linear", Delta { batch, ..kimi });
 }
 
 #[cfg(test)]
@@ -211,6 +261,7 @@ mod tests {
             dv: 4,
             beta_scale: 2.0,
             decay: Decay::Usual,
+            each: false,
             views: true,
         }
     }

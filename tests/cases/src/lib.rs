@@ -14,6 +14,7 @@ mod embed;
 mod expert_matmul;
 mod gated_delta;
 mod host;
+mod latent;
 mod matmul;
 mod rms_norm;
 mod rope_kv;
@@ -34,7 +35,7 @@ pub use run::{OpReport, run_all};
 use host::{Bound, Host, Rng, Wants};
 use selkie_core::backend::Handle;
 use selkie_core::format::Format;
-use selkie_core::ops::{Act, Op};
+use selkie_core::ops::{Act, Feature, Op};
 
 /// How much work a case is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -64,6 +65,11 @@ impl Case {
     /// `op/name`, unique in the table.
     pub fn id(&self) -> String {
         format!("{}/{}", self.op, self.name)
+    }
+
+    /// What a backend needs to run it, if not every backend has that.
+    pub fn feature(&self) -> Option<Feature> {
+        self.plain_op().feature()
     }
 
     /// The op over handles without memory: for everything that depends on shapes only, with f32 activations and states.
@@ -97,7 +103,7 @@ impl Handle for Plain {
 pub fn all() -> Vec<Case> {
     let mut t = Table { op: "", cases: vec![] };
     type Fill = fn(&mut Table);
-    let ops: [(&'static str, Fill); 15] = [
+    let ops: [(&'static str, Fill); 18] = [
         ("embed", embed::cases),
         ("gather", embed::gather),
         ("rms_norm", rms_norm::cases),
@@ -108,6 +114,9 @@ pub fn all() -> Vec<Case> {
         ("conv1d", conv1d::cases),
         ("selective_scan", selective_scan::cases),
         ("gated_delta", gated_delta::cases),
+        ("head_matmul", latent::head_matmul),
+        ("latent_kv", latent::latent_kv),
+        ("latent_attention", latent::latent_attention),
         ("route", route::cases),
         ("expert_matmul", expert_matmul::cases),
         ("sample", sample::cases),
@@ -175,6 +184,9 @@ specs! {
     Conv1d conv1d::Conv,
     SelectiveScan selective_scan::Scan,
     GatedDelta gated_delta::Delta,
+    HeadMatmul latent::PerHead,
+    LatentKv latent::Store,
+    LatentAttention latent::Latent,
     Route route::Routing,
     ExpertMatmul expert_matmul::Experts,
     Sample sample::Draw,

@@ -13,7 +13,7 @@ use selkie_core::tensor::{DType, Tensor};
 
 /// Largest RMS error over RMS value, of an output or of one slot: for f32, and where activations or the array have 16
 /// bits. A single element may be off by ten times that.
-const LIMITS: [(&str, f64, f64); 15] = [
+const LIMITS: [(&str, f64, f64); 18] = [
     ("embed", 1e-6, 3e-3),
     ("gather", 0.0, 0.0),
     ("rms_norm", 1e-5, 1e-2),
@@ -24,6 +24,9 @@ const LIMITS: [(&str, f64, f64); 15] = [
     ("conv1d", 1e-5, 1e-2),
     ("selective_scan", 1e-4, 1e-2),
     ("gated_delta", 1e-4, 1e-2),
+    ("head_matmul", 1e-5, 1e-2),
+    ("latent_kv", 1e-5, 1e-2),
+    ("latent_attention", 1e-5, 1e-2),
     // All in f32 on every device.
     ("route", 1e-5, 1e-5),
     ("expert_matmul", 1e-5, 1e-2),

@@ -48,9 +48,74 @@ struct Inputs<'a> {
 
 /// The running softmax of one query.
 #[derive(Clone, Copy)]
-struct Softmax {
+pub(super) struct Softmax {
     max: f32,
     sum: f32,
+}
+
+impl Softmax {
+    /// Of no key.
+    pub(super) fn new() -> Self {
+        Self { max: f32::NEG_INFINITY, sum: 0.0 }
+    }
+
+    /// Adds the keys of one page. Their `scores` are lost, those of keys that the query does not see are -inf; `values` are
+    /// `[n, hd]` from number `from` of the page on. A key's lane does not depend on how much of the page the query sees.
+    #[inline(always)]
+    pub(super) fn add<S: Simd>(
+        &mut self,
+        s: S,
+        scores: &mut [f32; PAGE],
+        from: usize,
+        values: &[f32],
+        out: &mut [f32],
+    ) {
+        let hd = out.len();
+        let max = scores.iter().fold(self.max, |max, score| if *score > max { *score } else { max });
+        let mut sum = s.zero();
+        for p in scores.as_chunks_mut::<LANES>().0 {
+            let v = s.exp(s.sub(s.load(p), s.splat(max)));
+            s.store(v, p);
+            sum = s.add(sum, v);
+        }
+        if max > self.max {
+            let rescale = s.exp(s.splat(self.max - max));
+            self.sum *= s.to_array(rescale)[0];
+            for x in out.chunks_mut(LANES) {
+                s.store_partial(s.mul(s.load_partial(x), rescale), x);
+            }
+            self.max = max;
+        }
+        self.sum += s.reduce_sum(sum);
+        let (wide, rest) = out.as_chunks_mut::<{ 4 * LANES }>();
+        let narrow = wide.len() * 4 * LANES;
+        for (i, x) in wide.iter_mut().enumerate() {
+            let x = x.as_chunks_mut::<LANES>().0;
+            let mut acc = [s.load(&x[0]), s.load(&x[1]), s.load(&x[2]), s.load(&x[3])];
+            for (v, p) in values.chunks_exact(hd).zip(&scores[from..]) {
+                let (v, p) = (v[i * 4 * LANES..].as_chunks::<LANES>().0, s.splat(*p));
+                for c in 0..4 {
+                    acc[c] = s.fma(p, s.load(&v[c]), acc[c]);
+                }
+            }
+            for c in 0..4 {
+                s.store(acc[c], &mut x[c]);
+            }
+        }
+        for (i, x) in rest.chunks_mut(LANES).enumerate() {
+            let mut acc = s.load_partial(x);
+            for (v, p) in values.chunks_exact(hd).zip(&scores[from..]) {
+                acc = s.fma(s.splat(*p), s.load_partial(&v[narrow + i * LANES..]), acc);
+            }
+            s.store_partial(acc, x);
+        }
+    }
+
+    /// Divides by the sum of the weights; no keys give 0.
+    pub(super) fn finish(self, out: &mut [f32]) {
+        let factor = if self.sum > 0.0 { 1.0 / self.sum } else { 0.0 };
+        out.iter_mut().for_each(|x| *x *= factor);
+    }
 }
 
 impl Inputs<'_> {
@@ -71,7 +136,7 @@ impl Inputs<'_> {
                 continue;
             }
             running.clear();
-            running.resize(same * heads, Softmax { max: f32::NEG_INFINITY, sum: 0.0 });
+            running.resize(same * heads, Softmax::new());
             tokens.clone().for_each(|i| out.row_mut(i).fill(0.0));
             let ranges = || tokens.clone().map(|i| self.range(first + i));
             let begin = ranges().map(|(from, _)| from / PAGE).min().unwrap_or(0);
@@ -97,8 +162,7 @@ impl Inputs<'_> {
             }
             for (i, running) in tokens.zip(running.chunks(heads)) {
                 for (out, running) in out.row_mut(i).chunks_mut(hd).zip(running) {
-                    let factor = if running.sum > 0.0 { 1.0 / running.sum } else { 0.0 };
-                    out.iter_mut().for_each(|x| *x *= factor);
+                    running.finish(out);
                 }
             }
         }
@@ -111,8 +175,8 @@ impl Inputs<'_> {
     }
 }
 
-/// Adds the keys of one page to a running softmax. `keys` and `values` are `[n, hd]`. The first key is number `from` of
-/// its page, so that a key's lane does not depend on how much of the page the query sees.
+/// Adds the keys of one page to a running softmax. `keys` and `values` are `[n, hd]`, the first key is number `from` of its
+/// page.
 #[inline(always)]
 fn attend<S: Simd>(
     s: S,
@@ -125,7 +189,6 @@ fn attend<S: Simd>(
 ) {
     let hd = q.len();
     let mut scores = [f32::NEG_INFINITY; PAGE];
-    let mut max = running.max;
     let seen = &mut scores[from..from + keys.len() / hd];
     let (fours, rest) = seen.as_chunks_mut::<4>();
     let (key_fours, key_rest) = keys.split_at(fours.len() * 4 * hd);
@@ -135,45 +198,6 @@ fn attend<S: Simd>(
     for (k, score) in key_rest.chunks_exact(hd).zip(rest) {
         *score = dot::dot(s, q, k);
     }
-    for score in seen {
-        *score *= scale;
-        max = if *score > max { *score } else { max };
-    }
-    let mut sum = s.zero();
-    for p in scores.as_chunks_mut::<LANES>().0 {
-        let v = s.exp(s.sub(s.load(p), s.splat(max)));
-        s.store(v, p);
-        sum = s.add(sum, v);
-    }
-    if max > running.max {
-        let rescale = s.exp(s.splat(running.max - max));
-        running.sum *= s.to_array(rescale)[0];
-        for x in out.chunks_mut(LANES) {
-            s.store_partial(s.mul(s.load_partial(x), rescale), x);
-        }
-        running.max = max;
-    }
-    running.sum += s.reduce_sum(sum);
-    let (wide, rest) = out.as_chunks_mut::<{ 4 * LANES }>();
-    let narrow = wide.len() * 4 * LANES;
-    for (i, x) in wide.iter_mut().enumerate() {
-        let x = x.as_chunks_mut::<LANES>().0;
-        let mut acc = [s.load(&x[0]), s.load(&x[1]), s.load(&x[2]), s.load(&x[3])];
-        for (v, p) in values.chunks_exact(hd).zip(&scores[from..]) {
-            let (v, p) = (v[i * 4 * LANES..].as_chunks::<LANES>().0, s.splat(*p));
-            for c in 0..4 {
-                acc[c] = s.fma(p, s.load(&v[c]), acc[c]);
-            }
-        }
-        for c in 0..4 {
-            s.store(acc[c], &mut x[c]);
-        }
-    }
-    for (i, x) in rest.chunks_mut(LANES).enumerate() {
-        let mut acc = s.load_partial(x);
-        for (v, p) in values.chunks_exact(hd).zip(&scores[from..]) {
-            acc = s.fma(s.splat(*p), s.load_partial(&v[narrow + i * LANES..]), acc);
-        }
-        s.store_partial(acc, x);
-    }
+    seen.iter_mut().for_each(|score| *score *= scale);
+    running.add(s, &mut scores, from, values, out);
 }

@@ -23,6 +23,7 @@ impl GatedDelta<Buf> {
             b: view::read(&self.b),
             par: view::read(&self.par),
             beta_scale: self.beta_scale,
+            gates: self.a.row_len() / self.pool.dims()[1],
             dk,
             dv,
         };
@@ -47,6 +48,8 @@ struct Inputs<'a> {
     b: Rows<'a>,
     par: Rows<'a>,
     beta_scale: f32,
+    /// Decays per head: 1, or one per key channel.
+    gates: usize,
     dk: usize,
     dv: usize,
 }
@@ -64,8 +67,9 @@ impl Inputs<'_> {
     ) {
         let (dk, dv) = (self.dk, self.dv);
         let key = key_head * dk..(key_head + 1) * dk;
-        let (a_neg, dt_bias) = (self.par.row(0)[h], self.par.row(1)[h]);
-        let (mut q, mut k) = (Vec::new(), Vec::new());
+        let gates = h * self.gates..(h + 1) * self.gates;
+        let (a_neg, dt_bias) = (&self.par.row(0)[gates.clone()], &self.par.row(1)[gates.clone()]);
+        let (mut q, mut k, mut decay) = (Vec::new(), Vec::new(), Vec::new());
         let mut block = Vec::new();
         state::walk(
             &self.tables,
@@ -77,21 +81,23 @@ impl Inputs<'_> {
                 // No capacity is needed beyond the longest chunk, so these grow once.
                 q.resize(chunk.len * dk, 0.0);
                 k.resize(chunk.len * dk, 0.0);
-                let (mut beta, mut decay) = ([0.0; PAGE], [0.0; PAGE]);
+                decay.resize(chunk.len * self.gates, 0.0);
+                let mut beta = [0.0; PAGE];
                 for (i, t) in tokens.clone().enumerate() {
                     let row = i * dk..(i + 1) * dk;
                     normalise(s, &self.q.row(t)[key.clone()], 1.0 / (dk as f32).sqrt(), &mut q[row.clone()]);
                     normalise(s, &self.k.row(t)[key.clone()], 1.0, &mut k[row]);
                     let sigmoid = math::sigmoid(s, s.splat(self.b.row(t)[h]));
                     beta[i] = s.to_array(s.mul(sigmoid, s.splat(self.beta_scale)))[0];
-                    let step = math::softplus(s, s.splat(self.a.row(t)[h] + dt_bias));
-                    decay[i] = s.to_array(s.exp(s.mul(step, s.splat(a_neg))))[0];
+                    let decay = &mut decay[i * self.gates..(i + 1) * self.gates];
+                    decays(s, &self.a.row(t)[gates.clone()], a_neg, dt_bias, decay);
                 }
-                let run = Run { tokens, q: &q, k: &k, beta, decay, first_column: h * dv };
-                if chunk.len > 1 && dv.is_multiple_of(2 * LANES) {
-                    self.columns::<S, 2>(s, &run, state, &mut block, out);
-                } else {
-                    self.token_by_token(s, &run, state, out);
+                let run = Run { tokens, q: &q, k: &k, beta, decay: &decay, first_column: h * dv };
+                match (chunk.len > 1 && dv.is_multiple_of(2 * LANES), self.gates > 1) {
+                    (true, false) => self.columns::<S, 2, false>(s, &run, state, &mut block, out),
+                    (true, true) => self.columns::<S, 2, true>(s, &run, state, &mut block, out),
+                    (false, false) => self.token_by_token::<S, false>(s, &run, state, out),
+                    (false, true) => self.token_by_token::<S, true>(s, &run, state, out),
                 }
             },
         );
@@ -100,26 +106,27 @@ impl Inputs<'_> {
         }
     }
 
-    /// A run in place, each token in two passes over the state.
+    /// A run in place, each token in two passes over the state. EACH: every row of the state has a decay of its own.
     #[inline(always)]
-    fn token_by_token<S: Simd>(&self, s: S, run: &Run<'_>, state: &mut [f32], out: &mut RowsMut<'_>) {
+    fn token_by_token<S: Simd, const EACH: bool>(&self, s: S, run: &Run<'_>, state: &mut [f32], out: &mut RowsMut<'_>) {
         let (dk, dv) = (self.dk, self.dv);
         for (i, t) in run.tokens.clone().enumerate() {
             let (q, k) = (&run.q[i * dk..(i + 1) * dk], &run.k[i * dk..(i + 1) * dk]);
-            let (beta, decay) = (s.splat(run.beta[i]), s.splat(run.decay[i]));
+            let (beta, decay) = (s.splat(run.beta[i]), run.decay_of::<EACH>(i, dk));
             let v = &self.v.row(t)[run.first_column..run.first_column + dv];
             for (i, out) in out.row_mut(t).chunks_mut(LANES).enumerate() {
                 let columns = i * LANES..i * LANES + out.len();
                 let mut predicted = s.zero();
-                for (row, k) in state.chunks(dv).zip(k) {
-                    let old = s.mul(decay, s.load_partial(&row[columns.clone()]));
+                for (d, (row, k)) in state.chunks(dv).zip(k).enumerate() {
+                    let old = s.mul(s.splat(decay[at::<EACH>(d)]), s.load_partial(&row[columns.clone()]));
                     predicted = s.fma(s.splat(*k), old, predicted);
                 }
                 let delta = s.mul(beta, s.sub(s.load_partial(&v[columns.clone()]), predicted));
                 let mut sum = s.zero();
-                for ((row, k), q) in state.chunks_mut(dv).zip(k).zip(q) {
+                for (d, ((row, k), q)) in state.chunks_mut(dv).zip(k).zip(q).enumerate() {
                     let row = &mut row[columns.clone()];
-                    let new = s.fma(s.splat(*k), delta, s.mul(decay, s.load_partial(row)));
+                    let old = s.mul(s.splat(decay[at::<EACH>(d)]), s.load_partial(row));
+                    let new = s.fma(s.splat(*k), delta, old);
                     s.store_partial(new, row);
                     sum = s.fma(s.splat(*q), new, sum);
                 }
@@ -132,7 +139,7 @@ impl Inputs<'_> {
     /// and the pass that updates them for one token also computes the prediction for the next. Each element sees the
     /// same operations.
     #[inline(always)]
-    fn columns<S: Simd, const C: usize>(
+    fn columns<S: Simd, const C: usize, const EACH: bool>(
         &self,
         s: S,
         run: &Run<'_>,
@@ -145,9 +152,10 @@ impl Inputs<'_> {
         block.resize(dk, [[0.0; LANES]; C]);
         for column in (0..dv).step_by(C * LANES) {
             // For the current token: the block holds the decayed state, `predicted` its product with the key.
-            let decay = s.splat(run.decay[0]);
+            let decay = run.decay_of::<EACH>(0, dk);
             let mut predicted = [s.zero(); C];
-            for ((old, row), k) in block.iter_mut().zip(state.chunks(dv)).zip(run.k) {
+            for (d, ((old, row), k)) in block.iter_mut().zip(state.chunks(dv)).zip(run.k).enumerate() {
+                let decay = s.splat(decay[at::<EACH>(d)]);
                 let row = row[column..].as_chunks::<LANES>().0;
                 for c in 0..C {
                     let decayed = s.mul(decay, s.load(&row[c]));
@@ -167,9 +175,10 @@ impl Inputs<'_> {
                 let mut sum = [s.zero(); C];
                 let (q, k) = (&run.q[i * dk..(i + 1) * dk], &run.k[i * dk..(i + 1) * dk]);
                 if i + 1 < len {
-                    let decay = s.splat(run.decay[i + 1]);
+                    let decay = run.decay_of::<EACH>(i + 1, dk);
                     let next = &run.k[(i + 1) * dk..(i + 2) * dk];
-                    for (((old, q), k), next) in block.iter_mut().zip(q).zip(k).zip(next) {
+                    for (d, (((old, q), k), next)) in block.iter_mut().zip(q).zip(k).zip(next).enumerate() {
+                        let decay = s.splat(decay[at::<EACH>(d)]);
                         let (q, k, next) = (s.splat(*q), s.splat(*k), s.splat(*next));
                         for c in 0..C {
                             let new = s.fma(k, delta[c], s.load(&old[c]));
@@ -206,10 +215,35 @@ struct Run<'a> {
     /// `[tokens, dk]`, normalised.
     k: &'a [f32],
     beta: [f32; PAGE],
-    /// exp(g) of each token.
-    decay: [f32; PAGE],
+    /// exp(g) of each token: one number, or `[dk]`.
+    decay: &'a [f32],
     /// First column of the head in v.
     first_column: usize,
+}
+
+impl Run<'_> {
+    /// The decays of token `i`; that of row `d` of the state is number [`at`]`(d)`.
+    #[inline(always)]
+    fn decay_of<const EACH: bool>(&self, i: usize, dk: usize) -> &[f32] {
+        let count = if EACH { dk } else { 1 };
+        &self.decay[i * count..(i + 1) * count]
+    }
+}
+
+/// The place of the decay of row `d` of the state.
+#[inline(always)]
+fn at<const EACH: bool>(d: usize) -> usize {
+    if EACH { d } else { 0 }
+}
+
+/// `out = exp(a_neg * softplus(a + dt_bias))`.
+#[inline(always)]
+fn decays<S: Simd>(s: S, a: &[f32], a_neg: &[f32], dt_bias: &[f32], out: &mut [f32]) {
+    let inputs = a.chunks(LANES).zip(a_neg.chunks(LANES)).zip(dt_bias.chunks(LANES));
+    for (((a, a_neg), dt_bias), out) in inputs.zip(out.chunks_mut(LANES)) {
+        let step = math::softplus(s, s.add(s.load_partial(a), s.load_partial(dt_bias)));
+        s.store_partial(s.exp(s.mul(step, s.load_partial(a_neg))), out);
+    }
 }
 
 /// `out = factor * x / sqrt(Σx² + 1e-6)`.

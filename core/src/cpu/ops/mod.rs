@@ -8,6 +8,9 @@ mod embed;
 mod expert_matmul;
 mod gated_delta;
 mod gather;
+mod head_matmul;
+mod latent_attention;
+mod latent_kv;
 mod logprobs;
 mod matmul;
 mod rms_norm;
@@ -33,6 +36,9 @@ impl Op<Buf> {
             Self::Conv1d(op) => op.run(),
             Self::SelectiveScan(op) => op.run(),
             Self::GatedDelta(op) => op.run(),
+            Self::HeadMatmul(op) => op.run(),
+            Self::LatentKv(op) => op.run(),
+            Self::LatentAttention(op) => op.run(),
             Self::Route(op) => op.run(),
             Self::ExpertMatmul(op) => op.run(products),
             Self::Gather(op) => op.run(),

@@ -1,0 +1,177 @@
+//! Kimi Delta Attention: one projection `[q | k | v | f | g | b]`, convolution over `q k v`, the delta rule with a decay per
+//! key channel, a norm per head that the sigmoid of z gates, and the output projection. The decays' inputs and z are
+//! projections of the narrow f and g.
+
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv};
+use crate::{
+    Result,
+    backend::{Backend, Handle},
+    layer::{LayerPools, LayerState},
+    ops::{self, Act, Gate, RmsNorm},
+    tensor::Tensor,
+    weights::{Linear, Loader, Part},
+};
+
+/// A layer of Kimi Delta Attention, as data. Keys and values have the same heads.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Model width D.
+    pub width: usize,
+    /// Heads H.
+    pub heads: usize,
+    /// Width d of a key and of a value, and of f and g.
+    pub head_dim: usize,
+    /// Taps K of the convolution.
+    pub kernel: usize,
+    /// Epsilon of the gated norm.
+    pub eps: f32,
+}
+
+/// Raw inputs of the decays.
+const DECAYS: Scratch = Scratch::activations("decays per channel");
+
+impl Plan {
+    /// Columns of all heads.
+    fn inner(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    fn channels(&self) -> usize {
+        3 * self.inner()
+    }
+
+    fn proj_width(&self) -> usize {
+        self.channels() + 2 * self.head_dim + self.heads
+    }
+
+    pub(super) fn sizes(&self) -> String {
+        format!("{} heads of {}, a decay per channel", self.heads, self.head_dim)
+    }
+
+    pub(super) fn state(&self) -> LayerState {
+        LayerState {
+            conv: Some([self.channels(), self.kernel - 1]),
+            recurrent: Some([self.heads, self.head_dim, self.head_dim]),
+            ..LayerState::default()
+        }
+    }
+
+    pub(super) fn parameters(&self) -> u64 {
+        let matrices = self.width * (self.proj_width() + self.inner()) + 2 * self.head_dim * self.inner();
+        // Taps, A_log, dt_bias and the norm.
+        (matrices + self.channels() * self.kernel + self.heads + self.inner() + self.head_dim) as u64
+    }
+
+    pub(super) fn want(&self, w: &mut Widths) {
+        w.want(Scratch::PROJ, self.proj_width().next_multiple_of(ALIGN));
+        w.want(Scratch::MID, self.channels());
+        w.want(DECAYS, self.inner());
+        w.want(Scratch::OUT, self.inner());
+        w.want(Scratch::GATED, self.inner());
+    }
+
+    pub(super) async fn load<B: Backend>(
+        &self,
+        l: &mut Loader<'_, B>,
+        prefix: &str,
+        scale: f32,
+    ) -> Result<DeltaAttention<B::Buf>> {
+        let (heads, d, inner) = (self.heads, self.head_dim, self.inner());
+        let name = |leaf: &str| format!("{prefix}{leaf}");
+        let whole = |leaf: &str, rows: usize, col: usize| Part::whole(name(leaf), rows, col);
+        let mut col = 0;
+        let leaves = [("q", inner), ("k", inner), ("v", inner), ("f_a", d), ("g_a", d), ("b", heads)];
+        let parts = leaves.map(|(leaf, rows)| {
+            col += rows;
+            whole(&format!("{leaf}_proj.weight"), rows, col - rows)
+        });
+        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d"].map(|leaf| (name(leaf), inner));
+        let a_log = l.elements(&name("A_log"), heads).await?;
+        let mut par: Vec<f32> = a_log.iter().flat_map(|a| std::iter::repeat_n(-a.exp(), d)).collect();
+        par.extend(l.elements(&name("dt_bias"), inner).await?);
+        Ok(DeltaAttention {
+            input: l.linear(self.width, &parts, false, 1.0).await?,
+            decays: l.linear(d, &[whole("f_b_proj.weight", inner, 0)], false, 1.0).await?,
+            gate: l.linear(d, &[whole("g_b_proj.weight", inner, 0)], false, 1.0).await?,
+            conv: conv::load(l, &convolutions, self.kernel, false).await?,
+            par: l.upload(&name("A_log"), &par, &[2, inner])?,
+            norm: l.vector(&name("o_norm.weight"), d, |w| w).await?,
+            output: l.linear(inner, &[whole("o_proj.weight", self.width, 0).scaled(scale)], false, 1.0).await?,
+            plan: self.clone(),
+        })
+    }
+}
+
+/// A layer of Kimi Delta Attention on a device.
+#[derive(Clone, Debug)]
+pub struct DeltaAttention<Buf> {
+    plan: Plan,
+    input: Linear<Buf>,
+    /// From f.
+    decays: Linear<Buf>,
+    /// From g.
+    gate: Linear<Buf>,
+    /// `[C, K + 1]`.
+    conv: Tensor<Buf>,
+    /// `[2, H * d]`: -exp(A_log) of the channel's head, dt_bias.
+    par: Tensor<Buf>,
+    /// `[d]`.
+    norm: Tensor<Buf>,
+    output: Linear<Buf>,
+}
+
+impl<Buf: Handle> DeltaAttention<Buf> {
+    pub(super) fn forward(
+        &self,
+        pass: &mut Pass<'_, Buf>,
+        pools: &LayerPools<Buf>,
+        u: &Tensor<Buf>,
+        out: &Out<Buf>,
+    ) -> Result<()> {
+        let p = &self.plan;
+        let (d, inner, channels) = (p.head_dim, p.inner(), p.channels());
+        // Rows begin where wide accesses may.
+        let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
+        let mixed = pass.scratch(Scratch::MID, channels);
+        let decays = pass.scratch(DECAYS, inner);
+        let read = pass.scratch(Scratch::OUT, inner);
+        let gated = pass.scratch(Scratch::GATED, inner);
+        pass.linear(&self.input, u, &proj)?;
+        conv::record(pass, &pools.conv, &proj.cols(0, channels), &self.conv, &mixed, Act::Silu)?;
+        pass.linear(&self.decays, &proj.cols(channels, d), &decays)?;
+        let mut first = 0;
+        for pool in &pools.recurrent {
+            let heads = pool.dims()[1];
+            let cols = (first * d, heads * d);
+            pass.op(ops::GatedDelta {
+                step: pass.step.clone(),
+                q: mixed.cols(0, inner),
+                k: mixed.cols(inner, inner),
+                v: mixed.cols(2 * inner + cols.0, cols.1),
+                a: decays.cols(cols.0, cols.1),
+                b: proj.cols(channels + 2 * d + first, heads),
+                par: self.par.cols(cols.0, cols.1),
+                pool: pool.clone(),
+                out: read.cols(cols.0, cols.1),
+                heads_per_key: 1,
+                first_head: first,
+                beta_scale: 1.0,
+            })?;
+            first += heads;
+        }
+        // The decays are used by now, and z has as many columns.
+        let z = decays;
+        pass.linear(&self.gate, &proj.cols(channels + d, d), &z)?;
+        pass.op(RmsNorm {
+            x: read,
+            add: None,
+            weight: self.norm.clone(),
+            gate: Some(Gate { z, act: Act::Sigmoid, before: false }),
+            out: gated.clone(),
+            accumulate: false,
+            eps: p.eps,
+            groups: p.heads,
+        })?;
+        pass.output(&self.output, &gated, out)
+    }
+}
