@@ -34,7 +34,7 @@ impl<Buf: Handle> HeadMatmul<Buf> {
         expect("head_matmul", "out", &self.out, &[t, rows]);
         let width = self.x.row_len();
         expect("head_matmul", "x", &self.x, &[t, width]);
-        ensure!("head_matmul", width % h == 0 && width / h >= k, "{width} columns for {h} heads of {k}");
+        ensure!("head_matmul", width.is_multiple_of(h) && width / h >= k, "{width} columns for {h} heads of {k}");
         ensure!("head_matmul", self.w.dtype == DType::F32 && self.w.is_contiguous(), "w is not a plain f32 matrix");
     }
 }

@@ -50,6 +50,10 @@ impl<Buf: Handle> LatentAttention<Buf> {
         expect("latent_attention", "out", &self.out, &[t, h * latent]);
         let width = self.queries.row_len();
         expect("latent_attention", "queries", &self.queries, &[t, width]);
-        ensure!("latent_attention", width % h == 0 && width / h >= shared, "{width} columns, {h} heads of {shared}");
+        ensure!(
+            "latent_attention",
+            width.is_multiple_of(h) && width / h >= shared,
+            "{width} columns, {h} heads of {shared}"
+        );
     }
 }
