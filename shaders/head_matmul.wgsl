@@ -14,14 +14,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let first = index / (P.parts * P.heads) * 4u;
     let row = part * 32u + thread / 8u;
     // Rows and tokens past the end repeat the last one; their results are not stored.
-    let from = (head * P.rows + min(row, P.rows - 1u)) * P.w_row;
+    let start = (head * P.rows + min(row, P.rows - 1u)) * P.w_row;
     let last = P.tokens - 1u;
 #for i 4
     let x$i = min(first + $iu, last) * P.x_row + head * P.width;
 #end
     var sum = vec4<f32>();
     for (var k = 4u * (thread % 8u); k < K; k += 32u) {
-        let w = w_v4(from + k);
+        let w = w_v4(start + k);
 #for i 4
         sum[$i] += dot(w, x_v4(x$i + k));
 #end

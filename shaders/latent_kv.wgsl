@@ -15,10 +15,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let position = ints_at(P.positions + t);
     let page = ints_at(P.page_table + row * P.pages + position / PAGE);
-    let from = t * P.kv_row;
+    let start = t * P.kv_row;
     var sum = 0.0;
     for (var d = lane; d < LATENT; d += 64u) {
-        let x = kv_at(from + d);
+        let x = kv_at(start + d);
         sum += x * x;
     }
     sums[lane] = sum;
@@ -30,10 +30,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let scale = 1.0 / sqrt(all / f32(LATENT) + P.eps);
     let latent = page * P.latents_row + position % PAGE * LATENT;
     for (var d = lane; d < LATENT; d += 64u) {
-        latents_set(latent + d, kv_at(from + d) * scale * weight_at(d));
+        latents_set(latent + d, kv_at(start + d) * scale * weight_at(d));
     }
     let tail = page * P.tails_row + position % PAGE * SHARED;
     for (var d = lane; d < SHARED; d += 64u) {
-        tails_set(tail + d, kv_at(from + LATENT + d));
+        tails_set(tail + d, kv_at(start + LATENT + d));
     }
 }

@@ -108,8 +108,8 @@ impl Plan {
             }
             None => None,
         };
-        let [keys, values] =
-            self.expansions(&l.values(&name("kv_b_proj"), &[self.heads * self.expanded(), self.latent]).await?);
+        let kv_b = l.values(&name("kv_b_proj"), &[self.heads * self.expanded(), self.latent]).await?;
+        let [keys, values] = self.expansions(&kv_b);
         let output = Part::whole(name("o_proj"), self.width, 0).scaled(scale);
         Ok(LatentAttention {
             input: l.linear(self.width, &parts, false, 1.0).await?,
