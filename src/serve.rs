@@ -207,6 +207,7 @@ fn router(app: Arc<App>) -> Router {
         .route("/v1/models/{*name}", get(info::model))
         .route("/tokenize", post(info::tokenize))
         .route("/detokenize", post(info::detokenize))
+        .route("/engine", get(info::engine))
         .route("/load", get(info::load))
         .route("/server_info", get(info::server_info))
         .route("/model_info", get(info::model_info))

@@ -112,6 +112,28 @@ fn joined(events: &[Value]) -> (String, Value) {
 }
 
 #[test]
+fn a_chat_that_outgrows_the_context_goes_on_without_its_oldest_turns() {
+    let server = Server::start(&[]);
+    let long = "a box of red apples ".repeat(200);
+    let mut messages = Vec::new();
+    for _ in 0..6 {
+        messages.extend([json!({ "role": "user", "content": long }), json!({ "role": "assistant", "content": long })]);
+    }
+    messages.push(json!({ "role": "user", "content": QUESTION }));
+    let mut body = json!({ "messages": messages, "max_tokens": 4 });
+    let refused = server.post("/v1/chat/completions", &body);
+    assert_eq!((refused.status, &refused.json()["error"]["code"]), (400, &json!("context_length_exceeded")));
+    body["when_full"] = "drop-oldest".into();
+    let answer = server.post("/v1/chat/completions", &body).json();
+    let dropped = answer["selkie"]["dropped_messages"].as_u64().unwrap();
+    assert!(dropped >= 2 && dropped < 12 && dropped % 2 == 0, "{answer}");
+    // What the page draws.
+    let engine = server.get("/engine").json();
+    assert_eq!((&engine["name"], &engine["info"]["backend"]), (&json!("demo"), &json!("cpu")));
+    assert!(!engine["stats"]["tree"].as_array().unwrap().is_empty(), "{engine}");
+}
+
+#[test]
 fn what_was_reused_is_said() {
     let server = Server::start(&[]);
     let body = |question: &str| json!({ "messages": [{ "role": "system", "content": long_system() }, { "role": "user", "content": question }] });

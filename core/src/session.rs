@@ -14,6 +14,7 @@ mod block;
 mod driver;
 mod local;
 mod model;
+pub mod picture;
 mod reader;
 #[cfg(not(target_arch = "wasm32"))]
 mod talk;

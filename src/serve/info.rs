@@ -9,7 +9,8 @@ use axum::{
 };
 use selkie_core::{
     chat::Conversation,
-    session::{Model, Prompt, WhenFull},
+    session::{Model, Prompt, WhenFull, picture},
+    state::Realm,
 };
 use serde_json::{Value, json};
 
@@ -18,6 +19,7 @@ use super::{
     app::App,
     blocks,
     fields::Fields,
+    guard::Caller,
     ollama,
     openai::conversation,
     refusal::{Dialect, Refusal},
@@ -107,6 +109,22 @@ pub async fn server_info(State(app): State<Arc<App>>) -> Answer {
             "waiting": now.waiting,
         })
     })
+}
+
+/// `/engine`: what the page shows of the model and its cache. With keys, only what the caller's own prompts left is drawn.
+pub async fn engine(State(app): State<Arc<App>>, request: Request) -> Answer {
+    let namespace = request.extensions().get::<Caller>().map(|caller| caller.namespace.clone());
+    let result = async {
+        let model = app.ready()?.clone();
+        let only = app.keys.as_ref().and(namespace).map(|namespace| Realm { namespace, ..Realm::default() });
+        let stats = model.with(move |engine| picture::stats(engine, only.as_ref())).await;
+        let stats = stats.map_err(|e| Refusal::from(&*e))?;
+        Ok::<_, Refusal>(json!({ "name": app.name(), "info": picture::info(&model), "stats": stats }))
+    };
+    match result.await {
+        Ok(value) => answer(&value),
+        Err(refusal) => refusal.response(Dialect::OpenAi),
+    }
 }
 
 /// `/model_info`, which routers ask for.

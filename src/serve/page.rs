@@ -36,6 +36,12 @@ const HEADERS: [(HeaderName, &str); 5] = [
 pub async fn find(State(app): State<Arc<App>>, request: Request) -> Response<Body> {
     match &app.site {
         Some(site) if app.names.is_empty() || is_read(&request) => {
+            // By this query the page knows that the server has a model, which it then begins with.
+            if !app.names.is_empty() && request.uri() == "/" {
+                let mut response = response(307, Body::empty());
+                set(&mut response, header::LOCATION, "/?server");
+                return response;
+            }
             let response = answer(site, &request);
             // With a model, the clients of its protocols expect errors in their form.
             if response.status() == StatusCode::NOT_FOUND && !app.names.is_empty() {

@@ -9,7 +9,7 @@ use selkie_core::{
     Error,
     engine::FinishReason,
     reply::Event,
-    session::{Answer, Ask, Completion, Model, Overrides, Prepared, Prompt, Text, Token, Update, WhenFull},
+    session::{Answer, Ask, Completion, Model, Overrides, Prepared, Prompt, Text, Token, Update},
 };
 
 use serde_json::{Map, Value};
@@ -63,7 +63,7 @@ impl Ready {
             let (prompt, waits, tail) = if n == 1 && heard.is_none() && !structured {
                 (prompt, false, None)
             } else {
-                let encoded = model.encode(prompt, WhenFull::Error, wanted.max_tokens)?;
+                let encoded = model.encode(prompt, wanted.when_full, wanted.max_tokens)?;
                 let (waits, tail) = (encoded.ids.len() >= WORTH_REUSING, chat.then(|| encoded.tail.clone()));
                 (Prompt::Encoded(encoded), waits, tail)
             };
@@ -74,6 +74,7 @@ impl Ready {
                     prompt: prompt.clone(),
                     sampling: Overrides { seed, ..wanted.overrides.clone() },
                     max_tokens: wanted.max_tokens,
+                    when_full: wanted.when_full,
                     stop: wanted.stop.clone(),
                     namespace: namespace.clone(),
                     // A salt gives nobody a share of its own.
@@ -272,6 +273,7 @@ impl Run {
             last,
             ids: done.ids,
             finish: done.finish,
+            dropped: done.dropped,
             at_stop,
             prompt_tokens: done.end.prompt_tokens,
             matched: cache.map_or(0, |c| c.matched),

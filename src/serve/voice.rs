@@ -21,6 +21,8 @@ pub struct Ended {
     pub logprobs: Option<Value>,
     /// Why it ended.
     pub finish: FinishReason,
+    /// Messages that were left out of the prompt, because it was longer than the context.
+    pub dropped: usize,
     /// It ended at a stop string.
     pub at_stop: bool,
     /// Tokens of the prompt.
@@ -59,6 +61,7 @@ impl Ended {
             "host_tokens": self.host,
             "disk_tokens": self.disk,
             "reason": self.reason,
+            "dropped_messages": self.dropped,
             "seed": self.seed,
             "queue_ms": t.queue_ms,
             "prefill_ms": t.prefill_ms,
@@ -190,6 +193,7 @@ pub mod tests {
             ids: vec![1, 2, 3],
             logprobs: None,
             finish,
+            dropped: 0,
             at_stop: false,
             prompt_tokens: 100,
             matched: 64,

@@ -4,7 +4,7 @@ use selkie_core::{
     chat::{Message, ToolCall},
     controls::Controls,
     grammar::Structure,
-    session::{Overrides, Prompt},
+    session::{Overrides, Prompt, WhenFull},
 };
 use serde_json::value::RawValue;
 
@@ -44,6 +44,8 @@ pub struct Wanted {
     pub salt: String,
     /// Among the requests of a key, lower ones are first.
     pub priority: i32,
+    /// What happens to a chat that is longer than the context.
+    pub when_full: WhenFull,
     /// The answer comes in pieces.
     pub stream: bool,
 }
@@ -78,10 +80,16 @@ impl Wanted {
             controls,
             salt: fields.get("cache_salt")?.unwrap_or_default(),
             priority: fields.get("priority")?.unwrap_or_default(),
+            when_full: when_full(fields)?,
             stream: fields.flag("stream")?,
             ..Self::default()
         })
     }
+}
+
+fn when_full(fields: &Fields<'_>) -> Result<WhenFull, Refusal> {
+    let Some(name) = fields.get::<String>("when_full")? else { return Ok(WhenFull::Error) };
+    WhenFull::from_name(&name).ok_or_else(|| fields.refuse("when_full", "must be \"error\" or \"drop-oldest\""))
 }
 
 /// Rules over the logits, without the report of log probabilities.
@@ -383,6 +391,7 @@ mod tests {
             ("cache_salt", "5"),
             ("priority", "0.5"),
             ("priority", "9999999999"),
+            ("when_full", "\"drop\""),
         ] {
             assert_eq!(param(&format!("{{\"{name}\": {value}}}")), name, "{value}");
         }

@@ -3,7 +3,7 @@ import { conversation } from "./chat.js";
 import { by, bytes, h, keep } from "./dom.js";
 import { api, engineLife } from "./engine.js";
 import { chatList } from "./list.js";
-import { DEMO, askAgain, dropped, kept, modelDialog, modelName } from "./model.js";
+import { DEMO, FIRST, askAgain, dropped, kept, modelDialog, modelName } from "./model.js";
 import { cachePanel } from "./panel.js";
 import { settings, settingsDialog } from "./settings.js";
 import { chats, newChat } from "./store.js";
@@ -230,8 +230,8 @@ if (!touch) focus();
 await current.start();
 // The last model is used again only if it is in storage: opening the page must contact no other host.
 const last = await kept(api);
-// The demo runs until the user allows the folder; the folder is still the last model.
-life.start(last.model ?? DEMO, undefined, !last.folder);
+// The first model runs until the user allows the folder; the folder is still the last model.
+life.start(last.model ?? FIRST, undefined, !last.folder);
 if (last.folder) askAgain(last.folder, { say, use: (model) => life.start(model), choose: () => models.open() });
 else if (last.broken) {
   const { url, bytes: loaded } = last.broken, name = modelName(url);

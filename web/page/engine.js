@@ -1,6 +1,7 @@
 /** The states of the engine on the page: loading with progress, ready, or failed with a remedy. */
 import { by, bytes, count, h, keep, put } from "./dom.js";
-import { DEMO, rememberFolder } from "./model.js";
+import { DEMO, FIRST, SERVER, rememberFolder } from "./model.js";
+import { connect, useKey } from "./server.js";
 import { settings } from "./settings.js";
 import { backendName, sentence } from "./words.js";
 
@@ -8,6 +9,8 @@ import { backendName, sentence } from "./words.js";
 /** @typedef {import("./js/selkie.js").SelkieError} SelkieError */
 /** @typedef {import("./model.js").Model} Model */
 
+/** Where text goes if the server answers. */
+const ANSWERED = `Answered by ${location.host}: what you type goes to this server.`;
 /** If the engine fails again within this time, the page does not restart it. */
 const AGAIN_MS = 60_000;
 
@@ -27,7 +30,7 @@ export const api = () => imported;
 export function engineLife(page) {
   const card = by("load"), root = document.documentElement, state = by("model-state"), badge = by("model-badge"), foot = by("foot");
   const life = {
-    model: DEMO,
+    model: FIRST,
     /** @type {Engine | null} */
     engine: null,
     start, settled,
@@ -54,7 +57,8 @@ export function engineLife(page) {
     by("model-name").textContent = model.name;
     state.textContent = "loading";
     badge.hidden = true;
-    foot.textContent = "Runs in this page. Nothing you type leaves your device.";
+    foot.textContent = model === SERVER ? ANSWERED : "Runs in this page. Nothing you type leaves your device.";
+    by("where").textContent = model === SERVER ? "The model of this server answers here." : "A small language model runs right here in the page. Nothing you type leaves your device.";
     card.replaceChildren();
     show(null);
     page.changed(null);
@@ -67,6 +71,7 @@ export function engineLife(page) {
 
   /** @param {Model} model @param {import("./js/selkie.js").Backend} backend @param {AbortController} mine */
   async function load(model, backend, mine) {
+    if (model === SERVER) return connect(mine.signal);
     let frame = 0;
     /** @type {import("./js/selkie.js").Progress | null} */
     let latest = null;
@@ -90,17 +95,18 @@ export function engineLife(page) {
   function loaded(engine, remember) {
     const { info } = engine, { model } = life;
     life.engine = engine;
+    if (model === SERVER) by("model-name").textContent = model.name = /** @type {string} */ (info.name);
     root.dataset.engine = "ready";
     card.hidden = true;
     badge.hidden = false;
     badge.textContent = backendName(info.backend);
     state.textContent = "";
-    foot.textContent = !isSecureContext ? `Runs on your CPU: at a plain http address a browser offers no WebGPU, models are not kept and the page does not open offline. Use https, or localhost on the machine itself.`
+    foot.textContent = model === SERVER ? `${ANSWERED} It runs on ${info.device}.` : !isSecureContext ? `Runs on your CPU: at a plain http address a browser offers no WebGPU, models are not kept and the page does not open offline. Use https, or localhost on the machine itself.`
       : info.fallback ? `Runs on your CPU: ${sentence(info.fallback).text}`
       : info.software ? `Runs on ${info.device}, a graphics driver without a GPU: correct, but slow.`
       : `Runs on ${info.device}. Nothing you type leaves your device.`;
     // A folder's name, so that a later visit can name the missing folder.
-    if (remember) keep("model", "files" in model.source ? { folder: model.name } : model !== DEMO ? model.source.url : null);
+    if (remember) keep("model", "files" in model.source ? { folder: model.name } : "url" in model.source && model !== DEMO ? model.source.url : null);
     rememberFolder(model);
     page.announce(`${model.name} is ready.`);
     page.changed(engine);
@@ -136,6 +142,7 @@ export function engineLife(page) {
     card.hidden = false;
     card.replaceChildren(h("div", { role: "alert" },
       h("p", { className: "problem" }, h("b", {}, lost ? "The model stopped. " : `${model.name} could not be loaded. `), `${why.text} ${why.advice}`),
+      why.code === "key" && keyForm(),
       h("div", { className: "row" },
         ofGpu && choice("Reload on the CPU", () => start(model, "cpu"), true),
         choice("Try again", () => (broken ? location.reload() : start(model, lost ? undefined : backend))),
@@ -143,10 +150,22 @@ export function engineLife(page) {
         choice("Choose a model…", page.choose))));
   }
 
+  /** Asks for the key of a server that wants one. */
+  function keyForm() {
+    const key = h("input", { type: "password", autocomplete: "current-password", "aria-label": "Key for this server" });
+    const onsubmit = (/** @type {Event} */ event) => {
+      event.preventDefault();
+      useKey(key.value.trim());
+      page.focus();
+      start(SERVER);
+    };
+    return h("form", { className: "row", onsubmit }, key, h("button", { type: "submit", className: "primary" }, "Use this key"));
+  }
+
   /** @param {import("./js/selkie.js").Progress | null} progress */
   function show(progress) {
     const { stage, loaded = 0, total = 0 } = progress ?? {};
-    const name = life.model === DEMO ? "the demo model" : life.model.name;
+    const name = life.model === DEMO ? "the demo model" : life.model === SERVER ? "the server's model" : life.model.name;
     const amount = (/** @type {(n: number) => string} */ unit) => (total ? `${unit(loaded)} of ${unit(total)}` : unit(loaded));
     const text = stage === "download" ? `Downloading ${name}: ${amount(bytes)}`
       : stage === "weights" ? `Loading the weights: ${amount(bytes)}`

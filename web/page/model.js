@@ -1,16 +1,21 @@
 /** The dialog to choose a model: the demo, a folder, an address, or a stored one. It says before loading whether a model fits. */
 import { bytes, by, count, h, parameters, put, recall } from "./dom.js";
 import { modelUrl } from "./js/source.js";
+import { hasModel } from "./server.js";
 import { save, settings } from "./settings.js";
 import { handles } from "./store.js";
 import { backendName, sentence } from "./words.js";
 
 /** @typedef {import("./js/selkie.js").ModelSource} ModelSource */
-/** `handle`: of its folder, if the browser supplies one. @typedef {{ source: ModelSource, name: string, handle?: any }} Model */
+/** `handle`: of its folder, if the browser supplies one. @typedef {{ source: ModelSource | { server: true }, name: string, handle?: any }} Model */
 
 const DEMO_URL = new URL("models/demo/", document.baseURI).href;
 /** @type {Model} */
 export const DEMO = { source: { url: DEMO_URL }, name: "Demo model" };
+/** The model of the server that the page came from; its name comes with the first answer. @type {Model} */
+export const SERVER = { source: { server: true }, name: "The server's model" };
+/** What a new visitor gets. */
+export const FIRST = hasModel ? SERVER : DEMO;
 
 /** A readable name. @param {string} address */
 export function modelName(address) {
@@ -186,7 +191,8 @@ export function modelDialog({ api, current, load }) {
       h("h3", {}, model.name, " ", h("span", { className: "badge" }, info ? "in use" : "not loaded")),
       info && facts(info),
       info && h("p", { className: "hint" }, `${backendName(info.backend)}: ${info.device}`),
-      !demo && h("button", { type: "button", onclick: () => use(DEMO) }, "Back to the demo model"));
+      model !== SERVER && hasModel && h("button", { type: "button", onclick: () => use(SERVER) }, "Back to the server's model"),
+      !demo && h("button", { type: "button", onclick: () => use(DEMO) }, hasModel ? "The demo model, in this page" : "Back to the demo model"));
     backend.value = settings.backend;
     label();
     try {

@@ -80,7 +80,7 @@ export function cachePanel({ engine, leave, announce }) {
       const button = picture.querySelector("button");
       const focused = button !== null && button === document.activeElement;
       picture.replaceChildren(section("Prefix tree", tree(stats),
-        stats.tree.length > 0 && (button ?? h("button", { type: "button", className: "quiet", onclick: clear }, "Clear the cache"))));
+        stats.tree.length > 0 && info.from !== "server" && (button ?? h("button", { type: "button", className: "quiet", onclick: clear }, "Clear the cache"))));
       if (focused) button.focus();
     }
     if (drawn[1] === before[1]) return;
@@ -161,7 +161,7 @@ export function cachePanel({ engine, leave, announce }) {
         info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: correct, but slow."),
         info.fallback && h("p", { className: "hint" }, `${sentence(info.fallback).text} ${isSecureContext ? WEBGPU_HINT : ""}`),
         info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${sentence(info.storageProblem).text}`),
-        h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context, loaded in ${duration(info.loadMs)}.`)));
+        h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context${info.from === "server" ? "" : `, loaded in ${duration(info.loadMs)}`}.`)));
       refresh();
     },
   };

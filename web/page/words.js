@@ -41,5 +41,5 @@ export function sentence(error) {
 /** Advice for a browser without WebGPU. */
 export const WEBGPU_HINT = "WebGPU comes with current Chrome, Edge, Safari and Firefox; on Linux it may have to be turned on, in Chrome at chrome://flags/#enable-unsafe-webgpu.";
 
-/** @param {"wgpu" | "cpu"} backend */
-export const backendName = (backend) => (backend === "wgpu" ? "WebGPU" : "CPU");
+/** @param {string} backend */
+export const backendName = (backend) => ({ wgpu: "WebGPU", cuda: "CUDA" })[backend] ?? "CPU";

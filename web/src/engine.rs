@@ -10,7 +10,7 @@ use selkie_core::{
     engine::{AnyEngine, Engine, EngineOptions, SeqId},
     model_dir::ModelFiles,
     models,
-    session::{Facts, Local, Model, Text},
+    session::{Facts, Local, Model, Text, picture},
 };
 use selkie_wgpu::Queue;
 use serde_json::{Value, json};
@@ -99,7 +99,10 @@ impl WasmEngine {
         progress("weights", weights, weights);
         let facts = Facts::new(&files, &*engine).await.map_err(fail)?;
         let session = Local::new(Model::new(text, facts, engine));
-        let info = report::info(session.model(), &device, fallback.as_deref(), software);
+        let mut info = picture::info(session.model());
+        info["device"] = device.clone().into();
+        info["fallback"] = fallback.into();
+        info["software"] = software.into();
         Ok(Self {
             session: RefCell::new(Some(session)),
             queue,
@@ -156,7 +159,11 @@ impl WasmEngine {
 
     /// Counters, pools and the prefix tree.
     pub fn stats(&self) -> Result<JsValue, JsValue> {
-        self.with(|s| js::object(&report::stats(s.engine(), &self.device)))
+        self.with(|s| {
+            let mut stats = picture::stats(s.engine(), None);
+            stats["device"] = self.device.clone().into();
+            js::object(&stats)
+        })
     }
 }
 
