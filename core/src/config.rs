@@ -34,6 +34,9 @@ pub enum LayerType {
     Hybrid,
 }
 
+/// The usual names of layer types, for messages.
+const LAYER_TYPES: &str = "mamba, linear_attention, full_attention, sliding_attention, mlp, moe, conv and hybrid";
+
 impl LayerType {
     /// The meaning of an entry of `layer_types` or `layers_block_type`.
     pub fn parse(name: &str) -> Option<Self> {
@@ -387,7 +390,7 @@ impl Config {
     pub fn layer_types(&self, key: &str) -> Result<Option<Vec<LayerType>>> {
         let Some(names) = self.opt_strs(key)? else { return Ok(None) };
         let parse = |name: &str| {
-            let why = || self.bad(key, format_args!("layer type {name:?} is not known"));
+            let why = || self.bad(key, format_args!("layer type {name:?} is not known; {LAYER_TYPES} are"));
             LayerType::parse(name).ok_or_else(why)
         };
         names.into_iter().map(parse).collect::<Result<_>>().map(Some)
@@ -434,7 +437,9 @@ impl Config {
 pub(crate) fn parse_object(file: &str, bytes: &[u8]) -> Result<Map<String, Value>> {
     let text = std::str::from_utf8(bytes).map_err(|e| Error::model(file, format!("not UTF-8: {e}")))?;
     let value = serde_json::from_str(&quote_floats(text.trim_start_matches('\u{feff}')));
-    match value.map_err(|e| Error::model(file, format!("not valid JSON: {e}")))? {
+    match value
+        .map_err(|e| Error::model(file, format!("not valid JSON: {e}; correct the file, or download it again")))?
+    {
         Value::Object(map) => Ok(map),
         other => Err(Error::model(file, format!("expected a JSON object, found {}", describe(&other)))),
     }

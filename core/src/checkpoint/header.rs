@@ -54,8 +54,9 @@ pub(super) async fn read_header(source: &dyn Source, name: &str) -> Result<BTree
     let length = &start[..8];
     let length = u64::from_le_bytes(length.try_into().expect("eight bytes were read"));
     if length > MAX_HEADER_BYTES || length > size - 8 {
-        let why =
-            format!("the header claims {length} bytes, the file has {size}; it is truncated or not a safetensors file");
+        let why = format!(
+            "the header claims {length} bytes, the file has {size}; it is truncated or not a safetensors file, download it again"
+        );
         return Err(bad(why));
     }
     let header = source.read(name, 8..8 + length).await?;
@@ -64,7 +65,7 @@ pub(super) async fn read_header(source: &dyn Source, name: &str) -> Result<BTree
 
 /// Parses and checks the JSON of a header. `size` is that of the whole file.
 fn parse_header(header: &[u8], size: u64, path: &str, name: &str) -> Result<BTreeMap<String, TensorInfo>> {
-    let bad = |why: String| Error::model(path, why);
+    let bad = |why: String| Error::model(path, format!("{why}; download the file again"));
     let data_start = 8 + header.len() as u64;
     let Entries(entries) =
         serde_json::from_slice(header).map_err(|e| bad(format!("the safetensors header is not valid: {e}")))?;
@@ -90,7 +91,7 @@ fn check_bytes(tensor: &str, info: &TensorInfo, size: u64) -> Result<(), String>
     let bytes = info.range.end - info.range.start;
     if info.range.end > size {
         return Err(format!(
-            "tensor `{tensor}` ends at byte {}, but the file has {size}: it is truncated; download it again",
+            "tensor `{tensor}` ends at byte {}, but the file has {size}: it is truncated",
             info.range.end
         ));
     }
@@ -119,17 +120,13 @@ fn check_places(tensors: &BTreeMap<String, TensorInfo>, data_start: u64, size: u
         }
         if range.start > end {
             let hole = range.start - end;
-            return Err(format!(
-                "{hole} bytes before tensor `{name}` belong to no tensor, which the format forbids; save the file again"
-            ));
+            return Err(format!("{hole} bytes before tensor `{name}` belong to no tensor, which the format forbids"));
         }
         (before, end) = (Some(name.as_str()), range.end);
     }
     if end < size {
         let rest = size - end;
-        return Err(format!(
-            "{rest} bytes at the end belong to no tensor, which the format forbids; download the file again"
-        ));
+        return Err(format!("{rest} bytes at the end belong to no tensor, which the format forbids"));
     }
     Ok(())
 }
@@ -179,7 +176,7 @@ impl<'a> serde::Deserialize<'a> for Entries<'a> {
 /// All tensors of a sharded checkpoint.
 pub(super) async fn read_shards(source: &dyn Source, index: &[u8]) -> Result<BTreeMap<String, TensorInfo>> {
     let path = source.path(INDEX);
-    let bad = |why: String| Error::model(path.clone(), why);
+    let bad = |why: String| Error::model(path.clone(), format!("{why}; download the file again"));
     let Entries(index) = serde_json::from_slice(index).map_err(|e| bad(format!("not valid JSON: {e}")))?;
     let map = index.iter().find(|(key, _)| key == "weight_map").map(|(_, map)| map);
     let map = map.ok_or_else(|| bad("`weight_map` is missing".into()))?;
@@ -204,8 +201,8 @@ pub(super) async fn read_shards(source: &dyn Source, index: &[u8]) -> Result<BTr
         let mut shard = read_header(source, file).await?;
         for tensor in names {
             let missing =
-                || Error::model(source.path(file), format!("tensor `{tensor}` is missing, although {INDEX} names it"));
-            let info = shard.remove(tensor).ok_or_else(missing)?;
+                || format!("tensor `{tensor}` is missing, although {INDEX} names it; download both files again");
+            let info = shard.remove(tensor).ok_or_else(|| Error::model(source.path(file), missing()))?;
             all.insert(tensor.to_owned(), info);
         }
     }

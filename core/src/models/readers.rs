@@ -43,7 +43,9 @@ pub(super) fn heads_or(c: &Config, head_dim: usize) -> Result<Heads> {
 pub(super) fn heads(c: &Config) -> Result<Heads> {
     let heads = c.heads()?;
     if !heads.head_dim.is_multiple_of(2) {
-        return Err(c.bad("head_dim|num_attention_heads", format_args!("an odd head dim, {}", heads.head_dim)));
+        return Err(
+            c.bad("head_dim|num_attention_heads", format_args!("head dim {} is odd; it must be even", heads.head_dim))
+        );
     }
     Ok(heads)
 }

@@ -153,7 +153,7 @@ fn unknown_types_and_impossible_values_are_errors_that_name_the_key() {
             "128 is not a multiple of `n_groups`",
         ),
         (format!(r#"{{{nemotron}, "hybrid_override_pattern": "M", "conv_kernel": 1}}"#), "2 to 8 are supported"),
-        (format!(r#"{{{nemotron}, "hybrid_override_pattern": "*", "head_dim": 7}}"#), "odd head dim"),
+        (format!(r#"{{{nemotron}, "hybrid_override_pattern": "*", "head_dim": 7}}"#), "head dim 7 is odd"),
         (
             format!(
                 r#"{{{nemotron}, "hybrid_override_pattern": "E", "n_routed_experts": 8, "num_experts_per_tok": 9,
