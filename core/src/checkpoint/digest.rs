@@ -55,6 +55,7 @@ impl Checkpoint {
                     made.rows.iter().map(|run| &run.from).chain(&made.factor).map(|s| (&s.file, &s.range)).collect();
             }
             if let Some(scaled) = &info.scaled {
+                hasher.update(format!("{}\n", scaled.rule()).as_bytes());
                 stored.extend(scaled.tensors().map(|t| (&t.file, &t.range)));
             }
             for (file, range) in stored {

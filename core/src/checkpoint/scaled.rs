@@ -131,6 +131,16 @@ impl Scaled {
         [&self.scales].into_iter().chain(factor)
     }
 
+    /// How the scales apply, in words that a digest can take in.
+    pub(super) fn rule(&self) -> String {
+        let dtype = &self.scales.dtype;
+        match self.kind {
+            Kind::Eight { rows, columns } => format!("{dtype} scales of {rows} x {columns}"),
+            Kind::Four { divides: false, .. } => format!("{dtype} scales, a factor"),
+            Kind::Four { divides: true, .. } => format!("{dtype} scales, a divisor"),
+        }
+    }
+
     /// What rows of `k` elements become: blocks, or f32 where they would not be whole.
     pub(super) fn format(&self, k: usize) -> (DType, Format) {
         let (format, block) = match self.kind {

@@ -152,3 +152,18 @@ fn scales_that_do_not_fit_are_refused_by_name() {
         assert!(text.contains(why), "{text}");
     }
 }
+
+#[test]
+fn a_digest_knows_how_scales_apply() {
+    let digest = |codes: &'static str, factor: &'static str| {
+        let checkpoint = open(&vec![
+            (codes, "U8", vec![2, 8], bytes(16, 1)),
+            ("l.weight_scale", "F8_E4M3", vec![2, 1], finite(2, 2)),
+            (factor, "F32", vec![1], le(&[2.0])),
+        ]);
+        block_on(checkpoint.unwrap().digest(&mut |_| ())).unwrap()
+    };
+    let multiplied = digest("l.weight", "l.weight_scale_2");
+    assert_eq!(multiplied, digest("l.weight", "l.weight_scale_2"));
+    assert_ne!(multiplied, digest("l.weight_packed", "l.weight_global_scale"));
+}
