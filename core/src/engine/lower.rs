@@ -154,7 +154,11 @@ impl<B: Backend> Lower<B> {
     fn take_first(&mut self) {
         let Some(Coming { name, place, reads }) = self.coming.pop_front() else { return };
         self.names.remove(&name);
-        let bytes = reads.iter().flat_map(|read| read.bytes()).copied().collect::<Vec<u8>>();
+        // States of large models have 100 MB: they are copied once.
+        let mut bytes = Vec::with_capacity(reads.iter().map(|read| read.bytes().len()).sum());
+        for read in reads {
+            bytes.extend_from_slice(read.bytes());
+        }
         self.stats.demoted += 1;
         let value: Value = bytes.into();
         if let Some(disk) = &self.disk {

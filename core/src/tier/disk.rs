@@ -419,14 +419,14 @@ impl Record<'_> {
         if file.metadata()?.len() != HEAD as u64 + size + 32 {
             return Err(bad("it has another length than values of this model"));
         }
-        let mut bytes = vec![0; HEAD + size as usize + 32];
-        file.read_exact(&mut bytes).map_err(|_| bad("it is cut"))?;
-        let (signed, digest) = bytes.split_at(HEAD + size as usize);
+        let (mut head, mut value, mut digest) = ([0; HEAD], vec![0; size as usize], [0; 32]);
+        for piece in [&mut head[..], &mut value, &mut digest] {
+            file.read_exact(piece).map_err(|_| bad("it is cut"))?;
+        }
         let mut hasher = Hasher::default();
-        let (head, value) = signed.split_at(HEAD);
-        hasher.update(head);
-        hasher.update(value);
-        match (hasher.finish().0 == *digest, *head == Self::head(name, size)) {
+        hasher.update(&head);
+        hasher.update(&value);
+        match (hasher.finish().0 == digest, head == Self::head(name, size)) {
             (false, _) => Err(bad("its checksum is wrong")),
             (_, false) => Err(bad("it is the value of another prefix")),
             _ => Ok(value.into()),

@@ -40,7 +40,7 @@ pub use rates::{Pace, Rates};
 use crate::state::PrefixKey;
 
 /// The bytes of a value.
-pub type Value = Arc<[u8]>;
+pub type Value = Arc<Vec<u8>>;
 
 /// What a value is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
