@@ -1,5 +1,7 @@
 //! Log probabilities of an answer's tokens as JSON: in our own form and in the two of OpenAI.
 
+#[cfg(feature = "serve")]
+use selkie_core::controls::Logprobs;
 use selkie_core::session::{Text, Token};
 use serde_json::{Map, Value, json};
 
@@ -29,27 +31,44 @@ pub fn chat(tokens: &[Token], text: &Text) -> Option<Value> {
     (!content.is_empty()).then(|| json!({ "content": content, "refusal": null }))
 }
 
-/// The `logprobs` of a choice of a text completion. As in vLLM, the sampled token is one of the `top_logprobs`. Offsets are counted
+/// The `logprobs` of a choice of a text completion. A token without one is the first of its text. As in vLLM, the sampled token is one of the `top_logprobs`. Offsets are counted
 /// in characters of the tokens' texts from `at` on, which is moved to their end.
 pub fn completion(tokens: &[Token], text: &Text, at: &mut usize) -> Option<Value> {
     let name = |id: u32| String::from_utf8_lossy(text.token_bytes(id)).into_owned();
     let (mut names, mut values, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
+    if tokens.iter().all(|token| token.logprob.is_none()) {
+        return None;
+    }
     for token in tokens {
-        let own = token.logprob?;
-        let all = token.top.iter().copied().chain([(token.id, own)]);
+        let own = token.logprob.map(|own| (token.id, own));
+        let all = token.top.iter().copied().chain(own);
         let mut top = Map::new();
         for (id, lp) in all {
             // Different tokens may have one text; the most likely one stays.
             top.entry(name(id)).or_insert_with(|| number(lp));
         }
         names.push(name(token.id));
-        values.push(number(own));
-        tops.push(top);
+        values.push(own.map(|(_, own)| number(own)));
+        tops.push(own.map(|_| top));
         offsets.push(*at);
         *at += names.last().map_or(0, |name| name.chars().count());
     }
-    let list = json!({ "tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets });
-    (!tokens.is_empty()).then_some(list)
+    Some(json!({ "tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets }))
+}
+
+/// vLLM's `prompt_logprobs`: nothing for the first token, then for each place the token of the prompt and the most likely ones by id.
+#[cfg(feature = "serve")]
+pub fn prompt(ids: &[u32], scored: &[Logprobs], text: &Text) -> Value {
+    let entry = |id: u32, lp: f32, rank: Option<usize>| {
+        let decoded = String::from_utf8_lossy(text.token_bytes(id)).into_owned();
+        (id.to_string(), json!({ "logprob": number(lp), "rank": rank, "decoded_token": decoded }))
+    };
+    let place = |(id, scored): (&u32, &Logprobs)| -> Value {
+        let top = scored.top.iter().enumerate().map(|(i, &(id, lp))| entry(id, lp, Some(i + 1)));
+        let own = scored.top.iter().all(|(other, _)| other != id).then(|| entry(*id, scored.chosen, None));
+        top.chain(own).collect::<Map<_, _>>().into()
+    };
+    [Value::Null].into_iter().chain(ids.iter().skip(1).zip(scored).map(place)).collect()
 }
 
 /// Minus infinity, which JSON does not have, becomes -9999, as in vLLM.

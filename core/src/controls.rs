@@ -10,7 +10,8 @@ use std::{collections::BTreeMap, fmt};
 pub use crate::ops::{MOST_ENTRIES, MOST_TOP};
 use crate::{
     Error, Result,
-    ops::{ENTRY_WORDS, RuleWords},
+    ops::{ENTRY_WORDS, REPORT_WORDS, RuleWords},
+    sample,
 };
 
 /// Rules over the logits of one request. The default is none, and such a request costs nothing.
@@ -75,6 +76,13 @@ pub struct Logprobs {
 }
 
 impl Logprobs {
+    /// Those at a position with these logits `[V]`: of token `id`, and of the `n` most likely ones.
+    pub(crate) fn of_logits(logits: &[f32], id: u32, n: u8) -> Self {
+        let mut report = [0.0; REPORT_WORDS];
+        sample::report(logits, id, n.into(), &mut report);
+        Self::of_report(&report, n)
+    }
+
     /// Takes `n` entries of an output's report, see [`crate::ops::Logprobs`].
     pub fn of_report(report: &[f32], n: u8) -> Self {
         let (pairs, _) = report[1..].as_chunks::<2>();

@@ -96,6 +96,8 @@ pub struct Ask {
     pub when_full: WhenFull,
     /// Penalties, biases and masks, and which log probabilities are reported.
     pub controls: Controls,
+    /// See [`Request::prompt_logprobs`](crate::engine::Request::prompt_logprobs).
+    pub prompt_logprobs: Option<u8>,
     /// Tokens that end the text besides the model's own.
     pub stop_token_ids: Vec<u32>,
     /// The model's end of text does not end the answer.

@@ -45,6 +45,7 @@ impl Extras {
 /// If it is not one that can be answered.
 pub fn chat(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
     let mut wanted = Wanted::openai(fields)?;
+    fields.refuse_unless(&[("echo", "false"), ("prompt_logprobs", "0")])?;
     wanted.tools = ToolUse::openai(fields)?;
     wanted.structure = structure(fields)?;
     wanted.tools.allow(wanted.structure.as_ref(), fields)?;
@@ -90,6 +91,12 @@ pub fn completion(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
         Some("false") => None,
         _ => fields.count("logprobs", 0, MOST_TOP as u64)?.map(|top| top as u8),
     };
+    wanted.echo = fields.flag("echo")?;
+    wanted.prompt_logprobs = fields.count("prompt_logprobs", 0, MOST_TOP as u64)?.map(|top| top as u8);
+    if wanted.stream && (wanted.echo || wanted.prompt_logprobs.is_some()) {
+        let name = if wanted.echo { "echo" } else { "prompt_logprobs" };
+        return Err(fields.refuse(name, "is not supported in a stream; leave out `stream`"));
+    }
     if fields.raw("top_logprobs").is_some() {
         return Err(fields.refuse("top_logprobs", "is for chats; here the number is `logprobs`"));
     }
@@ -277,6 +284,9 @@ impl Voice for OpenAi {
                 said["text"] = (&*ended.said.content).into();
             }
             said["logprobs"] = ended.logprobs.clone().into();
+            if let Some(list) = &ended.prompt_logprobs {
+                said["prompt_logprobs"] = list.clone();
+            }
             said["finish_reason"] = finish.into();
             if self.extras.ids {
                 said["token_ids"] = (&*ended.ids).into();

@@ -517,7 +517,7 @@ mod tests {
         voice.finish(&out, &all);
         let text = out.take();
         let last: Value =
-            serde_json::from_str(text.lines().filter_map(|l| l.strip_prefix("data: ")).last().unwrap()).unwrap();
+            serde_json::from_str(text.lines().filter_map(|l| l.strip_prefix("data: ")).next_back().unwrap()).unwrap();
         let output = &last["response"]["output"];
         assert_eq!(
             (&output[0]["status"], &output[1]["content"][0]["text"]),

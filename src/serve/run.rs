@@ -7,6 +7,7 @@ use std::{
 
 use selkie_core::{
     Error,
+    controls::Logprobs,
     engine::FinishReason,
     reply::Event,
     session::{Answer, Ask, Completion, Model, Overrides, Prepared, Prompt, Text, Token, Update},
@@ -60,11 +61,25 @@ impl Ready {
             };
             let chat = values.is_some();
             let heard = values.filter(|_| !speech.is_plain(&wanted.tools));
-            let (prompt, waits, tail) = if n == 1 && heard.is_none() && !structured {
+            // With log probabilities, those of an echo are reported as the answer's.
+            let scores = wanted.prompt_logprobs.max(wanted.controls.logprobs.filter(|_| wanted.echo));
+            let mut echo = None;
+            let (prompt, waits, tail) = if n == 1 && heard.is_none() && !structured && scores.is_none() && !wanted.echo
+            {
                 (prompt, false, None)
             } else {
+                let given = if let Prompt::Text(text) = &prompt { Some(text.clone()) } else { None };
                 let encoded = model.encode(prompt, wanted.when_full, wanted.max_tokens)?;
                 let (waits, tail) = (encoded.ids.len() >= WORTH_REUSING, chat.then(|| encoded.tail.clone()));
+                if wanted.echo || scores.is_some() {
+                    let text = match given {
+                        Some(text) => text,
+                        None if wanted.echo => model.text().tokenizer()?.decode(&encoded.ids)?,
+                        None => String::new(),
+                    };
+                    let (ids, own) = (encoded.ids.clone(), wanted.prompt_logprobs);
+                    echo = Some(Echo { ids, text: wanted.echo.then_some(text), own, listed: wanted.controls.logprobs });
+                }
                 (Prompt::Encoded(encoded), waits, tail)
             };
             let constraint = speech.constraint(model, tail.as_deref(), &wanted.tools, wanted.structure.as_ref())?;
@@ -83,6 +98,7 @@ impl Ready {
                     ignore_eos: wanted.ignore_eos,
                     stop_token_ids: wanted.stop_token_ids.clone(),
                     controls: wanted.controls.clone(),
+                    prompt_logprobs: scores,
                     constraint: constraint.clone(),
                     ..Ask::default()
                 };
@@ -92,7 +108,8 @@ impl Ready {
                 let listener = listener.map(|(values, tail)| speech.listener(tail, &wanted.tools, values, ids));
                 let report =
                     wanted.controls.logprobs.map(|_| Report { chat, stream: wanted.stream, tokens: Vec::new(), at: 0 });
-                choices.push(Choice { prepared, waits: waits && i > 0, answer: None, seed, listener, report });
+                let echo = echo.clone();
+                choices.push(Choice { prepared, waits: waits && i > 0, answer: None, seed, listener, report, echo });
             }
         }
         Ok(Self { choices, n, places })
@@ -137,6 +154,42 @@ struct Choice {
     listener: Option<Listener>,
     /// The log probabilities so far, if they were asked for.
     report: Option<Report>,
+    /// What is said of the prompt, if anything.
+    echo: Option<Echo>,
+}
+
+/// A prompt that is a part of the answer, or has log probabilities.
+#[derive(Clone)]
+struct Echo {
+    ids: Vec<u32>,
+    /// It is said before the answer.
+    text: Option<String>,
+    /// Most likely tokens in a list of the prompt's own.
+    own: Option<u8>,
+    /// Most likely tokens in the list of all tokens.
+    listed: Option<u8>,
+}
+
+impl Echo {
+    /// Its tokens with their log probabilities; the first one has none.
+    fn tokens(&self, scored: &[Logprobs]) -> Vec<Token> {
+        let most = usize::from(self.listed.unwrap_or_default());
+        let scored = [None].into_iter().chain(scored.iter().map(Some));
+        let token = |(id, scored): (&u32, Option<&Logprobs>)| Token {
+            id: *id,
+            logprob: scored.map(|s| s.chosen),
+            top: scored.map(|s| s.top.iter().take(most).copied().collect()).unwrap_or_default(),
+        };
+        self.ids.iter().zip(scored).map(token).collect()
+    }
+
+    /// The prompt's own list.
+    fn list(&self, scored: &[Logprobs], text: &Text) -> Option<Value> {
+        let most = usize::from(self.own?);
+        let mut scored = scored.to_vec();
+        scored.iter_mut().for_each(|s| s.top.truncate(most));
+        Some(logprobs::prompt(&self.ids, &scored, text))
+    }
 }
 
 /// Tokens whose log probabilities are reported.
@@ -261,14 +314,23 @@ impl Run {
             && !done.ids.last().is_some_and(|id| self.model.text().stop_ids().contains(id));
         let cache = done.end.cache;
         let text = done.text.unwrap_or_default();
-        let (said, last) = match self.choices[choice].listener.take() {
+        let (mut said, last) = match self.choices[choice].listener.take() {
             Some(listener) => listener.finish(),
             None => (Said { content: text, ..Said::default() }, Vec::new()),
         };
-        let report = self.choices[choice].report.take();
+        let mut report = self.choices[choice].report.take();
+        let (echo, scored) = (self.choices[choice].echo.take(), &done.end.prompt_logprobs);
+        if let Some(echo) = echo.as_ref().filter(|echo| echo.text.is_some()) {
+            said.content.insert_str(0, echo.text.as_deref().unwrap_or_default());
+            if let Some(report) = &mut report {
+                report.tokens.splice(0..0, echo.tokens(scored));
+            }
+        }
+        let prompt_logprobs = echo.and_then(|echo| echo.list(scored, self.model.text()));
         let logprobs = report.and_then(|report| report.end(self.model.text()));
         Ok(Ended {
             logprobs,
+            prompt_logprobs,
             said,
             last,
             ids: done.ids,

@@ -19,6 +19,8 @@ pub struct Ended {
     pub ids: Vec<u32>,
     /// Log probabilities of the tokens in OpenAI's form, if they were asked for.
     pub logprobs: Option<Value>,
+    /// Log probabilities of the prompt in vLLM's form, if they were asked for.
+    pub prompt_logprobs: Option<Value>,
     /// Why it ended.
     pub finish: FinishReason,
     /// Messages that were left out of the prompt, because it was longer than the context.
@@ -192,6 +194,7 @@ pub mod tests {
             last: Vec::new(),
             ids: vec![1, 2, 3],
             logprobs: None,
+            prompt_logprobs: None,
             finish,
             dropped: 0,
             at_stop: false,

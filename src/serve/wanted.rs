@@ -48,6 +48,10 @@ pub struct Wanted {
     pub when_full: WhenFull,
     /// The answer comes in pieces.
     pub stream: bool,
+    /// The answer begins with its prompt.
+    pub echo: bool,
+    /// Log probabilities of the prompt, and of so many likely tokens at each of its places.
+    pub prompt_logprobs: Option<u8>,
 }
 
 impl Wanted {
@@ -191,8 +195,6 @@ fn refuse_absent(fields: &Fields<'_>) -> Result<(), Refusal> {
     let tables: [(&[&str], &[&str]); 3] = [
         (
             &[
-                "prompt_logprobs",
-                "echo",
                 "suffix",
                 "bad_words",
                 "functions",
@@ -399,13 +401,7 @@ mod tests {
 
     #[test]
     fn nothing_that_changes_the_answer_is_ignored() {
-        for (name, value) in [
-            ("prompt_logprobs", "1"),
-            ("bad_words", "[\"x\"]"),
-            ("echo", "true"),
-            ("best_of", "2"),
-            ("skip_special_tokens", "false"),
-        ] {
+        for (name, value) in [("bad_words", "[\"x\"]"), ("best_of", "2"), ("skip_special_tokens", "false")] {
             assert_eq!(param(&format!("{{\"{name}\": {value}}}")), name, "{value}");
         }
     }

@@ -39,6 +39,60 @@ fn rules_are_obeyed() {
     assert_eq!(refused.status, 400, "{}", refused.text());
 }
 
+/// A prompt that is echoed has the log probabilities that the same tokens have when they are generated.
+#[test]
+fn prompts_are_scored() {
+    let server = Server::start(&["--max-batch", "4"]);
+    let ask = |more: Value| {
+        let mut body = json!({ "prompt": "Once upon a time", "max_tokens": 150, "temperature": 0, "logprobs": 2, "ignore_eos": true });
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        server.post("/v1/completions", &body)
+    };
+    let made = ask(json!({ "return_token_ids": true })).json();
+    let made = &made["choices"][0];
+    let start = server.post("/tokenize", &json!({ "prompt": "Once upon a time" })).json()["tokens"].clone();
+    let ids: Vec<Value> = [&start, &made["token_ids"]].iter().flat_map(|ids| ids.as_array().unwrap().clone()).collect();
+    let n = start.as_array().unwrap().len();
+    // All of it as a prompt, while others run.
+    let busy = server.open("/v1/completions", "", crate::ENDLESS);
+    for _ in 0..2 {
+        let echoed = ask(json!({ "prompt": ids, "max_tokens": 1, "echo": true, "prompt_logprobs": 1 })).json();
+        let choice = &echoed["choices"][0];
+        assert_eq!(
+            (&echoed["selkie"]["reason"], &echoed["selkie"]["reused_tokens"]),
+            (&json!("prompt_logprobs"), &json!(0))
+        );
+        assert_eq!(echoed["usage"]["prompt_tokens"], ids.len());
+        assert!(choice["text"].as_str().unwrap().starts_with("Once upon a time"), "{choice}");
+        for name in ["token_logprobs", "top_logprobs", "tokens"] {
+            let (made, all) =
+                (made["logprobs"][name].as_array().unwrap(), choice["logprobs"][name].as_array().unwrap());
+            assert_eq!((all.len(), &all[n..ids.len()]), (ids.len() + 1, &made[..]), "{name}");
+        }
+        assert_eq!(choice["logprobs"]["token_logprobs"][0], Value::Null);
+        let own = choice["prompt_logprobs"].as_array().unwrap();
+        assert_eq!((own.len(), &own[0]), (ids.len(), &Value::Null));
+        let third = &own[n + 2][ids[n + 2].to_string()];
+        assert_eq!(third["logprob"], made["logprobs"]["token_logprobs"][2], "{own:?}");
+        assert_eq!((&third["rank"], &third["decoded_token"]), (&json!(1), &made["logprobs"]["tokens"][2]));
+    }
+    drop(busy);
+    // An echo alone reuses what there is.
+    let plain = ask(json!({ "prompt": ids, "max_tokens": 1, "echo": true, "logprobs": null })).json();
+    assert!(plain["selkie"]["reused_tokens"].as_u64().unwrap() >= 64, "{plain}");
+    assert!(plain["choices"][0].get("prompt_logprobs").is_none() && plain["choices"][0]["logprobs"].is_null());
+    for (more, param) in [
+        (json!({ "echo": 1 }), "echo"),
+        (json!({ "echo": true, "stream": true }), "echo"),
+        (json!({ "prompt_logprobs": 21 }), "prompt_logprobs"),
+        (json!({ "prompt_logprobs": 1, "stream": true }), "prompt_logprobs"),
+    ] {
+        let refused = ask(more.clone());
+        assert_eq!((refused.status, refused.param().as_deref()), (400, Some(param)), "{more}");
+    }
+    assert_eq!(server.metric("selkie:prefix_cache_requests_total", "\"prompt_logprobs\""), 2.0);
+}
+
 #[test]
 fn log_probabilities_whole_and_in_pieces() {
     let server = Server::start(&[]);
@@ -74,7 +128,7 @@ fn log_probabilities_whole_and_in_pieces() {
         ("/v1/chat/completions", json!({ "messages": messages, "top_logprobs": 3 }), "top_logprobs"),
         ("/v1/chat/completions", json!({ "messages": messages, "logprobs": true, "top_logprobs": 21 }), "top_logprobs"),
         ("/v1/completions", json!({ "prompt": "x", "logprobs": true }), "logprobs"),
-        ("/v1/completions", json!({ "prompt": "x", "echo": true }), "echo"),
+        ("/v1/chat/completions", json!({ "messages": messages, "echo": true }), "echo"),
     ] {
         let refused = server.post(path, &body);
         assert_eq!((refused.status, refused.param().as_deref()), (400, Some(param)), "{}", refused.text());

@@ -1,5 +1,5 @@
 //! Everything at once, for a while: random requests, malformed ones, clients that leave or read slowly, pools that are too
-//! small, three keys. `SELKIE_SOAK_SECONDS=180` is the long form, `SELKIE_SOAK_SEED` another course.
+//! small, three keys. `SELKIE_SOAK_SECONDS=180` is the form of CI, 3600 that of a release, `SELKIE_SOAK_SEED` another course.
 
 use std::{
     env,

@@ -30,6 +30,10 @@ impl Scheduler {
         if self.free_lanes.is_empty() {
             return Admission::NoRoom;
         }
+        if self.outputs_left == 0 {
+            // Prompts whose logits are wanted have taken them for this step.
+            return Admission::Later;
+        }
         let mut seq = self.dequeue(id).expect("the head waits");
         let tried = self.try_admit(&mut seq);
         if let Err(why) = tried {
@@ -40,14 +44,19 @@ impl Scheduler {
         plan.admitted.push(id);
         let i = self.running.partition_point(|other| other.id < id);
         self.running.insert(i, seq);
+        self.outputs_left -= 1;
         Admission::Admitted(i)
     }
 
     fn try_admit(&mut self, seq: &mut Sequence) -> Result<(), Admission> {
         let mut found = Match { nodes: Vec::new(), hit: 0, reason: Reason::Off, pending: false };
+        let pages = seq.matchable_pages();
         if self.rules.cache {
-            let pages = seq.matchable_pages();
             seq.extend_hashes(pages);
+        }
+        if seq.scores && self.rules.cache {
+            found.reason = Reason::PromptLogprobs;
+        } else if self.rules.cache {
             found = self.cache.find(&seq.realm, seq.named_pages(pages), self.step);
             if found.pending || self.running.iter().any(|other| other.will_capture(seq, found.hit, pages)) {
                 return Err(Admission::Later);

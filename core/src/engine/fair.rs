@@ -185,11 +185,15 @@ impl Scheduler {
             }
             let taken = slice - left;
             self.shares.took(&share, taken, deferred);
-            if left > 0 && taken > 0 {
+            if left > 0 && taken > 0 && !self.has_prefill(&share) {
                 deal.limit(taken);
             }
             deal.budget -= taken;
         }
+    }
+
+    fn has_prefill(&self, share: &str) -> bool {
+        self.running.iter().any(|seq| !seq.decoding && *seq.share == *share)
     }
 
     /// Pre-empts the last sequence of the largest share for a share that found no room in the last step, and returns that.

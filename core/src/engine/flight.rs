@@ -10,13 +10,24 @@ pub(super) struct Flight<B: Backend> {
     pub tokens: usize,
     /// Milliseconds of the engine's clock.
     pub enqueued: f64,
-    /// Sequences and their lanes.
-    pub outputs: Vec<(SeqId, u32)>,
+    /// The positions whose logits it computes.
+    pub outputs: Vec<Output>,
     /// Its sampling is not enqueued yet: masks wait for the ids of the step before.
     pub held: Option<(Begun, Needs)>,
     pub ids: Option<Incoming<B::Read>>,
     pub logits: Option<Incoming<B::Read>>,
     pub reports: Option<Incoming<B::Read>>,
+    /// Logits of all outputs, if some of them are of a prompt.
+    pub scores: Option<Incoming<B::Read>>,
+}
+
+/// A position whose logits a step computes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Output {
+    pub id: SeqId,
+    pub lane: u32,
+    /// The position of the prompt's token that the logits are compared with; `None`: a token is sampled from them.
+    pub target: Option<usize>,
 }
 
 /// A read that keeps its result, so that a wait for it can be dropped and repeated.
@@ -50,7 +61,7 @@ impl<R: Future<Output = Result<Vec<u8>>>> Incoming<R> {
 impl<B: Backend> Flight<B> {
     /// Waits for all results of the step.
     pub async fn arrive(&mut self) -> Result<()> {
-        for read in self.ids.iter_mut().chain(&mut self.logits).chain(&mut self.reports) {
+        for read in self.ids.iter_mut().chain(&mut self.logits).chain(&mut self.reports).chain(&mut self.scores) {
             read.arrive().await?;
         }
         Ok(())

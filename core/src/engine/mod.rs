@@ -38,7 +38,7 @@ pub use transfer::{Export, Exported, Import, Imported};
 use crate::backend::{Backend, Caps};
 use crate::bundle::numerics;
 use crate::checkpoint::Checkpoint;
-use crate::controls::{LaneRules, Logprobs};
+use crate::controls::{LaneRules, Logprobs, MOST_TOP};
 use crate::error::{Error, Result};
 use crate::models::{self, Architecture, ModelSpec};
 use crate::sample::Sampling;
@@ -46,7 +46,7 @@ use crate::state::{CacheEvent, Report};
 use crate::step::NONE;
 use crate::weights::{Loader, Progress};
 
-use self::flight::{Flight, Incoming};
+use self::flight::{Flight, Incoming, Output};
 use self::guide::Guide;
 use self::lower::Lower;
 use self::runner::RunnerLimits;
@@ -90,6 +90,8 @@ pub struct Finished {
     pub cache: Option<Report>,
     /// Where its time went.
     pub timing: Timing,
+    /// At the places of the prompt's tokens from the second one on, with [`Request::prompt_logprobs`].
+    pub prompt_logprobs: Vec<Logprobs>,
     /// The error if `reason` is [`FinishReason::Failed`], else `None`.
     pub error: Option<Arc<Error>>,
 }
@@ -118,6 +120,10 @@ struct Live {
     stop_ids: Vec<u32>,
     /// None: a request without rules.
     guide: Option<Guide>,
+    /// Of how many tokens log probabilities are reported at each place of the prompt.
+    scores: Option<u8>,
+    /// Those of the prompt so far.
+    scored: Vec<Logprobs>,
     prompt_tokens: usize,
     completion_tokens: usize,
     submitted: f64,
@@ -250,7 +256,11 @@ impl<B: Backend> Engine<B> {
             return Err(Error::BadRequest(format!("token id {id} is outside the vocabulary of {vocab}")));
         }
         let guide = Guide::new(&mut request, vocab)?;
-        if guide.is_some() {
+        let scores = request.prompt_logprobs;
+        if scores.is_some_and(|n| usize::from(n) > MOST_TOP) {
+            return Err(Error::BadRequest(format!("prompt_logprobs must be from 0 to {MOST_TOP}")));
+        }
+        if guide.is_some() || scores.is_some() {
             self.runner.expect_rules()?;
         }
         let (sampling, stop_ids) = (request.sampling, std::mem::take(&mut request.stop_ids));
@@ -260,6 +270,8 @@ impl<B: Backend> Engine<B> {
             sampling,
             stop_ids,
             guide,
+            scores,
+            scored: Vec::new(),
             prompt_tokens,
             completion_tokens: 0,
             submitted: (self.clock)(),
@@ -356,24 +368,41 @@ impl<B: Backend> Engine<B> {
             self.open_lane(*id, plan, now)?;
         }
         let tokens = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
-        let outputs = plan.rows.iter().flat_map(|r| r.row.outputs.iter().map(|_| (r.seq, r.row.lane)));
-        let outputs: Vec<(SeqId, u32)> = outputs.collect();
-        let mut flight = Flight { tokens, enqueued: now, outputs, held: None, ids: None, logits: None, reports: None };
-        let guides = || flight.outputs.iter().filter_map(|(id, _)| self.live.get(id)?.guide.as_ref());
+        let outputs = self.outputs(plan);
+        let mut flight =
+            Flight { tokens, enqueued: now, outputs, held: None, ids: None, logits: None, reports: None, scores: None };
+        let guides = || flight.outputs.iter().filter_map(|output| self.live.get(&output.id)?.guide.as_ref());
         let needs = guides().fold(Needs::default(), |all, guide| all.and(guide.needs()));
-        if !needs.any() {
+        let scores: Vec<bool> = flight.outputs.iter().map(|output| output.target.is_some()).collect();
+        if !needs.any() && !scores.contains(&true) {
             flight.ids = self.runner.step(&plan.rows)?.map(Incoming::new);
             self.keep_logits(&mut flight);
             return Ok(flight);
         }
         let waits = self.waits(&flight.outputs);
-        flight.held = Some((self.runner.begin(&plan.rows)?, needs));
+        let begun = self.runner.begin(&plan.rows)?;
+        if scores.contains(&true) {
+            flight.scores = Some(Incoming::new(self.runner.read_logits(scores.len())));
+            self.runner.hide(&plan.rows, &begun, &scores)?;
+        }
+        flight.held = Some((begun, needs));
         if !waits {
             let mut events = Vec::new();
             self.sample(&mut flight, &mut events)?;
             self.ended.append(&mut events);
         }
         Ok(flight)
+    }
+
+    /// The outputs of a step in the order of its rows. Those before the last token of a prompt are compared with it.
+    fn outputs(&self, plan: &Plan) -> Vec<Output> {
+        let of_row = |r: &PlanRow| {
+            let prompt = self.live.get(&r.seq).map_or(0, |live| live.prompt_tokens);
+            let (id, lane, first) = (r.seq, r.row.lane, r.row.first_position as usize + 1);
+            let target = move |o: u32| Some(first + o as usize).filter(|at| *at < prompt);
+            r.row.outputs.iter().map(move |&o| Output { id, lane, target: target(o) }).collect::<Vec<_>>()
+        };
+        plan.rows.iter().flat_map(of_row).collect()
     }
 
     /// Gives an admitted request its lane.
@@ -393,16 +422,16 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Whether a mask for one of these outputs depends on an id that the host has not read.
-    fn waits(&self, outputs: &[(SeqId, u32)]) -> bool {
+    fn waits(&self, outputs: &[Output]) -> bool {
         let constrained = |id: &SeqId| self.live.get(id).and_then(|l| l.guide.as_ref()).is_some_and(Guide::constrains);
-        let unread = |id: &SeqId| self.flight.iter().any(|f| f.outputs.iter().any(|(other, _)| other == id));
-        outputs.iter().any(|(id, _)| constrained(id) && unread(id))
+        let unread = |id: &SeqId| self.flight.iter().any(|f| f.outputs.iter().any(|other| other.id == *id));
+        outputs.iter().any(|output| constrained(&output.id) && unread(&output.id))
     }
 
     /// Writes the masks of a step whose sampling is held, and enqueues it. A request without an allowed token ends.
     fn sample(&mut self, flight: &mut Flight<B>, events: &mut Vec<Event>) -> Result<()> {
         let Some((begun, needs)) = flight.held.take() else { return Ok(()) };
-        for &(id, lane) in &flight.outputs {
+        for &Output { id, lane, .. } in flight.outputs.iter().filter(|output| output.target.is_none()) {
             let Some(live) = self.live.get_mut(&id) else { continue };
             let Some(guide) = &mut live.guide else { continue };
             match guide.mask(live.prompt_tokens + live.completion_tokens) {
@@ -429,7 +458,7 @@ impl<B: Backend> Engine<B> {
         let floats = |read: &Option<Incoming<B::Read>>| -> Option<Vec<f32>> {
             read.as_ref().map(|l| bytemuck::pod_collect_to_vec(l.bytes()))
         };
-        let (logits, reports) = (floats(&flight.logits), floats(&flight.reports));
+        let (logits, reports, scores) = (floats(&flight.logits), floats(&flight.reports), floats(&flight.scores));
         let row = |all: &[f32], i: usize| -> Box<[f32]> {
             let len = all.len() / flight.outputs.len();
             all[i * len..][..len].into()
@@ -439,7 +468,14 @@ impl<B: Backend> Engine<B> {
             lower.landed(flight.tokens, flight.enqueued, now);
         }
         let mut events = Vec::new();
-        for (i, (&(id, _), bytes)) in flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate() {
+        for (i, (&Output { id, target, .. }, bytes)) in
+            flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate()
+        {
+            if let Some(target) = target {
+                let logits = scores.as_deref().map(|all| row(all, i));
+                self.score(id, target, &logits.unwrap_or_default());
+                continue;
+            }
             let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
             if token == NONE {
                 // A request may have ended while the step was in flight.
@@ -472,6 +508,16 @@ impl<B: Backend> Engine<B> {
         events
     }
 
+    /// Compares logits with the token of the prompt at `target`. After a pre-emption they come again.
+    fn score(&mut self, id: SeqId, target: usize, logits: &[f32]) {
+        if let (Some(live), Some(tokens)) = (self.live.get_mut(&id), self.scheduler.tokens(id))
+            && let Some(n) = live.scores
+            && live.scored.len() + 1 == target
+        {
+            live.scored.push(Logprobs::of_logits(logits, tokens[target], n));
+        }
+    }
+
     fn finish(&mut self, id: SeqId, reason: FinishReason, error: Option<Error>) -> Event {
         let live = self.live.remove(&id).expect("only a live request ends");
         let cache = self.scheduler.end(id);
@@ -488,6 +534,7 @@ impl<B: Backend> Engine<B> {
                 prefill_ms: first - admitted,
                 decode_ms: now - first,
             },
+            prompt_logprobs: live.scored,
             error: error.map(Arc::new),
         })
     }

@@ -40,7 +40,11 @@ impl Step<'_> {
         let row = Row {
             lane: seq.lane,
             first_position: start as u32,
-            outputs: if last { vec![(end - start - 1) as u32] } else { Vec::new() },
+            outputs: match last {
+                _ if seq.scores => (0..(end - start) as u32).collect(),
+                true => vec![(end - start - 1) as u32],
+                false => Vec::new(),
+            },
             tokens,
             chunks,
             pages: seq.pages.clone(),
@@ -49,6 +53,7 @@ impl Step<'_> {
         seq.done = end;
         seq.outstanding += usize::from(last);
         seq.decoding |= last;
+        seq.scores &= !last;
         seq.settle(self.cache, self.rules, self.number, self.swapped);
         PlanRow { seq: seq.id, row }
     }

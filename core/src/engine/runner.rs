@@ -11,7 +11,7 @@ use crate::layer::LayerPools;
 use crate::models::Model;
 use crate::ops::{LANE_WORDS, Sample};
 use crate::sample::Sampling;
-use crate::step::{Bucket, Row, Step, bucket_of, encode};
+use crate::step::{Bucket, NONE, Row, Step, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
 /// Largest step that a [`Runner`] must take.
@@ -274,6 +274,18 @@ impl<B: Backend> Runner<B> {
         }
         let outputs = rows.iter().map(|r| r.as_ref().outputs.len()).sum();
         Ok(Begun { bucket, replayed, outputs })
+    }
+
+    /// Keeps outputs of a step that was begun from being sampled: for its other ops they are padding.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn hide(&self, rows: &[impl AsRef<Row>], begun: &Begun, hidden: &[bool]) -> Result<()> {
+        let bucket = begun.bucket;
+        let at = bucket.output_token();
+        let mut tokens = encode(rows, bucket)[at..at + bucket.outputs].to_vec();
+        tokens.iter_mut().zip(hidden).filter(|(_, hidden)| **hidden).for_each(|(token, _)| *token = NONE);
+        self.backend.write(&self.ints, 4 * at as u64, bytemuck::cast_slice(&tokens))
     }
 
     /// Enqueues the sampling of a step that was begun, and the reads of its ids `[outputs]` and, if there are any, of its

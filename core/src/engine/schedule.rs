@@ -36,6 +36,9 @@ use crate::{
     units::thousands,
 };
 
+/// Most positions of a prompt in a step whose logits are wanted: they go to the host.
+const MOST_SCORES: usize = 256;
+
 /// What a committed token means for its sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Commit {
@@ -66,6 +69,8 @@ pub struct Scheduler {
     /// The share that found no room in the last step, if another one has to give it some.
     pub(super) refused: Option<Arc<str>>,
     pub(super) free_lanes: Vec<u32>,
+    /// Outputs that the step may have besides one of each running sequence: a step has at most as many as there are lanes.
+    pub(super) outputs_left: usize,
     pub(super) step: u64,
     /// Requests that wait for values of a lower tier.
     pub(super) loading: Vec<SeqId>,
@@ -137,6 +142,7 @@ impl Scheduler {
             queue: BTreeMap::new(),
             shares: Shares::default(),
             refused: None,
+            outputs_left: 0,
             free_lanes: (0..limits.max_batch as u32).rev().collect(),
             step: 0,
             loading: Vec::new(),
@@ -205,6 +211,7 @@ impl Scheduler {
         let first = self.make_way(&mut plan);
         let before = plan.preempted.len();
         self.plan_decode(&mut plan, &mut budget);
+        self.outputs_left = self.limits.max_batch - self.running.len();
         let admits = plan.preempted.len() == before;
         self.plan_prompts(&mut plan, budget, first, admits);
         for slot in self.held.drain(..) {
@@ -440,9 +447,15 @@ impl Scheduler {
     /// Plans the next share of a prefill and returns its tokens.
     pub(super) fn plan_prefill(&mut self, i: usize, budget: usize, plan: &mut Plan) -> usize {
         let seq = &self.running[i];
-        let (start, end) = (seq.done, share_end(seq.done, seq.tokens.len(), budget));
+        let (scores, start) = (seq.scores, seq.done);
+        let budget = if scores { budget.min(self.outputs_left + 1).min(MOST_SCORES) } else { budget };
+        let end = share_end(start, seq.tokens.len(), budget);
         self.plan_row(i, end, plan);
-        self.running[i].done - start
+        let tokens = self.running[i].done - start;
+        if scores {
+            self.outputs_left -= tokens - 1;
+        }
+        tokens
     }
 
     fn plan_row(&mut self, i: usize, end: usize, plan: &mut Plan) {

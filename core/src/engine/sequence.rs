@@ -37,6 +37,9 @@ pub struct Request {
     pub sampling: Sampling,
     /// Ids that end the text; the id itself is the last token. The scheduler does not look at them.
     pub stop_ids: Vec<u32>,
+    /// Report the log probability of every token of the prompt but the first, and of this number of most likely tokens at its
+    /// place. Nothing of the prompt is reused.
+    pub prompt_logprobs: Option<u8>,
     /// Rules over the logits, and which log probabilities are reported. The scheduler does not look at them.
     pub controls: Controls,
     /// Says before each token which ones may come; its state goes with the request.
@@ -76,6 +79,8 @@ pub(super) struct Sequence {
     pub realm: Realm,
     pub share: Arc<str>,
     pub priority: i32,
+    /// The logits of all positions of the prompt are wanted, and it is not complete.
+    pub scores: bool,
     pub boundaries: Vec<usize>,
     /// Names of the whole pages of `tokens`, as far as they were needed.
     hashes: Vec<PrefixHash>,
@@ -136,6 +141,7 @@ impl Sequence {
             realm,
             share: request.share.into(),
             priority: request.priority,
+            scores: request.prompt_logprobs.is_some(),
             report: None,
             outstanding: 0,
             computed: 0,

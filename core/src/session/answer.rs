@@ -66,6 +66,7 @@ impl Reading {
             completion_tokens: 0,
             cache: None,
             timing: Timing::default(),
+            prompt_logprobs: Vec::new(),
             error: Some(e),
         }
     }

@@ -145,6 +145,7 @@ impl Text {
     pub(super) fn request(self: &Arc<Self>, ask: Ask, facts: &Facts) -> Result<(Request, Reader)> {
         let Ask { prompt, sampling, max_tokens, stop, namespace, origin, share, priority, .. } = ask;
         let (when_full, controls, constraint) = (ask.when_full, ask.controls, ask.constraint);
+        let prompt_logprobs = ask.prompt_logprobs;
         let stop_ids = if ask.ignore_eos { &[][..] } else { &self.stop_ids };
         let stop_ids = [stop_ids, &ask.stop_token_ids].concat();
         let sampling = self.sampling(&sampling)?;
@@ -186,6 +187,7 @@ impl Text {
             origin,
             share,
             priority,
+            prompt_logprobs,
             controls,
             constraint,
         };

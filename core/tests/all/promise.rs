@@ -280,7 +280,7 @@ fn controls(random: &mut Random, vocab: usize, max_tokens: usize) -> Controls {
 
 /// What a request gave: tokens, logits, log probabilities, and how it ended.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Output(Vec<u32>, Vec<Box<[f32]>>, Vec<Option<Box<Logprobs>>>, Option<FinishReason>);
+pub(super) struct Output(Vec<u32>, Vec<Box<[f32]>>, Vec<Option<Box<Logprobs>>>, Option<FinishReason>, Vec<Logprobs>);
 
 impl Output {
     pub fn take(&mut self, event: Event) {
@@ -290,7 +290,7 @@ impl Output {
                 self.1.push(logits.unwrap());
                 self.2.push(logprobs);
             }
-            Event::Finished(end) => self.3 = Some(end.reason),
+            Event::Finished(end) => (self.3, self.4) = (Some(end.reason), end.prompt_logprobs),
         }
     }
 }
@@ -333,6 +333,8 @@ impl<'a> Alone<'a> {
 
 /// Requests of one case: prompts over a few shared stems, so that prefixes meet, diverge and grow.
 fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
+    // Such requests reuse nothing, so they are in some cases of the long runs only.
+    let scores = random.0 > 12 && random.0 % 4 == 3;
     let mut texts: Vec<Vec<u32>> = vec![Vec::new()];
     let count = 3 + random.below(7);
     let mut out = Vec::new();
@@ -367,6 +369,7 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
         // Of a generator of their own, so that seeds name the prompts that they always named.
         let mut other = Random(!random.0);
         let (share, priority) = (other.pick(&["", "", "a", "b"]).to_string(), other.pick(&[0, 0, 0, -1, 3]));
+        let prompt_logprobs = if scores { other.pick(&[None, None, Some(3)]) } else { None };
         let request = Request {
             prompt,
             max_tokens,
@@ -374,6 +377,7 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
             origin,
             share,
             priority,
+            prompt_logprobs,
             boundaries,
             sampling,
             stop_ids,
@@ -473,6 +477,10 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> [usize; 3] {
                         assert_eq!(n, expected.0.len(), "{label}: length of request {index}");
                         assert_eq!(Some(end.reason), expected.3, "{label}: end of request {index}");
                     }
+                    let scored = &end.prompt_logprobs;
+                    assert_eq!(*scored, expected.4[..scored.len()], "{label}: log probabilities of prompt {index}");
+                    let whole = request.prompt_logprobs.is_some() && n > 0;
+                    assert!(!whole || scored.len() + 1 == request.prompt.len(), "{label}: {} scored", scored.len());
                     assert_eq!(output.2, expected.2[..n], "{label}: log probabilities of request {index}");
                     assert_eq!(output.0, expected.0[..n], "{label}: tokens of request {index}");
                     for (i, (a, b)) in output.1.iter().zip(&expected.1).enumerate() {

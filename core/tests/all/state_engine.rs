@@ -26,6 +26,7 @@ struct Spec {
     namespace: bool,
     share: usize,
     priority: i32,
+    scores: bool,
     max_tokens: usize,
     stop: u32,
     gap: usize,
@@ -54,7 +55,7 @@ fn spec() -> impl Strategy<Value = Spec> {
     let rest = (
         prop::option::weighted(0.15, 0..30usize),
         prop::collection::vec(0..400usize, 0..4),
-        (prop_oneof![2 => Just(0), 1 => 1..4usize], prop_oneof![3 => Just(0), 1 => -1..2]),
+        (prop_oneof![2 => Just(0), 1 => 1..4usize], prop_oneof![3 => Just(0), 1 => -1..2], prop::bool::weighted(0.1)),
     );
     (text, ends, rest).prop_map(|((stem, shared, tail, chat, namespace), (max_tokens, stop, gap), rest)| Spec {
         stem,
@@ -64,6 +65,7 @@ fn spec() -> impl Strategy<Value = Spec> {
         namespace,
         share: rest.2.0,
         priority: rest.2.1,
+        scores: rest.2.2,
         max_tokens,
         stop,
         gap,
@@ -122,6 +124,7 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
             namespace: if spec.namespace { "other".into() } else { String::new() },
             share: format!("share {}", spec.share),
             priority: spec.priority,
+            prompt_logprobs: spec.scores.then_some(0),
             boundaries: spec.boundaries.clone(),
             ..Request::default()
         };

@@ -70,6 +70,7 @@ struct Live {
     job: usize,
     share: String,
     priority: i32,
+    scores: bool,
     stop: u32,
     cancel_at: Option<usize>,
     /// All tokens as the device knows them: in a pipelined run more than the host knows.
@@ -191,6 +192,7 @@ impl Sim {
             job: index,
             share: job.request.share.clone(),
             priority: job.request.priority,
+            scores: job.request.prompt_logprobs.is_some(),
             stop: job.stop,
             cancel_at: job.cancel_after.map(|n| now + n),
             truth: job.request.prompt.clone(),
@@ -300,6 +302,8 @@ impl Sim {
     fn check_plan(&mut self, plan: &Plan) {
         let total: usize = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
         assert!(total <= self.limits.step_tokens, "{total} tokens in a step");
+        let outputs: usize = plan.rows.iter().map(|r| r.row.outputs.len()).sum();
+        assert!(outputs <= self.limits.max_batch, "{outputs} outputs in a step");
         assert!(plan.rows.len() <= self.limits.max_batch);
         let mut lanes = HashSet::new();
         let mut written = HashMap::new();
@@ -341,7 +345,8 @@ impl Sim {
         let end = start + len;
         assert_eq!(start, live.done);
         assert!(len >= 1 && end <= live.truth.len());
-        assert_eq!(row.outputs, if end == live.truth.len() { vec![len as u32 - 1] } else { vec![] });
+        let sampled = if end == live.truth.len() { vec![len as u32 - 1] } else { vec![] };
+        assert_eq!(row.outputs, if live.scores { (0..len as u32).collect() } else { sampled });
         if len >= GRID && end < live.truth.len() {
             assert!(end.is_multiple_of(GRID), "a share of {len} tokens ends at {end}");
         }
@@ -419,7 +424,8 @@ impl Sim {
             self.recomputed += (live.reached.min(end).max(start) - start) as u64;
             live.reached = live.reached.max(end);
             live.done = end;
-            if !row.outputs.is_empty() {
+            if end == live.truth.len() {
+                live.scores = false;
                 let token = next_token(state_of(&live.truth));
                 live.truth.push(token);
                 live.decoding = true;
@@ -488,7 +494,7 @@ pub fn check_outcome(job: &Job, outcome: &Outcome, cache: bool, preempted: bool)
             Reason::NoState | Reason::Policy => assert!(report.matched > report.reused),
             Reason::FirstSight => assert!(report.matched == report.reused && report.reused < cap),
             Reason::Evicted => assert!(report.reused < cap),
-            Reason::Off => assert_eq!((report.matched, report.reused), (0, 0)),
+            Reason::Off | Reason::PromptLogprobs => assert_eq!((report.matched, report.reused), (0, 0)),
         }
     }
 }
