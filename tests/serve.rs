@@ -126,7 +126,7 @@ fn a_chat_that_outgrows_the_context_goes_on_without_its_oldest_turns() {
     body["when_full"] = "drop-oldest".into();
     let answer = server.post("/v1/chat/completions", &body).json();
     let dropped = answer["selkie"]["dropped_messages"].as_u64().unwrap();
-    assert!(dropped >= 2 && dropped < 12 && dropped % 2 == 0, "{answer}");
+    assert!((2..12).contains(&dropped) && dropped.is_multiple_of(2), "{answer}");
     // What the page draws.
     let engine = server.get("/engine").json();
     assert_eq!((&engine["name"], &engine["info"]["backend"]), (&json!("demo"), &json!("cpu")));

@@ -293,7 +293,7 @@ fn only_its_owner_can_read_it_and_only_its_owner_may_write() {
 const SIZE: u64 = 20_000;
 
 fn name(n: u64) -> Name {
-    let content = if n % 2 == 0 { Content::Page } else { Content::State };
+    let content = if n.is_multiple_of(2) { Content::Page } else { Content::State };
     Name { key: PrefixKey(Digest::of(&n.to_le_bytes())), content }
 }
 
