@@ -21,7 +21,7 @@ const CORE: [(&str, &str); 36] = [
     ("ops", "backend format step tensor"),
     ("timer", "backend error tensor"),
     ("sample", "error ops step"),
-    ("controls", "error ops"),
+    ("controls", "error ops sample"),
     ("cpu", "backend error format ops sample source step tensor timer"),
     ("gguf", "config error format source"),
     ("checkpoint", "cache_dir digest error format gguf source tensor"),

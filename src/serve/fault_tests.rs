@@ -97,12 +97,17 @@ impl Server {
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let address = lines.map_while(Result::ok).find_map(|line| line.strip_prefix("http://").map(str::to_owned));
         let server = Self { child, address: address.expect("the server has an address") };
+        server.wait("GET /health", "HTTP/1.1 200");
+        server
+    }
+
+    /// Asks again until the answer contains `wanted`.
+    fn wait(&self, head: &str, wanted: &str) {
         let end = Instant::now() + Duration::from_secs(60);
-        while !server.health().starts_with("HTTP/1.1 200") {
-            assert!(Instant::now() < end, "it is not ready within a minute");
+        while !rest(self.open(head, "")).contains(wanted) {
+            assert!(Instant::now() < end, "{head} does not answer {wanted} within a minute");
             thread::sleep(Duration::from_millis(20));
         }
-        server
     }
 
     fn open(&self, head: &str, body: &str) -> TcpStream {
@@ -143,6 +148,7 @@ fn a_lost_device_ends_every_stream_with_its_reason() {
         stream.read_exact(&mut [0; 300]).unwrap();
     }
     let whole = server.open("POST /v1/completions", &format!(r#"{{"prompt": "Once", {ENDLESS}}}"#));
+    server.wait("GET /metrics", "vllm:num_requests_running{model_name=\"demo\"} 5\n");
     fs::write(&fault, "").unwrap();
     for (path, stream) in streams {
         let text = rest(stream);

@@ -11,8 +11,8 @@ use selkie_core::{
 };
 
 use super::{
+    behind::{Behind, Log},
     engine::{VOCAB, engine, engine_on, prompt, run},
-    promise::{Behind, Log},
 };
 
 /// Allows one token after the other, then nothing.

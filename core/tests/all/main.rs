@@ -1,5 +1,6 @@
 //! The crate as its users see it. One program, so that the engine is compiled for it once.
 
+mod behind;
 mod bundle;
 mod bundle_format;
 mod controls;

@@ -1,118 +1,33 @@
 //! The promise: cache on = cache off, alone = batched, bit for bit on the CPU backend.
 //!
 //! Random requests that share prefixes, fork, grow, stop and are cancelled run through an engine of random size. Every
-//! free slot and page is filled with NaN between steps. Half of the engines have a lower tier, most of them a tiny one. Tokens **and logits** of each request must equal those of the
-//! same request alone in a large engine with the cache off. Every second case runs as on an asynchronous device: the
-//! next step is planned before the last one's tokens are known. Two in three requests have rules over their logits: penalties,
-//! biases, forbidden tokens, a constraint that depends on its own tokens, log probabilities. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a
-//! longer run.
+//! free slot and page is filled with NaN between steps. Half of the engines have a lower tier, most of them a tiny one.
+//! Tokens **and logits** of each request must equal those of the same request alone in a large engine with the cache off.
+//! Every second case runs as on an asynchronous device: the next step is planned before the last one's tokens are known.
+//! Two in three requests have rules over their logits: penalties, biases, forbidden tokens, a constraint that depends on
+//! its own tokens, log probabilities. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pollster::block_on;
-use selkie_core::backend::{Backend, Caps};
+use selkie_core::backend::Backend;
 use selkie_core::checkpoint::Checkpoint;
 use selkie_core::config::Config;
 use selkie_core::controls::{Constraint, Controls, Logprobs};
-use selkie_core::cpu::{Buf, CpuBackend, Rec, Tape};
 use selkie_core::engine::{Engine, EngineOptions, Event, FinishReason, Request, SeqId};
 use selkie_core::error::Result;
-use selkie_core::format::{Format, Products};
+use selkie_core::format::Products;
 use selkie_core::models::{self, Architecture};
-use selkie_core::ops::Op;
 use selkie_core::sample::Sampling;
-use selkie_core::source::{Bytes, Dir, read_small};
+use selkie_core::source::{Dir, read_small};
 use selkie_core::state::{CapturePolicy, Reason, Report};
-use selkie_core::tensor::Tensor;
 use selkie_core::tier::{DiskOptions, Rates, TierOptions};
 
-use crate::random::Random;
-
-/// What a test sees of the work on a device and of a constraint, in order.
-pub(super) type Log = Arc<Mutex<Vec<&'static str>>>;
-
-/// The CPU, which runs each step immediately, presented as an asynchronous device.
-pub(super) struct Behind {
-    cpu: CpuBackend,
-    caps: Caps,
-    /// If a test looks at it.
-    log: Option<Log>,
-}
-
-impl Behind {
-    fn new(asynchronous: bool, products: Products) -> Self {
-        let cpu = CpuBackend::with(products);
-        let caps = Caps { asynchronous, ..cpu.caps().clone() };
-        Self { cpu, caps, log: None }
-    }
-
-    /// An asynchronous device that logs.
-    pub(super) fn logged(log: Log) -> Self {
-        Self { log: Some(log), ..Self::new(true, Products::Fast) }
-    }
-
-    fn note(&self, what: &'static str) {
-        if let Some(log) = &self.log {
-            log.lock().unwrap().push(what);
-        }
-    }
-}
-
-impl Backend for Behind {
-    type Buf = Buf;
-    type Rec<'a> = Rec<'a>;
-    type Tape = Tape;
-    type Read = <CpuBackend as Backend>::Read;
-
-    fn caps(&self) -> &Caps {
-        &self.caps
-    }
-    fn free_memory(&self) -> Option<u64> {
-        self.cpu.free_memory()
-    }
-    fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
-        self.note("alloc");
-        self.cpu.alloc(label, bytes)
-    }
-    fn multiplies(&self, format: Format) -> bool {
-        self.cpu.multiplies(format)
-    }
-    fn adopts(&self) -> bool {
-        true
-    }
-    fn adopt(&self, bytes: &Bytes) -> Option<Buf> {
-        self.cpu.adopt(bytes)
-    }
-    fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
-        self.note("write");
-        self.cpu.write(dst, at, bytes)
-    }
-    fn scratch(&self, op: &Op<Buf>) -> u64 {
-        self.cpu.scratch(op)
-    }
-    fn reserve(&self, bytes: u64) -> Result<()> {
-        self.cpu.reserve(bytes)
-    }
-    fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
-        self.note("run");
-        self.cpu.run(f)
-    }
-    fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
-        self.cpu.record(f)
-    }
-    fn play(&self, tape: &Tape) -> Result<()> {
-        self.note("play");
-        self.cpu.play(tape)
-    }
-    fn read(&self, src: &Tensor<Buf>) -> Self::Read {
-        self.note("read");
-        self.cpu.read(src)
-    }
-}
+use crate::{behind::Behind, random::Random};
 
 pub(super) struct TestModel {
     pub name: String,

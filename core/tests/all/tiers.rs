@@ -18,7 +18,8 @@ use selkie_core::{
 };
 
 use crate::{
-    promise::{Alone, Asked, Behind, Output, TestModel, golden_models, micro_models},
+    behind::Behind,
+    promise::{Alone, Asked, Output, TestModel, golden_models, micro_models},
     random::Random,
 };
 
