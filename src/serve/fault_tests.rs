@@ -148,7 +148,7 @@ fn a_lost_device_ends_every_stream_with_its_reason() {
         stream.read_exact(&mut [0; 300]).unwrap();
     }
     let whole = server.open("POST /v1/completions", &format!(r#"{{"prompt": "Once", {ENDLESS}}}"#));
-    server.wait("GET /metrics", "vllm:num_requests_running{model_name=\"demo\"} 5\n");
+    server.wait("GET /metrics", "num_requests_running{model_name=\"demo\",engine=\"0\"} 5\n");
     fs::write(&fault, "").unwrap();
     for (path, stream) in streams {
         let text = rest(stream);
