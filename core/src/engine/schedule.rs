@@ -2,7 +2,7 @@
 //!
 //! Decode rows come first, then prefill, of the first request of each share before that of the second. A request is admitted,
 //! and matched, only in the step that gives it its first token. Within a share the order is priority, then arrival; the
-//! victim of a pre-emption is the last running one of the share with the most. Between shares [`fair`](super::fair) decides.
+//! victim of a pre-emption is the last running one of the share with the most. Between shares `fair` decides.
 //!
 //! Decisions where the contract leaves freedom:
 //! * A request waits for the next step if its prefix is being computed in this one, or if a running prefill will soon leave a
