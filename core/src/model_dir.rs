@@ -85,17 +85,13 @@ impl ModelFiles {
         Self::read(source, now, std::future::ready(Ok(checkpoint))).await
     }
 
-    /// A GGUF file; of what lies beside it only files of the tokenizer are read, which come before what is in it.
+    /// A GGUF file. Tokenizer files in its folder replace the tokenizer that it contains; no other file of the folder is read.
     async fn read_gguf(source: Arc<dyn Source>, now: fn() -> u64, name: &str) -> Result<Self> {
         let gguf = Gguf::open(&*source, name).await?;
         let keys = gguf.config()?;
         let config_hash = fnv::hash(fnv::START, Value::Object(keys.clone()).to_string().as_bytes());
         let config = Config::from_keys(gguf.path(), keys);
-        let path = source.path(TOKENIZER_CONFIG);
-        let mut settings = match read_small(&*source, TOKENIZER_CONFIG, MAX_JSON).await? {
-            Some(bytes) => Some(parse_object(&path, &bytes)?),
-            None => None,
-        };
+        let mut settings = tokenizer_settings(&*source).await?;
         let tokenizer = match read_small(&*source, TOKENIZER, MAX_TOKENIZER).await? {
             Some(bytes) => Some(Tokenizer::new(&source.path(TOKENIZER), &bytes, settings.as_ref())?),
             None => match gguf.tokenizer()? {
@@ -148,11 +144,7 @@ impl ModelFiles {
             Some(bytes) => GenerationConfig::parse(&source.path("generation_config.json"), &bytes)?,
             None => GenerationConfig::default(),
         };
-        let path = source.path(TOKENIZER_CONFIG);
-        let settings = match read_small(&*source, TOKENIZER_CONFIG, MAX_JSON).await? {
-            Some(bytes) => Some(parse_object(&path, &bytes)?),
-            None => None,
-        };
+        let settings = tokenizer_settings(&*source).await?;
         let tokenizer = match read_small(&*source, TOKENIZER, MAX_TOKENIZER).await? {
             Some(bytes) => Some(Arc::new(Tokenizer::new(&source.path(TOKENIZER), &bytes, settings.as_ref())?)),
             None => None,
@@ -286,6 +278,12 @@ async fn gguf_name(source: &dyn Source) -> Result<Option<String>> {
         Err(several) if source.size(CONFIG).await?.is_none() => Err(several),
         _ => Ok(None),
     }
+}
+
+/// The object in `tokenizer_config.json`, if there is one.
+async fn tokenizer_settings(source: &dyn Source) -> Result<Option<Map<String, Value>>> {
+    let bytes = read_small(source, TOKENIZER_CONFIG, MAX_JSON).await?;
+    bytes.map(|bytes| parse_object(&source.path(TOKENIZER_CONFIG), &bytes)).transpose()
 }
 
 /// The template and the name of its file. A separate file takes precedence over the tokenizer's settings.
