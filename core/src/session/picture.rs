@@ -1,6 +1,9 @@
 //! A loaded model and its prefix cache as JSON, for pages that draw them. `web/js/selkie.d.ts` documents the fields.
 
-use std::collections::BTreeSet;
+use std::{
+    cmp::Reverse,
+    collections::{BTreeSet, HashMap},
+};
 
 use serde_json::{Value, json};
 
@@ -72,16 +75,22 @@ pub fn stats(engine: &dyn AnyEngine, only: Option<&Realm>) -> Value {
     })
 }
 
-/// The most recently used nodes with all their ancestors, parents first, and how many there are. Without recurrent layers (no `slots`) a prompt can
-/// continue from any node.
+/// The most recently used nodes with all their ancestors, parents first, and how many there are. Without recurrent layers (no
+/// `slots`) a prompt can continue from any node.
 fn tree(tree: &Tree, slots: bool, only: Option<&Realm>) -> (Vec<Value>, usize) {
     // A realm without a root has no nodes.
     let root = only.map(|realm| tree.find_root(realm).unwrap_or(NONE));
-    let is_shown = |id: NodeId| root.is_none_or(|root| root_of(tree, id) == root);
+    let mut known = HashMap::new();
+    let mut is_shown = |id: NodeId| root.is_none_or(|root| root_of(tree, id, &mut known) == root);
     let mut all: Vec<(NodeId, u64)> =
         tree.iter().filter(|(id, n)| n.parent != NONE && is_shown(*id)).map(|(id, n)| (id, n.last_use())).collect();
     let count = all.len();
-    all.sort_by_key(|(_, used)| std::cmp::Reverse(*used));
+    // Each of them becomes a part of the picture or ends it, so more are not needed. A large cache has very many.
+    if count > MOST_NODES {
+        all.select_nth_unstable_by_key(MOST_NODES, |(_, used)| Reverse(*used));
+        all.truncate(MOST_NODES + 1);
+    }
+    all.sort_by_key(|(_, used)| Reverse(*used));
     let mut shown: BTreeSet<(u32, NodeId)> = BTreeSet::new();
     for (id, _) in all {
         let mut path = vec![];
@@ -110,9 +119,17 @@ fn tree(tree: &Tree, slots: bool, only: Option<&Realm>) -> (Vec<Value>, usize) {
     (shown.iter().map(node).collect(), count)
 }
 
-fn root_of(tree: &Tree, mut id: NodeId) -> NodeId {
-    while tree[id].parent != NONE {
-        id = tree[id].parent;
-    }
-    id
+/// The root above a node. `known` has those that were found before: paths share most of their nodes.
+fn root_of(tree: &Tree, id: NodeId, known: &mut HashMap<NodeId, NodeId>) -> NodeId {
+    let (mut at, mut path) = (id, Vec::new());
+    let root = loop {
+        match known.get(&at) {
+            Some(root) => break *root,
+            None if tree[at].parent == NONE => break at,
+            None => path.push(at),
+        }
+        at = tree[at].parent;
+    };
+    known.extend(path.into_iter().map(|node| (node, root)));
+    root
 }
