@@ -199,7 +199,7 @@ impl Gguf {
         Ok(weights)
     }
 
-    /// The factor beside a tensor, which NVFP4 has.
+    /// The factor of an NVFP4 tensor, stored as a tensor of its own.
     fn factor(&self, sources: &[String]) -> Result<Option<Stored>> {
         let factor = |name: &String| self.tensors.get(&format!("{}.scale", name.strip_suffix(".weight")?));
         let mut found = sources.iter().filter_map(factor);

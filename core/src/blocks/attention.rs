@@ -18,7 +18,7 @@ use crate::{
 pub struct Plan {
     /// Model width D.
     pub width: usize,
-    /// Width of the input, which is not D if something stands beside the stream.
+    /// Width of the input: D, or more if the embeddings are a part of it.
     pub input: usize,
     /// Query and KV heads.
     pub heads: Heads,

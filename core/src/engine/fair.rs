@@ -76,8 +76,8 @@ impl Shares {
     }
 
     /// The shares with prompt tokens to compute, in the order of their turns: least served, then fewest sequences running, then
-    /// earliest request. `running`: see [`Running`]. None of them may have fallen behind by more than `step` tokens: then it
-    /// would have that many steps for itself.
+    /// earliest request. `running`: see [`Running`]. No share counts as more than `step` tokens short of the one with the
+    /// most: otherwise it would have many steps for itself.
     fn turns(&mut self, running: &BTreeMap<Arc<str>, Running>, step: usize) -> Vec<Arc<str>> {
         for name in running.keys() {
             self.0.entry(name.clone()).or_default();

@@ -317,7 +317,7 @@ impl Facts<'_> {
             factors.len() == rotated / 2 && factors.iter().enumerate().all(near)
         };
         let fitted = || {
-            // On the ramp, what is kept is linear in the frequency: its first and last point give both ends.
+            // On the ramp, the kept share is a linear function of the frequency. Two of its points determine both ends.
             let kept = |i: usize| (f64::from(factors[i]).recip() - factor.recip()) / (1.0 - factor.recip());
             let ramp = (0..factors.len()).filter(|i| (1e-4..1.0 - 1e-4).contains(&kept(*i)));
             let ramp: Vec<usize> = ramp.collect();
