@@ -35,7 +35,7 @@ fn run(scheduler: &mut Scheduler, steps: usize, mut refill: impl FnMut(&mut Sche
             break;
         }
         for row in plan.rows.iter().filter(|r| !r.row.outputs.is_empty()) {
-            if scheduler.commit(row.seq, 7) == Some(Commit::Last) {
+            if scheduler.commit(row.seq, &[7]) == Some(Commit::Last) {
                 scheduler.end(row.seq);
             }
         }

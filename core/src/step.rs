@@ -133,6 +133,11 @@ impl Row {
         self.first_position as usize + self.tokens.len()
     }
 
+    /// Tokens that are guesses.
+    pub fn drafts(&self) -> usize {
+        self.tokens.iter().filter(|token| matches!(token, TokenRef::Draft(_))).count()
+    }
+
     /// The row's page table: the pages of positions `0 .. end`.
     pub fn page_table(&self) -> &[u32] {
         &self.pages[..self.pages.len().min(self.end().div_ceil(PAGE))]
@@ -152,6 +157,8 @@ pub enum TokenRef {
     Known(u32),
     /// The last sampled token of this lane, which the host has not read yet.
     FromDevice(u32),
+    /// A guess of this id, which the step verifies. All later tokens of its row are guesses too.
+    Draft(u32),
 }
 
 /// A run of at most 64 tokens of one row that does not cross a multiple of 64 of its sequence.
@@ -217,7 +224,7 @@ pub fn encode(rows: &[impl AsRef<Row>], bucket: Bucket) -> Vec<u32> {
         w[at..at + table.len()].copy_from_slice(table);
         for (i, &id) in row.tokens.iter().enumerate() {
             w[bucket.ids() + token] = match id {
-                TokenRef::Known(id) => id,
+                TokenRef::Known(id) | TokenRef::Draft(id) => id,
                 TokenRef::FromDevice(lane) => FROM_DEVICE | lane,
             };
             w[bucket.positions() + token] = row.first_position + i as u32;

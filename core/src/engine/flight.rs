@@ -28,6 +28,8 @@ pub(super) struct Output {
     pub lane: u32,
     /// The position of the prompt's token that the logits are compared with; `None`: a token is sampled from them.
     pub target: Option<usize>,
+    /// The draft in the place of the token sampled here, if the row has one; its next output is computed with it.
+    pub draft: Option<u32>,
 }
 
 /// A read that keeps its result, so that a wait for it can be dropped and repeated.
@@ -59,6 +61,11 @@ impl<R: Future<Output = Result<Vec<u8>>>> Incoming<R> {
 }
 
 impl<B: Backend> Flight<B> {
+    /// Whether it verifies drafts.
+    pub fn has_drafts(&self) -> bool {
+        self.outputs.iter().any(|output| output.draft.is_some())
+    }
+
     /// Waits for all results of the step.
     pub async fn arrive(&mut self) -> Result<()> {
         for read in self.ids.iter_mut().chain(&mut self.logits).chain(&mut self.reports).chain(&mut self.scores) {

@@ -7,8 +7,10 @@
 mod admit;
 mod any;
 pub mod direct;
+pub mod draft;
 mod fair;
 mod flight;
+mod gauge;
 mod guide;
 mod landing;
 mod lower;
@@ -16,6 +18,7 @@ mod news;
 mod options;
 pub mod plan;
 pub mod pools;
+mod results;
 mod row;
 pub mod runner;
 pub mod schedule;
@@ -23,17 +26,19 @@ pub mod sequence;
 pub mod stats;
 mod tail;
 mod transfer;
+mod verify;
 
 use std::{collections::HashMap, sync::Arc};
 
 pub use any::{AnyEngine, Exporting, Retiring, Stepping};
+pub use draft::{Drafter, MOST_DRAFTS, Ngram, Speculate};
 pub use news::{Event, FinishReason, Finished, Timing};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
 pub use plan::{Plan, PlanRow, SeqId};
 pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};
 pub use sequence::Request;
-pub use stats::Stats;
+pub use stats::{DraftStats, Stats};
 pub use tail::Needs;
 pub use transfer::{Export, Exported, Import, Imported};
 
@@ -45,7 +50,7 @@ use crate::error::{Error, Result};
 use crate::models::{self, Architecture, ModelSpec};
 use crate::sample::Sampling;
 use crate::state::CacheEvent;
-use crate::step::NONE;
+use crate::step::TokenRef;
 use crate::weights::{Loader, Progress};
 
 use self::flight::{Flight, Incoming, Output};
@@ -116,6 +121,7 @@ pub struct Engine<B: Backend> {
     keep_logits: bool,
     clock: fn() -> f64,
     most_step_tokens: usize,
+    speculate: Speculate,
     landed: Option<(usize, f64)>,
     /// A step began and was not completed.
     failed: bool,
@@ -147,8 +153,8 @@ impl<B: Backend> Engine<B> {
         let free = backend.free_memory();
         let sizes = options.sizes(&spec, caps, free)?;
         sizes.check(free)?;
-        Scheduler::new(sizes.shape, sizes.limits, &fingerprint)?;
-        let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: options.max_batch };
+        Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
+        let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: sizes.limits.outputs() };
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
         let weight_bytes = loader.loaded();
@@ -156,8 +162,13 @@ impl<B: Backend> Engine<B> {
         let sizes = options.sizes(&spec, backend.caps(), free)?;
         sizes.check(free)?;
         let pools = pools::alloc(&backend, &spec, sizes.split.slots, sizes.split.pages)?;
-        let limits =
-            RunnerLimits { lanes: options.max_batch, tokens: options.step_tokens, pages: sizes.pages_of_a_sequence() };
+        let limits = RunnerLimits {
+            lanes: options.max_batch,
+            tokens: options.step_tokens,
+            outputs: sizes.limits.outputs(),
+            drafts: sizes.limits.drafts,
+            pages: sizes.pages_of_a_sequence(),
+        };
         let mut scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
         let lower = Lower::open(&options.tiers, &backend, &spec.layers)?;
         if lower.is_some() {
@@ -176,6 +187,7 @@ impl<B: Backend> Engine<B> {
             keep_logits: options.logits,
             clock: options.clock,
             most_step_tokens: options.step_tokens,
+            speculate: options.speculate,
             landed: None,
             failed: false,
             weight_bytes,
@@ -202,6 +214,7 @@ impl<B: Backend> Engine<B> {
         if guide.is_some() || scores.is_some() {
             self.runner.expect_rules()?;
         }
+        self.choose_drafter(&mut request, guide.is_some());
         let (sampling, stop_ids) = (request.sampling, std::mem::take(&mut request.stop_ids));
         let prompt_tokens = request.prompt.len();
         let id = self.scheduler.submit(request)?;
@@ -219,6 +232,14 @@ impl<B: Backend> Engine<B> {
         };
         self.live.insert(id, live);
         Ok(id)
+    }
+
+    /// Leaves a request its drafter, gives it one, or takes it away. Rules make a token's logits depend on those before it, and log
+    /// probabilities are read per step, so requests with either do not draft.
+    fn choose_drafter(&self, request: &mut Request, rules: bool) {
+        let plain = !rules && request.prompt_logprobs.is_none() && request.sampling.repetition_penalty == 1.0;
+        let drafter = request.drafter.take().unwrap_or_else(|| Box::new(Ngram::default()));
+        request.drafter = (plain && self.speculate != Speculate::Off).then_some(drafter);
     }
 
     /// Ends a request at any moment; its `Finished` event comes with the next step. Unknown ids are ignored.
@@ -290,7 +311,9 @@ impl<B: Backend> Engine<B> {
         self.failed = true;
         self.collect()?;
         self.lift()?;
-        let plan = self.scheduler.plan();
+        // Lanes whose drafts are in flight could not take part in a step, and it would take as long without them.
+        let waits = self.flight.as_ref().is_some_and(Flight::has_drafts);
+        let plan = if waits { Plan::default() } else { self.scheduler.plan() };
         self.demote();
         // A plan commits cache changes before the device has run. If the step does not complete, the cached states are wrong, so
         // the engine stays failed.
@@ -306,7 +329,7 @@ impl<B: Backend> Engine<B> {
         for id in &plan.admitted {
             self.open_lane(*id, plan, now)?;
         }
-        let tokens = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
+        let tokens = plan.rows.iter().map(|r| r.row.tokens.len() - r.row.drafts()).sum();
         let outputs = self.outputs(plan);
         let mut flight =
             Flight { tokens, enqueued: now, outputs, held: None, ids: None, logits: None, reports: None, scores: None };
@@ -339,7 +362,12 @@ impl<B: Backend> Engine<B> {
             let prompt = self.live.get(&r.seq).map_or(0, |live| live.prompt_tokens);
             let (id, lane, first) = (r.seq, r.row.lane, r.row.first_position as usize + 1);
             let target = move |o: u32| Some(first + o as usize).filter(|at| *at < prompt);
-            r.row.outputs.iter().map(move |&o| Output { id, lane, target: target(o) }).collect::<Vec<_>>()
+            let draft = |o: u32| match r.row.tokens.get(o as usize + 1) {
+                Some(TokenRef::Draft(id)) => Some(*id),
+                _ => None,
+            };
+            let output = move |&o: &u32| Output { id, lane, target: target(o), draft: draft(o) };
+            r.row.outputs.iter().map(output).collect::<Vec<_>>()
         };
         plan.rows.iter().flat_map(of_row).collect()
     }
@@ -388,73 +416,6 @@ impl<B: Backend> Engine<B> {
     fn keep_logits(&self, flight: &mut Flight<B>) {
         let n = flight.outputs.len();
         flight.logits = (self.keep_logits && n > 0).then(|| Incoming::new(self.runner.read_logits(n)));
-    }
-
-    /// Commits the ids of a step that has arrived.
-    fn land(&mut self, flight: Flight<B>) -> Vec<Event> {
-        self.landed = Some((flight.tokens, flight.enqueued));
-        let Some(ids) = &flight.ids else { return Vec::new() };
-        let floats = |read: &Option<Incoming<B::Read>>| -> Option<Vec<f32>> {
-            read.as_ref().map(|l| bytemuck::pod_collect_to_vec(l.bytes()))
-        };
-        let (logits, reports, scores) = (floats(&flight.logits), floats(&flight.reports), floats(&flight.scores));
-        let row = |all: &[f32], i: usize| -> Box<[f32]> {
-            let len = all.len() / flight.outputs.len();
-            all[i * len..][..len].into()
-        };
-        let now = (self.clock)();
-        if let Some(lower) = &mut self.lower {
-            lower.landed(flight.tokens, flight.enqueued, now);
-        }
-        let mut events = Vec::new();
-        for (i, (&Output { id, target, .. }, bytes)) in
-            flight.outputs.iter().zip(ids.bytes().chunks_exact(4)).enumerate()
-        {
-            if let Some(target) = target {
-                let logits = scores.as_deref().map(|all| row(all, i));
-                self.score(id, target, &logits.unwrap_or_default());
-                continue;
-            }
-            let token = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
-            if token == NONE {
-                // A request may have ended while the step was in flight.
-                if self.live.contains_key(&id) {
-                    events.push(self.finish(id, FinishReason::Failed, Some(Error::NotFinite)));
-                }
-                continue;
-            }
-            // None: it ended while the step was in flight.
-            let Some(commit) = self.scheduler.commit(id, token) else { continue };
-            let live = self.live.get_mut(&id).expect("a committed request is live");
-            live.first_token.get_or_insert(now);
-            live.completion_tokens += 1;
-            let stop = live.stop_ids.contains(&token);
-            let logits = logits.as_deref().map(|all| row(all, i));
-            let report = reports.as_deref().map(|all| row(all, i));
-            let logprobs = live.guide.as_ref().zip(report).and_then(|(guide, report)| guide.logprobs(&report));
-            events.push(Event::Token { id, token, logits, logprobs });
-            let over = match &mut live.guide {
-                Some(guide) if !stop => guide.commit(token),
-                _ => Ok(stop),
-            };
-            match over {
-                Ok(true) => events.push(self.finish(id, FinishReason::Stop, None)),
-                Err(e) => events.push(self.finish(id, FinishReason::Failed, Some(e))),
-                Ok(false) if commit == Commit::Last => events.push(self.finish(id, FinishReason::Length, None)),
-                Ok(false) => {}
-            }
-        }
-        events
-    }
-
-    /// Compares logits with the token of the prompt at `target`. After a pre-emption they come again.
-    fn score(&mut self, id: SeqId, target: usize, logits: &[f32]) {
-        if let (Some(live), Some(tokens)) = (self.live.get_mut(&id), self.scheduler.tokens(id))
-            && let Some(n) = live.scores
-            && live.scored.len() + 1 == target
-        {
-            live.scored.push(Logprobs::of_logits(logits, tokens[target], n));
-        }
     }
 
     fn finish(&mut self, id: SeqId, reason: FinishReason, error: Option<Error>) -> Event {

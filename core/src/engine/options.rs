@@ -6,7 +6,10 @@ use crate::models::ModelSpec;
 use crate::state::budget::Split;
 use crate::state::{CapturePolicy, GRID, Limits, StateShape};
 
-use super::pools;
+use super::{
+    draft::{MOST_DRAFTS, Speculate},
+    pools,
+};
 use crate::tier::TierOptions;
 
 /// Memory for states and pages where the device cannot report its free memory, in bytes (wgpu).
@@ -38,6 +41,10 @@ pub struct EngineOptions {
     pub tiers: TierOptions,
     /// Which states are kept.
     pub policy: CapturePolicy,
+    /// Whether requests without rules draft.
+    pub speculate: Speculate,
+    /// Most drafts of a row, 1 to [`MOST_DRAFTS`]; 1, 3 and 7 are used.
+    pub drafts: usize,
     /// Return the logits with every token: for comparisons, not for speed.
     pub logits: bool,
     /// Milliseconds since some moment, for [`super::Timing`]. wasm32 has no clock of its own: there the default stands still.
@@ -69,6 +76,8 @@ impl Default for EngineOptions {
             prefix_cache: true,
             tiers: TierOptions::default(),
             policy: CapturePolicy::Default,
+            speculate: Speculate::Off,
+            drafts: MOST_DRAFTS,
             logits: false,
             clock,
         }
@@ -130,6 +139,7 @@ impl EngineOptions {
         for (what, asked, most) in [
             ("requests in a batch", self.max_batch, MOST_BATCH),
             ("tokens in a step", self.step_tokens, MOST_STEP_TOKENS),
+            ("drafts of a row", self.drafts, MOST_DRAFTS),
         ] {
             if asked == 0 || asked > most {
                 return Err(Error::BadRequest(format!("{asked} {what}; 1 to {most} are supported")));
@@ -145,6 +155,8 @@ impl EngineOptions {
             step_tokens: self.step_tokens,
             prefix_cache: self.prefix_cache,
             policy: self.policy,
+            drafts: if self.speculate == Speculate::Off { 0 } else { self.drafts },
+            draft_cost: self.speculate.cost(caps.backend),
             ..Limits::default()
         };
         let useful = Split::useful_bytes(&shape, &limits, self.slots, self.kv_pages);

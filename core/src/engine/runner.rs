@@ -2,7 +2,10 @@
 
 use std::collections::HashMap;
 
-use super::tail::{Needs, Tail};
+use super::{
+    tail::{Needs, Tail},
+    verify::WIDTHS,
+};
 use crate::backend::{Backend, Measure, Ops};
 use crate::bundle::{Kind, Part};
 use crate::controls::LaneRules;
@@ -21,6 +24,10 @@ pub struct RunnerLimits {
     pub lanes: usize,
     /// Tokens of one step.
     pub tokens: usize,
+    /// Positions of one step whose logits are computed.
+    pub outputs: usize,
+    /// Drafts of one row.
+    pub drafts: usize,
     /// Pages of one sequence.
     pub pages: usize,
 }
@@ -29,12 +36,24 @@ impl RunnerLimits {
     /// The bucket that no step exceeds.
     pub fn largest(&self) -> Bucket {
         let rows = self.lanes.min(self.tokens);
-        Bucket::holding(self.tokens, rows, self.tokens, rows, self.pages)
+        Bucket::holding(self.tokens, rows, self.tokens, self.outputs.min(self.tokens), self.pages)
     }
 
     /// The bucket of a decode step of `rows` sequences.
     fn decode(&self, rows: usize) -> Bucket {
         Bucket::holding(rows, rows, rows, rows, self.pages)
+    }
+
+    /// The buckets of steps that verify drafts, of one sequence and of as many as a step holds.
+    fn verifications(&self) -> impl Iterator<Item = Bucket> {
+        let outputs = self.outputs.min(self.tokens);
+        let widths = WIDTHS.into_iter().filter(move |width| *width <= (self.drafts + 1).min(outputs));
+        widths.flat_map(move |width| {
+            [1, self.lanes.min(outputs / width)].map(|rows| {
+                let tokens = rows * width;
+                Bucket::holding(tokens, rows, tokens, tokens, self.pages)
+            })
+        })
     }
 }
 
@@ -119,7 +138,8 @@ impl<B: Backend> Runner<B> {
     /// Sizes the scratch arena: the scratch of the largest decode and prefill buckets suffices for smaller ones.
     fn reserve(&self, limits: RunnerLimits) -> Result<()> {
         let mut measure = Measure::new(&self.backend);
-        for bucket in [limits.decode(1), limits.decode(limits.lanes.min(limits.tokens)), limits.largest()] {
+        let plain = [limits.decode(1), limits.decode(limits.lanes.min(limits.tokens)), limits.largest()];
+        for bucket in plain.into_iter().chain(limits.verifications()) {
             self.forward(&mut measure, bucket)?;
         }
         let scratch = measure.scratch;
@@ -234,8 +254,8 @@ impl<B: Backend> Runner<B> {
 
     /// Enqueues a step and the read of its sampled ids, in the order of the rows' outputs; `None` if nothing is sampled.
     ///
-    /// A step in which every row has one token is played from a recorded tape, so that a decode loop costs the host
-    /// one write a step.
+    /// A step in which every row has one token, or drafts besides, is played from a recorded tape, so that a decode loop costs the
+    /// host one write a step.
     pub fn step(&mut self, rows: &[impl AsRef<Row>]) -> Result<Option<B::Read>> {
         let bucket = self.write(rows)?;
         if is_decode(rows) {
@@ -349,7 +369,7 @@ impl<B: Backend> Runner<B> {
     }
 }
 
-/// Whether every row has one token, so that the step is played from a tape.
+/// Whether every row has one token and perhaps drafts, so that the step is played from a tape.
 fn is_decode(rows: &[impl AsRef<Row>]) -> bool {
-    rows.iter().all(|r| r.as_ref().tokens.len() == 1)
+    rows.iter().map(AsRef::as_ref).all(|row| row.tokens.len() == 1 + row.drafts())
 }

@@ -13,6 +13,8 @@
 //! * A step in which a sequence was pre-empted for lack of pages admits no request, unless it would be empty.
 //! * Slots that occur in a step count as held until the step is planned, and a page given up for the tree's copy is
 //!   freed then: a step never uses a slot or a page twice.
+//! * Drafts come last and take what is free: tokens of the step, slots and pages that nobody else wants. A sequence with drafts in
+//!   flight is planned again after their commit.
 //! * A sequence that was pre-empted before the host read its sampled token is admitted again only after that token's commit.
 //! * Forks go through the tree: a request that shares a prefix with another holds its state and pages from the deepest
 //!   grid point that has a state, and computes the tail (< 64 tokens with a state at the last grid point) itself.
@@ -50,7 +52,7 @@ pub enum Commit {
 
 /// Requests, waiting and running, over the state cache of one model. It handles numbers only, no tensors.
 ///
-/// The caller's loop: [`plan`](Self::plan) a step, run it, read the sampled ids, [`commit`](Self::commit) each, and
+/// The caller's loop: [`plan`](Self::plan) a step, run it, read the sampled ids, [`commit`](Self::commit) those of each row, and
 /// [`end`](Self::end) the sequences that stop. A pipelined caller plans one or more steps before the commits; tokens
 /// that the host has not read are then [`FromDevice`](crate::step::TokenRef::FromDevice), and a step that ran past a
 /// stop is not sampled from: `commit` ignores sequences that are gone.
@@ -213,7 +215,9 @@ impl Scheduler {
         self.plan_decode(&mut plan, &mut budget);
         self.outputs_left = self.limits.max_batch - self.running.len();
         let admits = plan.preempted.len() == before;
+        let decodes = plan.rows.len();
         self.plan_prompts(&mut plan, budget, first, admits);
+        self.plan_drafts(&mut plan, decodes);
         for slot in self.held.drain(..) {
             self.cache.release_slot(slot);
         }
@@ -224,18 +228,26 @@ impl Scheduler {
         plan
     }
 
-    /// Commits a sampled token that the host has read, in the order of the steps. `None`: the sequence is gone, the step
-    /// ran past its stop.
-    pub fn commit(&mut self, id: SeqId, token: u32) -> Option<Commit> {
+    /// Commits the tokens of a row that the host has read, in the order of the steps: the one sampled first, and as many more as
+    /// drafts before them were right and the text goes on. `None`: the sequence is gone, the step ran past its stop.
+    ///
+    /// # Panics
+    /// Without a token, and with more than the row could give.
+    pub fn commit(&mut self, id: SeqId, tokens: &[u32]) -> Option<Commit> {
         let running = self.index(id);
         let seq = match running {
             Some(i) => &mut self.running[i],
             None => self.queue.get_mut(&id)?,
         };
         seq.outstanding = seq.outstanding.checked_sub(1)?;
-        seq.tokens.push(token);
-        self.stats.tokens_generated += 1;
+        seq.tokens.extend_from_slice(tokens);
+        self.stats.tokens_generated += tokens.len() as u64;
+        let accepted = tokens.len().checked_sub(1).expect("a row gives a token");
+        self.stats.drafts.accepted_at[..accepted].iter_mut().for_each(|n| *n += 1);
         if running.is_some() {
+            if seq.outstanding == 0 {
+                seq.accept(accepted, &mut self.cache, self.rules, &mut self.stats);
+            }
             seq.settle(&mut self.cache, self.rules, self.step, &mut self.swapped);
             for page in self.swapped.drain(..) {
                 self.cache.release_page(page);
@@ -361,12 +373,14 @@ impl Scheduler {
         let (mut slots, mut pages, mut guards) = (Vec::new(), Vec::new(), Vec::new());
         for seq in &self.running {
             slots.extend([seq.cur, seq.spare.unwrap_or(0)]);
+            slots.extend(seq.trial.iter().flat_map(|trial| &trial.slots));
             slots.extend(seq.taken.iter().map(|t| t.slot));
             pages.extend(seq.pages.iter());
             guards.extend([seq.guard].iter().filter(|&&g| g != NONE));
             self.audit_pages(seq)?;
         }
-        if let Some(seq) = self.queue.values().find(|s| s.cur != 0 || s.spare.is_some() || !s.pages.is_empty()) {
+        let holds = |s: &&Sequence| s.cur != 0 || s.trial.is_some() || s.spare.is_some() || !s.pages.is_empty();
+        if let Some(seq) = self.queue.values().find(holds) {
             return Err(format!("{:?} waits and holds something", seq.id));
         }
         self.cache.audit(&slots, &pages, &guards)
@@ -399,7 +413,7 @@ impl Scheduler {
             let id = order[at].1;
             let seq = &self.running[self.index(id).expect("it runs")];
             let has_token = seq.done < seq.tokens.len() + seq.outstanding;
-            if seq.decoding && has_token && seq.outputs() < seq.max_tokens {
+            if seq.decoding && has_token && seq.trial.is_none() && seq.outputs() < seq.max_tokens {
                 // False: the sequence itself was pre-empted, and it was the last one.
                 if !self.make_page(id, &mut order, plan) {
                     return;

@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::plan::SeqId;
+use super::{draft::Drafter, gauge::Gauge, plan::SeqId, verify::Trial};
 use crate::{
     controls::{Constraint, Controls},
     sample::Sampling,
@@ -44,6 +44,9 @@ pub struct Request {
     pub controls: Controls,
     /// Says before each token which ones may come; its state goes with the request.
     pub constraint: Option<Box<dyn Constraint + Send>>,
+    /// Guesses its tokens, where [`EngineOptions::speculate`](super::EngineOptions::speculate) lets requests draft; `None` takes
+    /// [`Ngram`](super::Ngram). A request with rules does not draft.
+    pub drafter: Option<Box<dyn Drafter>>,
 }
 
 /// A captured state that is not in the tree yet: its node may not exist.
@@ -67,8 +70,8 @@ pub(super) struct Rules {
     pub has_pages: bool,
 }
 
-/// A request in the queue or in the batch. In the queue it holds nothing: `cur`, `spare`, `pages`, `taken` and `guard`
-/// are empty.
+/// A request in the queue or in the batch. In the queue it holds nothing: `cur`, `trial`, `spare`, `pages`, `taken` and
+/// `guard` are empty.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub id: SeqId,
@@ -97,6 +100,8 @@ pub(super) struct Sequence {
     pub outstanding: usize,
     /// Positions computed so far by this request, or reused; not reset by a pre-emption.
     pub computed: usize,
+    pub drafter: Option<Box<dyn Drafter>>,
+    pub gauge: Gauge,
 
     pub lane: u32,
     /// Positions whose computation is planned.
@@ -105,6 +110,8 @@ pub(super) struct Sequence {
     pub decoding: bool,
     /// Slot with the state at `done`, perhaps shared; 0 before the first row.
     pub cur: u32,
+    /// Drafts after `done` that the host has not read the verdict on. Until then the sequence is not planned.
+    pub trial: Option<Trial>,
     /// A slot of its own to write next.
     pub spare: Option<u32>,
     /// Lent to the rows of a step while it is planned.
@@ -145,10 +152,13 @@ impl Sequence {
             report: None,
             outstanding: 0,
             computed: 0,
+            drafter: request.drafter,
+            gauge: Gauge::default(),
             lane: 0,
             done: 0,
             decoding: false,
             cur: 0,
+            trial: None,
             spare: None,
             pages: Arc::default(),
             wanted: Vec::new(),
@@ -269,7 +279,8 @@ impl Sequence {
             self.attach(cache, self.cur, true, step);
             self.cur = 0;
         }
-        for slot in self.taken.drain(..).map(|t| t.slot).chain(self.spare.take()).chain([self.cur]) {
+        let tried = self.trial.take().into_iter().flat_map(|trial| trial.slots);
+        for slot in self.taken.drain(..).map(|t| t.slot).chain(tried).chain(self.spare.take()).chain([self.cur]) {
             cache.release_slot(slot);
         }
         for &page in std::mem::take(&mut self.pages).iter() {

@@ -1,9 +1,28 @@
 //! Counters of a run.
 
+use super::draft::MOST_DRAFTS;
 use crate::{
     state::{Reason, cache::Evictions},
     tier::TierStats,
 };
+
+/// Drafts, and what became of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DraftStats {
+    /// Rows that verified drafts.
+    pub rows: u64,
+    /// Drafts in them.
+    pub tokens: u64,
+    /// Drafts that became tokens of answers, by their place in the row.
+    pub accepted_at: [u64; MOST_DRAFTS],
+}
+
+impl DraftStats {
+    /// Drafts that became tokens of answers.
+    pub fn accepted(&self) -> u64 {
+        self.accepted_at.iter().sum()
+    }
+}
 
 /// Totals since the scheduler was made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,6 +40,8 @@ pub struct Stats {
     pub tokens_recomputed: u64,
     /// Completion tokens committed.
     pub tokens_generated: u64,
+    /// Guesses of tokens.
+    pub drafts: DraftStats,
     /// States captured for the tree.
     pub captures: u64,
     /// Captures that were wanted but found no slot.

@@ -190,6 +190,7 @@ impl Text {
             prompt_logprobs,
             controls,
             constraint,
+            drafter: None,
         };
         request.rules(facts.vocab)?;
         Ok((request, reader))

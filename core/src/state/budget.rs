@@ -1,7 +1,7 @@
 //! How a number of bytes is split between slots and pages.
 //!
 //! The unit is one **cached path**: a sequence of the full context, with the two slots that it needs while it runs (its
-//! state and the one it writes next) and as many snapshots as a path may keep. Pages and slots are bought in that
+//! state and the one it writes next), one for each draft and as many snapshots as a path may keep. Pages and slots are bought in that
 //! proportion, so that a model with large states and a short context gets mostly slots and one with a long context
 //! mostly pages. The remainder goes to the lanes without a whole path, two slots each, so that the batch can run
 //! shorter sequences, and then in proportion. Memory that does not hold one whole path is halved, but slots get no more
@@ -98,7 +98,7 @@ impl Split {
     }
 
     fn path_slots(limits: &Limits) -> u64 {
-        RUNNING_SLOTS + if limits.prefix_cache { limits.path_cap as u64 } else { 0 }
+        RUNNING_SLOTS + limits.drafts as u64 + if limits.prefix_cache { limits.path_cap as u64 } else { 0 }
     }
 
     fn path_bytes(shape: &StateShape, limits: &Limits) -> u64 {

@@ -70,6 +70,8 @@ pub struct Cache {
     has_pages: bool,
     path_cap: usize,
     max_nodes: usize,
+    /// Slots and pages that stay free as long as others can be evicted.
+    reserved: (usize, usize),
     fingerprint: Vec<u8>,
     slots: Pool,
     pages: Pool,
@@ -89,11 +91,13 @@ impl Cache {
     pub fn new(shape: &StateShape, limits: &Limits, fingerprint: &[u8]) -> Self {
         let slots = if shape.has_slots() { limits.slots } else { 0 };
         let pages = if shape.has_pages() { limits.pages } else { 0 };
+        let reserved = limits.reserved();
         Self {
             has_slots: shape.has_slots(),
             has_pages: shape.has_pages(),
             path_cap: limits.path_cap,
             max_nodes: if shape.has_pages() { usize::MAX } else { limits.max_nodes },
+            reserved: (reserved.0.min(slots), reserved.1.min(pages)),
             fingerprint: fingerprint.into(),
             slots: Pool::new(slots),
             pages: Pool::new(pages),
@@ -222,26 +226,27 @@ impl Cache {
         true
     }
 
-    /// A page with one holder, the caller: a free one, or that of the least recently used leaf.
+    /// A page with one holder, the caller: a free one that is not reserved, that of the least recently used leaf, or any free one.
     pub fn take_page(&mut self) -> Option<u32> {
-        loop {
-            if let Some(page) = self.pages.take() {
-                return Some(page);
-            }
-            if !self.evict_leaf() {
-                return None;
-            }
-        }
+        while self.pages.free() <= self.reserved.1 && self.evict_leaf() {}
+        self.pages.take()
     }
 
-    /// A slot with one holder, the caller: a free one, or that of the least recently used idle state.
+    /// A slot with one holder, the caller: a free one that is not reserved, that of the least recently used idle state, or any free
+    /// one.
     pub fn take_slot(&mut self) -> Option<u32> {
-        if let Some(slot) = self.slots.take() {
-            return Some(slot);
-        }
-        let node = self.tree.oldest_state()?;
-        self.drop_state(node, Stateless::Evicted);
+        while self.slots.free() <= self.reserved.0 && self.evict_state() {}
         self.slots.take()
+    }
+
+    /// A slot with one holder, the caller, if one is free.
+    pub fn take_free_slot(&mut self) -> Option<u32> {
+        self.slots.take()
+    }
+
+    /// A page with one holder, the caller, if one is free.
+    pub fn take_free_page(&mut self) -> Option<u32> {
+        self.pages.take()
     }
 
     /// One more holder of `slot`.
@@ -484,6 +489,18 @@ impl Cache {
             ));
         }
         Ok(())
+    }
+
+    /// Frees as much as is reserved, if it can be evicted: drafts became the state or the page of a sequence.
+    pub fn restore_reserved(&mut self) {
+        while self.slots.free() < self.reserved.0 && self.evict_state() {}
+        while self.pages.free() < self.reserved.1 && self.evict_leaf() {}
+    }
+
+    fn evict_state(&mut self) -> bool {
+        let Some(node) = self.tree.oldest_state() else { return false };
+        self.drop_state(node, Stateless::Evicted);
+        true
     }
 
     fn evict_leaf(&mut self) -> bool {

@@ -93,6 +93,30 @@ pub struct Limits {
     pub path_cap: usize,
     /// Most tree nodes of a model without pages: no pool limits their number.
     pub max_nodes: usize,
+    /// Most drafts of a row; 0: none is made.
+    pub drafts: usize,
+    /// Time of one more token in a step, in steps of one token: drafts are made where they pay. 0: wherever there is a guess.
+    pub draft_cost: f32,
+}
+
+/// Outputs of the drafts of a step, and of the tokens that they follow, where the batch alone has fewer: their logits take memory.
+const DRAFT_OUTPUTS: usize = 64;
+
+impl Limits {
+    /// Most positions of a step whose logits are computed.
+    pub fn outputs(&self) -> usize {
+        let all = self.max_batch.saturating_mul(self.drafts + 1);
+        self.max_batch.max(all.min(DRAFT_OUTPUTS))
+    }
+
+    /// Slots and pages that the tree leaves free for drafts, which evict nothing: those of a step, and no large part of the pools.
+    pub fn reserved(&self) -> (usize, usize) {
+        if self.drafts == 0 {
+            return (0, 0);
+        }
+        let rows = self.max_batch.min(self.outputs() / 2);
+        (self.outputs().min(self.slots / 2), rows.min(self.pages / 8))
+    }
 }
 
 impl Default for Limits {
@@ -106,6 +130,8 @@ impl Default for Limits {
             policy: CapturePolicy::Default,
             path_cap: 8,
             max_nodes: 1 << 17,
+            drafts: 0,
+            draft_cost: 0.0,
         }
     }
 }

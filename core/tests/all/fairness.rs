@@ -75,7 +75,7 @@ impl Run {
                 if !self.begun.contains(&row.seq) {
                     self.begun.push(row.seq);
                 }
-                if self.scheduler.commit(row.seq, 7) == Some(Commit::Last) {
+                if self.scheduler.commit(row.seq, &[7]) == Some(Commit::Last) {
                     self.scheduler.end(row.seq);
                 }
             }

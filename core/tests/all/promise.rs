@@ -5,7 +5,8 @@
 //! Tokens **and logits** of each request must equal those of the same request alone in a large engine with the cache off.
 //! Every second case runs as on an asynchronous device: the next step is planned before the last one's tokens are known.
 //! Two in three requests have rules over their logits: penalties, biases, forbidden tokens, a constraint that depends on
-//! its own tokens, log probabilities. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
+//! its own tokens, log probabilities. In cases of their own most have none of these and draft: with drafters that know the right
+//! tokens and use that well, badly or now and then. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,7 +19,7 @@ use selkie_core::backend::Backend;
 use selkie_core::checkpoint::Checkpoint;
 use selkie_core::config::Config;
 use selkie_core::controls::{Constraint, Controls, Logprobs};
-use selkie_core::engine::{Engine, EngineOptions, Event, FinishReason, Request, SeqId};
+use selkie_core::engine::{Engine, EngineOptions, Event, FinishReason, MOST_DRAFTS, Request, SeqId, Speculate};
 use selkie_core::error::Result;
 use selkie_core::format::Products;
 use selkie_core::models::{self, Architecture};
@@ -27,7 +28,7 @@ use selkie_core::source::{Dir, read_small};
 use selkie_core::state::{CapturePolicy, Reason, Report};
 use selkie_core::tier::{DiskOptions, Rates, TierOptions};
 
-use crate::{behind::Behind, random::Random};
+use crate::{behind::Behind, drafts, random::Random};
 
 pub(super) struct TestModel {
     pub name: String,
@@ -163,6 +164,13 @@ impl Asked {
         Self { request, rule: None }
     }
 
+    /// Without rules, and so without what keeps it from drafting.
+    pub fn without_rules(&mut self) {
+        self.rule = None;
+        let Request { sampling, controls, prompt_logprobs, .. } = &mut self.request;
+        (sampling.repetition_penalty, *controls, *prompt_logprobs) = (1.0, Controls::default(), None);
+    }
+
     pub fn request(&self) -> Request {
         let constraint = self.rule.clone().map(|rule| Box::new(rule) as Box<dyn Constraint + Send>);
         Request { constraint, ..self.request.clone() }
@@ -195,7 +203,13 @@ fn controls(random: &mut Random, vocab: usize, max_tokens: usize) -> Controls {
 
 /// What a request gave: tokens, logits, log probabilities, and how it ended.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Output(Vec<u32>, Vec<Box<[f32]>>, Vec<Option<Box<Logprobs>>>, Option<FinishReason>, Vec<Logprobs>);
+pub(super) struct Output(
+    pub Vec<u32>,
+    Vec<Box<[f32]>>,
+    Vec<Option<Box<Logprobs>>>,
+    Option<FinishReason>,
+    Vec<Logprobs>,
+);
 
 impl Output {
     pub fn take(&mut self, event: Event) {
@@ -231,6 +245,9 @@ impl<'a> Alone<'a> {
     }
 
     pub fn run(&mut self, asked: &Asked) -> Output {
+        // Drafters change nothing.
+        let request = Request { drafter: None, ..asked.request.clone() };
+        let asked = &Asked { request, rule: asked.rule.clone() };
         let key = format!("{asked:?}");
         if let Some(known) = self.known.get(&key) {
             return known.clone();
@@ -298,6 +315,7 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
             stop_ids,
             controls,
             constraint,
+            drafter: None,
         };
         out.push(Asked { request, rule });
     }
@@ -345,12 +363,19 @@ fn tiers(random: &mut Random) -> TierOptions {
 
 /// Runs one case and compares everything. Returns the tokens reused, and how many of them came from host memory and disk, so that a
 /// run shows that it reused something.
-fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> [usize; 3] {
+fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [usize; 4] {
     let context = 512;
     let mut random = Random(seed);
     let vocab = model.architecture.spec().vocab;
-    let requests = requests(&mut random, vocab, context);
-    let options = options(&mut random, &requests, context);
+    let mut requests = requests(&mut random, vocab, context);
+    let mut options = options(&mut random, &requests, context);
+    if drafts {
+        let mut random = Random(seed ^ 0xd4af);
+        drafts::give(&mut random, model, alone, &mut requests);
+        options.speculate = random.pick(&[Speculate::Ngram, Speculate::Ngram, Speculate::Auto]);
+        options.drafts = random.pick(&[1, 2, 3, MOST_DRAFTS, MOST_DRAFTS]);
+        options.slots = options.slots.map(|slots| slots + random.pick(&[0, 0, 4, 30]));
+    }
     let pipelined = seed.is_multiple_of(2);
     let label = format!("{}, seed {seed}, pipelined {pipelined}, {options:?}", model.name);
     let mut engine = model.engine(&options, pipelined);
@@ -437,40 +462,42 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64) -> [usize; 3] {
         drop(engine);
         std::fs::remove_dir_all(&disk.dir).unwrap();
     }
-    [reused, lifted[0], lifted[1]]
+    [reused, lifted[0], lifted[1], stats.drafts.accepted() as usize]
 }
 
-/// Returns the tokens that came from host memory and from disk.
-fn run(models: Vec<TestModel>, cases: u64) -> [usize; 2] {
-    let mut lifted = [0, 0];
+/// Returns the tokens that came from host memory and from disk, and those that were drafts.
+pub(super) fn run(models: Vec<TestModel>, cases: u64, drafts: bool) -> [usize; 3] {
+    let mut lifted = [0; 3];
     let number = |name| std::env::var(name).ok().map(|v| v.parse::<u64>().expect("a number"));
     let cases = number("SELKIE_PROMISE_CASES").unwrap_or(cases);
     let seed = number("SELKIE_PROMISE_SEED").unwrap_or(1);
     for model in &models {
         let mut alone = Alone::new(model, 512);
-        let mut sum = [0, 0, 0];
+        let mut sum = [0; 4];
         for i in 0..cases {
-            sum.iter_mut().zip(case(model, &mut alone, seed + i)).for_each(|(sum, n)| *sum += n);
+            sum.iter_mut().zip(case(model, &mut alone, seed + i, drafts)).for_each(|(sum, n)| *sum += n);
         }
-        let [reused, host, disk] = sum;
+        let [reused, host, disk, accepted] = sum;
         println!(
-            "{}: {cases} cases from seed {seed}, {reused} tokens reused, {host} from host memory, {disk} from disk",
+            "{}: {cases} cases from seed {seed}, {reused} tokens reused, {host} from host memory, {disk} from disk, \
+             {accepted} drafts accepted",
             model.name
         );
         assert!(reused > 0, "{}: no case reused anything", model.name);
-        lifted = [lifted[0] + host, lifted[1] + disk];
+        assert_eq!(accepted > 0, drafts, "{}: {accepted} drafts accepted", model.name);
+        lifted = [lifted[0] + host, lifted[1] + disk, lifted[2] + accepted];
     }
     lifted
 }
 
 #[test]
 fn cache_on_is_cache_off_and_alone_is_batched() {
-    let [host, disk] = run(micro_models(), 500);
+    let [host, disk, _] = run(micro_models(), 500, false);
     assert!(host > 1000 && disk > 100, "{host} tokens from host memory, {disk} from disk");
 }
 
 /// Hybrids in codes whose widths are those of blocks of 32, 64 and 256, with products in 8 bits and exact ones.
-fn coded_models() -> Vec<TestModel> {
+pub(super) fn coded_models() -> Vec<TestModel> {
     let hybrid = |hidden: usize| {
         let config = format!(
             r#"{{"model_type":"nemotron_h","hidden_size":{hidden},"num_attention_heads":2,"num_key_value_heads":1,
@@ -490,7 +517,7 @@ fn coded_models() -> Vec<TestModel> {
 
 #[test]
 fn so_it_is_for_codes() {
-    run(coded_models(), 12);
+    run(coded_models(), 12, false);
 }
 
 /// A model of each reference folder.
@@ -506,7 +533,7 @@ pub(super) fn golden_models() -> Vec<TestModel> {
 
 #[test]
 fn so_it_is_for_real_families() {
-    run(golden_models(), 6);
+    run(golden_models(), 6, false);
 }
 
 /// The eight requests of the worked example of hybrid prefix caches: their blocks of 256 tokens, by number.

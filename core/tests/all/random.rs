@@ -1,5 +1,6 @@
 //! A small generator of the tests' own (splitmix64), so that a seed names the same case for ever.
 
+#[derive(Clone, Debug)]
 pub struct Random(pub u64);
 
 impl Random {

@@ -5,13 +5,17 @@
 
 use std::cell::RefCell;
 
-use crate::sim::{Job, Sim, check_outcome, reference};
+use crate::{
+    guess::{Guesser, Habit},
+    random::Random,
+    sim::{Job, Sim, check_outcome, reference},
+};
 use proptest::{
     prelude::*,
     test_runner::{Config, RngSeed, TestRunner},
 };
 use selkie_core::{
-    engine::{Request, Stats},
+    engine::{Drafter, Request, Stats},
     state::{CacheEvent, CapturePolicy, GRID, Limits, Reason, StateShape},
 };
 
@@ -32,6 +36,7 @@ struct Spec {
     gap: usize,
     cancel_after: Option<usize>,
     boundaries: Vec<usize>,
+    habit: Option<Habit>,
 }
 
 #[derive(Clone, Debug)]
@@ -47,6 +52,8 @@ struct Setup {
     path_cap: usize,
     max_nodes: usize,
     clear_at: Option<usize>,
+    drafts: usize,
+    draft_cost: f32,
 }
 
 fn spec() -> impl Strategy<Value = Spec> {
@@ -56,6 +63,7 @@ fn spec() -> impl Strategy<Value = Spec> {
         prop::option::weighted(0.15, 0..30usize),
         prop::collection::vec(0..400usize, 0..4),
         (prop_oneof![2 => Just(0), 1 => 1..4usize], prop_oneof![3 => Just(0), 1 => -1..2], prop::bool::weighted(0.1)),
+        prop::option::weighted(0.7, prop::sample::select(Habit::ALL.to_vec())),
     );
     (text, ends, rest).prop_map(|((stem, shared, tail, chat, namespace), (max_tokens, stop, gap), rest)| Spec {
         stem,
@@ -71,6 +79,7 @@ fn spec() -> impl Strategy<Value = Spec> {
         gap,
         cancel_after: rest.0,
         boundaries: rest.1,
+        habit: rest.3,
     })
 }
 
@@ -82,10 +91,11 @@ fn setup() -> impl Strategy<Value = Setup> {
     ];
     let steps = prop_oneof![1 => 1..8usize, 2 => 8..200usize, 1 => Just(64usize), 1 => Just(256usize), 1 => Just(2048)];
     let clear = prop::option::weighted(0.1, 0..60usize);
-    let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.3), 1..9usize, 1..60usize, clear);
+    let drafts = (prop::sample::select(vec![0, 1, 2, 3, 7]), prop::sample::select(vec![0.0, 0.0, 0.1, 0.6]));
+    let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.3), 1..9usize, 1..60usize, clear, drafts);
     (pools, 1..6usize, steps, 0..3usize, flags).prop_map(
         |((slots, more_pages), max_batch, step_tokens, depth, flags)| {
-            let (cache, one_per_prefill, path_cap, max_nodes, clear_at) = flags;
+            let (cache, one_per_prefill, path_cap, max_nodes, clear_at, drafts) = flags;
             Setup {
                 slots,
                 more_pages,
@@ -97,6 +107,8 @@ fn setup() -> impl Strategy<Value = Setup> {
                 path_cap,
                 max_nodes,
                 clear_at,
+                drafts: drafts.0,
+                draft_cost: drafts.1,
             }
         },
     )
@@ -118,6 +130,7 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
             }
         };
         prompt.extend((0..spec.tail as u32).map(|p| 50_000 + i as u32 * 100 + p));
+        let drafter = spec.habit.map(|habit| guesser(habit, &prompt, spec, i));
         let request = Request {
             prompt,
             max_tokens: spec.max_tokens,
@@ -126,11 +139,18 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
             priority: spec.priority,
             prompt_logprobs: spec.scores.then_some(0),
             boundaries: spec.boundaries.clone(),
+            drafter: drafter.map(|drafter| Box::new(drafter) as Box<dyn Drafter>),
             ..Request::default()
         };
         jobs.push(Job { request, stop: spec.stop, gap: spec.gap, cancel_after: spec.cancel_after });
     }
     jobs
+}
+
+/// A drafter that knows the answer.
+fn guesser(habit: Habit, prompt: &[u32], spec: &Spec, seed: usize) -> Guesser {
+    let text = [prompt, &reference(prompt, spec.max_tokens, spec.stop)].concat();
+    Guesser { habit, text, vocab: 100_000, random: Random(seed as u64) }
 }
 
 /// Runs a case and returns its counters.
@@ -152,6 +172,8 @@ fn run_case(specs: &[Spec], setup: &Setup) -> Stats {
         policy: if setup.one_per_prefill { CapturePolicy::OnePerPrefill } else { CapturePolicy::Default },
         path_cap: setup.path_cap,
         max_nodes: setup.max_nodes,
+        drafts: setup.drafts,
+        draft_cost: setup.draft_cost,
     };
     let mut sim = Sim::new(shape, limits, setup.depth);
     sim.clear_at = setup.clear_at;
@@ -210,6 +232,11 @@ fn every_request_ends_and_no_rule_is_broken() {
             total.preemptions += stats.preemptions;
             total.tokens_recomputed += stats.tokens_recomputed;
             total.tokens_reused += stats.tokens_reused;
+            total.drafts.rows += stats.drafts.rows;
+            total.drafts.tokens += stats.drafts.tokens;
+            for (sum, n) in total.drafts.accepted_at.iter_mut().zip(stats.drafts.accepted_at) {
+                *sum += n;
+            }
             total.captures += stats.captures;
             total.captures_skipped += stats.captures_skipped;
             total.evictions.slots += stats.evictions.slots;
@@ -222,5 +249,5 @@ fn every_request_ends_and_no_rule_is_broken() {
     println!("{total:?}");
     let reached =
         [total.preemptions, total.tokens_reused, total.captures_skipped, total.evictions.slots, total.evictions.nodes];
-    assert!(reached.iter().chain(&total.reasons).all(|&n| n > 50), "{total:?}");
+    assert!(reached.iter().chain(&total.reasons).chain(&total.drafts.accepted_at).all(|&n| n > 50), "{total:?}");
 }

@@ -76,6 +76,7 @@ struct Live {
     /// All tokens as the device knows them: in a pipelined run more than the host knows.
     truth: Vec<u32>,
     prompt_len: usize,
+    max_tokens: usize,
     lane: Option<u32>,
     done: usize,
     decoding: bool,
@@ -83,6 +84,22 @@ struct Live {
     computed: Vec<Option<bool>>,
     /// Positions computed or reused at least once; a pre-emption does not reset it.
     reached: usize,
+    /// Drafts are in flight, in its lane.
+    trial: bool,
+}
+
+/// What a row sampled at each of its outputs, and the drafts in it.
+struct Sampled {
+    seq: SeqId,
+    ids: Vec<u32>,
+    drafts: Vec<u32>,
+}
+
+impl Sampled {
+    /// Drafts that equal the id sampled in their place, before the first that does not.
+    fn right(&self) -> usize {
+        self.drafts.iter().zip(&self.ids).take_while(|(draft, id)| draft == id).count()
+    }
 }
 
 /// Scheduler, device and driver.
@@ -95,7 +112,7 @@ pub struct Sim {
     pages: Vec<[Option<u32>; GRID]>,
     lanes: Vec<Option<u32>>,
     live: HashMap<SeqId, Live>,
-    pending: VecDeque<Vec<(SeqId, u32)>>,
+    pending: VecDeque<Vec<Sampled>>,
     /// Steps planned before the commits.
     depth: usize,
     pub preempted: bool,
@@ -197,11 +214,13 @@ impl Sim {
             cancel_at: job.cancel_after.map(|n| now + n),
             truth: job.request.prompt.clone(),
             prompt_len: job.request.prompt.len(),
+            max_tokens: job.request.max_tokens,
             lane: None,
             done: 0,
             decoding: false,
             computed: vec![None; job.request.prompt.len()],
             reached: 0,
+            trial: false,
         };
         self.live.insert(id, live);
         id
@@ -232,13 +251,19 @@ impl Sim {
 
     fn commit(&mut self, outcomes: &mut [Option<Outcome>]) {
         let Some(sampled) = self.pending.pop_front() else { return };
-        for (id, token) in sampled {
-            let Some(live) = self.live.get(&id) else {
-                assert_eq!(self.scheduler.commit(id, token), None);
+        for row in sampled {
+            let (id, right) = (row.seq, row.right());
+            let Some(live) = self.live.get_mut(&id) else {
+                assert_eq!(self.scheduler.commit(id, &row.ids[..1]), None);
                 continue;
             };
-            let stop = token.is_multiple_of(live.stop);
-            let commit = self.scheduler.commit(id, token).expect("a live sequence takes its tokens");
+            let stop = row.ids[..=right].iter().position(|token| token.is_multiple_of(live.stop));
+            if !row.drafts.is_empty() && std::mem::take(&mut live.trial) {
+                live.reached = live.reached.max(live.done);
+            }
+            let commit = self.scheduler.commit(id, &row.ids[..=stop.unwrap_or(right)]);
+            let commit = commit.expect("a live sequence takes its tokens");
+            let stop = stop.is_some();
             self.audit();
             if stop || commit == Commit::Last {
                 self.finish(id, false, outcomes);
@@ -251,12 +276,16 @@ impl Sim {
     pub fn step(&mut self) -> bool {
         let before: Vec<u32> = counts(self.scheduler.slots());
         let before_pages: Vec<u32> = counts(self.scheduler.pages());
+        let evictions = self.scheduler.stats().evictions;
         let plan = self.scheduler.plan();
         self.audit();
+        if plan.rows.iter().all(|planned| self.takes_nothing(planned)) && plan.preempted.is_empty() {
+            assert_eq!(self.scheduler.stats().evictions, evictions, "drafts evict something");
+        }
         for id in &plan.preempted {
             self.preempted = true;
             let live = self.live.get_mut(id).unwrap();
-            (live.lane, live.done, live.decoding) = (None, 0, false);
+            (live.lane, live.done, live.decoding, live.trial) = (None, 0, false, false);
         }
         for id in &plan.admitted {
             let PlanRow { row, .. } = plan.rows.iter().find(|r| r.seq == *id).expect("admitted without a row");
@@ -287,6 +316,12 @@ impl Sim {
         !plan.rows.is_empty()
     }
 
+    /// Whether a row needs neither page nor slot, but for its drafts.
+    fn takes_nothing(&self, planned: &PlanRow) -> bool {
+        let start = planned.row.first_position as usize;
+        self.live[&planned.seq].decoding && !start.is_multiple_of(GRID) && !(start + 1).is_multiple_of(GRID)
+    }
+
     /// A slot or page that is written had at most one holder when the step was planned.
     fn check_single_holders(&self, plan: &Plan, slots: &[u32], pages: &[u32]) {
         for PlanRow { row, .. } in &plan.rows {
@@ -303,7 +338,12 @@ impl Sim {
         let total: usize = plan.rows.iter().map(|r| r.row.tokens.len()).sum();
         assert!(total <= self.limits.step_tokens, "{total} tokens in a step");
         let outputs: usize = plan.rows.iter().map(|r| r.row.outputs.len()).sum();
-        assert!(outputs <= self.limits.max_batch, "{outputs} outputs in a step");
+        assert!(outputs <= self.limits.outputs(), "{outputs} outputs in a step");
+        let mut widths = plan.rows.iter().map(|r| r.row.drafts() + 1).filter(|width| *width > 1);
+        if let Some(width) = widths.next() {
+            assert!([2, 4, 8].contains(&width) && width <= self.limits.drafts + 1, "{width} tokens with drafts");
+            assert!(widths.all(|other| other == width), "rows with different numbers of drafts");
+        }
         assert!(plan.rows.len() <= self.limits.max_batch);
         let mut lanes = HashSet::new();
         let mut written = HashMap::new();
@@ -341,12 +381,18 @@ impl Sim {
     }
 
     fn check_cut(&self, row: &Row, live: &Live) {
-        let (start, len) = (row.first_position as usize, row.tokens.len());
+        let (start, len, drafts) = (row.first_position as usize, row.tokens.len(), row.drafts());
         let end = start + len;
         assert_eq!(start, live.done);
-        assert!(len >= 1 && end <= live.truth.len());
+        assert!(!live.trial, "planned while its drafts are in flight");
+        assert!(drafts < len && end - drafts <= live.truth.len());
         let sampled = if end == live.truth.len() { vec![len as u32 - 1] } else { vec![] };
-        assert_eq!(row.outputs, if live.scores { (0..len as u32).collect() } else { sampled });
+        assert_eq!(row.outputs, if live.scores || drafts > 0 { (0..len as u32).collect() } else { sampled });
+        if drafts > 0 {
+            assert!(live.decoding && len == drafts + 1 && end - drafts == live.truth.len());
+            assert!(live.truth.len() + len - live.prompt_len <= live.max_tokens, "drafts after the last token");
+            assert!(row.chunks.iter().all(|chunk| chunk.len == 1 && chunk.dst != 0), "a draft whose state is lost");
+        }
         if len >= GRID && end < live.truth.len() {
             assert!(end.is_multiple_of(GRID), "a share of {len} tokens ends at {end}");
         }
@@ -373,24 +419,24 @@ impl Sim {
 
     /// Runs the rows one after the other. [`check_plan`](Self::check_plan) has ensured that their order does not
     /// matter.
-    fn execute(&mut self, plan: &Plan) -> Vec<(SeqId, u32)> {
+    fn execute(&mut self, plan: &Plan) -> Vec<Sampled> {
         let mut sampled = Vec::new();
         for PlanRow { seq, row } in &plan.rows {
             let start = row.first_position as usize;
-            let end = start + row.tokens.len();
+            let end = start + row.tokens.len() - row.drafts();
             let live = self.live.get_mut(seq).unwrap();
             let ids: Vec<u32> = row
                 .tokens
                 .iter()
                 .map(|t| match t {
-                    TokenRef::Known(id) => *id,
+                    TokenRef::Known(id) | TokenRef::Draft(id) => *id,
                     TokenRef::FromDevice(lane) => {
                         assert_eq!(*lane, row.lane, "a token of another sequence");
                         self.lanes[row.lane as usize].expect("a lane without a token")
                     }
                 })
                 .collect();
-            assert_eq!(ids, live.truth[start..end], "wrong tokens");
+            assert_eq!(ids[..end - start], live.truth[start..end], "wrong tokens");
             if self.shape.has_pages() {
                 let at = |p: usize| (row.page_table()[p / GRID] as usize, p % GRID);
                 for (i, &id) in ids.iter().enumerate() {
@@ -426,11 +472,20 @@ impl Sim {
             live.done = end;
             if end == live.truth.len() {
                 live.scores = false;
-                let token = next_token(state_of(&live.truth));
-                live.truth.push(token);
                 live.decoding = true;
-                self.lanes[row.lane as usize] = Some(token);
-                sampled.push((*seq, token));
+                let mut state = state_of(&live.truth);
+                let drafts = ids[end - start..].to_vec();
+                let mut row_ids = vec![next_token(state)];
+                for &draft in &drafts {
+                    state = advance(state, draft);
+                    row_ids.push(next_token(state));
+                }
+                self.lanes[row.lane as usize] = row_ids.last().copied();
+                let of_row = Sampled { seq: *seq, ids: row_ids, drafts };
+                live.trial = !of_row.drafts.is_empty();
+                live.done += of_row.right();
+                live.truth.extend(&of_row.ids[..=of_row.right()]);
+                sampled.push(of_row);
             }
         }
         sampled

@@ -1,0 +1,102 @@
+//! How the drafts of a request fared, and whether more of them pay.
+//!
+//! Decisions follow from counts alone, so a run can be repeated. The time of a step is taken as `1 + cost * (tokens - 1)`, in steps
+//! of one token; with a cost of 0 every guess pays.
+
+use super::draft::MOST_DRAFTS;
+
+/// What is thought of drafts before one was tried.
+const FIRST: f32 = 0.7;
+/// Weight of the newest verdict.
+const NEWEST: f32 = 1.0 / 8.0;
+/// Rows without drafts after drafts have not paid: the first time, and the longest.
+const REST: [u32; 2] = [16, 256];
+
+/// Verdicts on the drafts of one request.
+#[derive(Clone, Debug)]
+pub(super) struct Gauge {
+    /// How often the draft at each place was right lately, where those before it were.
+    right: [f32; MOST_DRAFTS],
+    /// Rows to come without drafts, and how many it will be the next time.
+    rest: u32,
+    next_rest: u32,
+}
+
+impl Default for Gauge {
+    fn default() -> Self {
+        Self { right: [FIRST; MOST_DRAFTS], rest: 0, next_rest: REST[0] }
+    }
+}
+
+impl Gauge {
+    /// Tokens that a row of `width` gives beyond its first, on average.
+    pub fn gain(&self, width: usize) -> f32 {
+        let mut all_right = 1.0;
+        let reached = self.right[..width - 1].iter().map(|right| {
+            all_right *= right;
+            all_right
+        });
+        reached.sum()
+    }
+
+    /// So many of the drafts of a row were right.
+    pub fn note(&mut self, drafts: usize, accepted: usize) {
+        // Those after a wrong one were not tried.
+        for (place, right) in self.right[..drafts.min(accepted + 1)].iter_mut().enumerate() {
+            *right += NEWEST * (f32::from(u8::from(place < accepted)) - *right);
+        }
+        if accepted > 0 {
+            self.next_rest = REST[0];
+        }
+    }
+
+    /// Drafts do not pay: none for some rows, then as if none had been tried. Longer every time.
+    pub fn rest(&mut self) {
+        self.rest = self.next_rest;
+        self.next_rest = REST[1].min(2 * self.next_rest);
+        self.right = [FIRST; MOST_DRAFTS];
+    }
+
+    /// Whether the next row is one without drafts.
+    pub fn rests(&mut self) -> bool {
+        let rests = self.rest > 0;
+        self.rest -= u32::from(rests);
+        rests
+    }
+}
+
+/// Time of a step of `tokens` tokens, in steps of one.
+pub(super) fn time(cost: f32, tokens: usize) -> f32 {
+    1.0 + cost * (tokens as f32 - 1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gains_follow_the_verdicts() {
+        let mut gauge = Gauge::default();
+        assert!((gauge.gain(4) - (0.7 + 0.49 + 0.343)).abs() < 1e-6);
+        (0..50).for_each(|_| gauge.note(7, 2));
+        let gain = gauge.gain(8);
+        assert!((1.9..2.1).contains(&gain), "{gain}");
+        (0..50).for_each(|_| gauge.note(7, 0));
+        let gain = gauge.gain(8);
+        assert!((0.0..0.1).contains(&gain), "{gain}");
+    }
+
+    #[test]
+    fn rests_become_longer_until_a_draft_is_right() {
+        let mut gauge = Gauge::default();
+        let mut lengths = Vec::new();
+        for _ in 0..6 {
+            gauge.rest();
+            lengths.push((0..).take_while(|_| gauge.rests()).count());
+        }
+        assert_eq!(lengths, [16, 32, 64, 128, 256, 256]);
+        gauge.note(1, 1);
+        gauge.rest();
+        assert_eq!((0..).take_while(|_| gauge.rests()).count(), 16);
+    }
+}
