@@ -23,6 +23,7 @@ use selkie_core::checkpoint::Checkpoint;
 use selkie_core::config::Config;
 use selkie_core::cpu::CpuBackend;
 use selkie_core::engine::direct::{Direct, LayerValues, Sequence};
+use selkie_core::format::Products;
 use selkie_core::models::{self, Limits};
 use selkie_core::source::Dir;
 use selkie_core::step::Bucket;
@@ -57,6 +58,9 @@ const CUDA: Tolerance = Tolerance { logits: 1e-3, states: 1e-3, rms: 1e-2 };
 
 /// f32 on wgpu.
 const WGPU: Tolerance = Tolerance { logits: 2e-3, states: 2e-3, rms: 1e-3 };
+
+/// Activations in bf16, with random codes.
+const CODES: Tolerance = Tolerance { logits: 0.5, states: 0.5, rms: 0.1 };
 
 /// Factors of products in f16, and prompts long enough for them.
 const COOPERATIVE: Tolerance = Tolerance { logits: 3e-2, states: 3e-2, rms: 0.05 };
@@ -365,6 +369,42 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
     Ok(format!("logits {}, states {}{own}", worst[0], worst[1]))
 }
 
+/// Logits of a folder's model with random codes: most of a prompt at once, then one token, then five.
+async fn coded_logits<B: Backend>(backend: &B, dir: &Path, recipe: &str) -> Result<Vec<f32>, Failed> {
+    let text = |e: selkie_core::Error| Failed::from(e.to_string());
+    let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
+    let architecture = models::read(&config).map_err(text)?;
+    let checkpoint = Checkpoint::random_coded(3, recipe.parse().map_err(text)?);
+    let mut report = |_| ();
+    let mut loader = Loader::new(backend, &checkpoint, &mut report);
+    let model = models::build(&architecture, &mut loader, LIMITS).await.map_err(text)?;
+    let mut direct = Direct::new(backend, model.as_ref(), LIMITS, 2, 8).map_err(text)?;
+    let ids = &references(dir)[0].ids;
+    direct.prompt(&mut Sequence::default(), ids, &[ids.len() - 6, 1, 5]).await.map_err(text)
+}
+
+/// Models with random codes in several formats, compared with the CPU that takes activations as they are.
+fn codes_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: Tolerance) -> Vec<Trial> {
+    // In bf16, the router of a random mixture of this size chooses other experts.
+    let exact = tolerance.rms < CODES.rms;
+    let models = ["nemotron_h", "granitemoehybrid", "llama", "lfm2"].into_iter().chain(exact.then_some("qwen3_next"));
+    let tests = models.flat_map(|model| {
+        ["q4_k_m", "q8_0", "nvfp4", "iq4_nl"].map(|recipe| {
+            let run = move |backend: &B| {
+                let dir = folders().into_iter().find(|dir| dir.ends_with(model)).ok_or("no such folder")?;
+                let cpu = CpuBackend::with(Products::Exact);
+                let want = pollster::block_on(coded_logits(&cpu, &dir, recipe))?;
+                let got = pollster::block_on(coded_logits(backend, &dir, recipe))?;
+                let found = tolerance.logits("logits", &got, &want)?;
+                eprintln!("{name} {model} {recipe}: {found}");
+                Ok(())
+            };
+            (format!("{model} in {recipe}"), false, run)
+        })
+    });
+    common::on(name, open, tests)
+}
+
 /// Opens the backend that computes in f32, and the one that keeps results in bf16.
 type Pair<B> = fn() -> Result<(Routing<B>, Routing<B>)>;
 
@@ -435,6 +475,9 @@ fn main() {
     trials.extend(sessions::on("wgpu", common::wgpu));
     trials.extend(bundles::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
     trials.extend(bundles::on("wgpu", common::wgpu, WGPU));
+    trials.extend(codes_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
+    trials.extend(codes_on("cuda", || Cuda::open(Options::default()), CODES));
+    trials.extend(codes_on("wgpu", common::wgpu, WGPU));
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));

@@ -234,17 +234,10 @@ fn main() {
     trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
     let coded = |case: &cases::Case| case.format != Format::Plain;
     trials.extend(some_ops_on("cpu-exact", || Ok(CpuBackend::with(Products::Exact)), Size::Large, coded));
-    // CUDA multiplies plain weights only and refuses others when a model is loaded.
-    let plain = |case: &cases::Case| case.format == Format::Plain;
     let generic = || Cuda::open(Options { generic: true, ..Options::default() });
-    trials.extend(some_ops_on("cuda", || Cuda::open(Options::default()), Size::Bench, plain));
-    trials.extend(some_ops_on("cuda-generic", generic, Size::Large, plain));
-    trials.extend(some_ops_on(
-        "cuda-f32",
-        || Cuda::open(Options { f32: true, ..Options::default() }),
-        Size::Large,
-        plain,
-    ));
+    trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
+    trials.extend(ops_on("cuda-generic", generic, Size::Large));
+    trials.extend(ops_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), Size::Large));
     let bf16_state = || Cuda::open(Options { bf16_state: true, ..Options::default() });
     let recurrent = |case: &cases::Case| ["selective_scan", "gated_delta"].contains(&case.op);
     trials.extend(some_ops_on("cuda-bf16-state", bf16_state, Size::Bench, recurrent));

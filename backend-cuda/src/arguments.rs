@@ -198,7 +198,20 @@ arguments! {
         seed: u32,
         scale: f32,
     }
-    /// Of `embed.cu`; `first` and `rows`: the ids in this block of the table.
+    /// Of `codes_arrange.cu`; `stored`: `n` rows of `row_bytes` bytes.
+    CodesArrange {
+        stored: At = "const u8",
+        row_bytes: u64,
+        n: u64,
+        out: At = "u8",
+    }
+    /// Of `codes_decode.cu`; `n`: rows of w.
+    CodesDecode {
+        w: At = "const u8",
+        n: u64,
+        out: Rows = "out_t",
+    }
+    /// Of `embed.cu` and `embed_codes.cu`; `first` and `rows`: the ids in this block of the table.
     Embed {
         st: StepWords,
         last: At = "const u32",
@@ -393,7 +406,7 @@ arguments! {
         pool: Rows = "pool_t",
         out: Rows = "bf16",
     }
-    /// Of `gemv.cu` and `matmul_skinny_bulk.cu`: a product, the op before it (`first`, `second`, `norm_weight`, `eps`) and the
+    /// Of `gemv.cu`, `matmul_skinny_bulk.cu` and `matmul_codes.cu`: a product, the op before it (`first`, `second`, `norm_weight`, `eps`) and the
     /// convolution after it (`ints` and on). `n`: rows of w.
     FusedProduct {
         x: Rows = "bf16",
@@ -457,7 +470,15 @@ arguments! {
         order: At = "const u32",
         out: Rows = "out_t",
     }
-    /// Of `expert_matmul.cu`; the stride of w is that of an expert, `first` and `experts` are those in w, `n` rows each.
+    /// Of `expert_grouped_codes.cu`; the stride of w is that of an expert, in bytes.
+    ExpertGroupedCodes {
+        x: Rows = "const bf16",
+        w: Rows = "const u8",
+        tiles: At = "const u32",
+        order: At = "const u32",
+        out: Rows = "out_t",
+    }
+    /// Of `expert_matmul.cu` and `expert_codes.cu`; the stride of w is that of an expert, `first` and `experts` are those in w, `n` rows each.
     ExpertMatmul {
         x: Rows = "const x_t",
         w: Rows = "const w_t",

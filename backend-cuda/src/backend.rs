@@ -6,7 +6,8 @@ use cudarc::driver::{result, sys};
 use selkie_core::{
     Error, Result,
     backend::{Backend, Caps, DeviceInfo, Handle},
-    ops::{Feature, Op},
+    format::Format,
+    ops::{Feature, Op, RowBlock},
     source::Bytes,
     tensor::{DType, Tensor},
     timer::Timer,
@@ -15,6 +16,7 @@ use selkie_core::{
 use crate::{
     arguments,
     blas::{self, Blas},
+    codes,
     compiler::Compiler,
     driver::{self, Context, Event, Kernel, Stream, named},
     faults::Faults,
@@ -112,7 +114,7 @@ pub struct Cuda {
     pub(crate) synchronous: bool,
     faults: Rc<Faults>,
     pub(crate) stream: Rc<Stream>,
-    context: Rc<Context>,
+    pub(crate) context: Rc<Context>,
 }
 
 impl Cuda {
@@ -259,6 +261,11 @@ impl Cuda {
     fn own(&self, op: &'static str, launch: Launch) -> Result<Vec<(&'static str, Ready)>> {
         self.prepare(vec![(op, Work::Kernel(launch))])
     }
+
+    /// Runs a launch outside of plans.
+    pub(crate) fn run_alone(&self, op: &'static str, launch: Launch) -> Result<()> {
+        self.own(op, launch)?.iter().try_for_each(|(op, ready)| self.enqueue(op, ready, &mut false))
+    }
 }
 
 impl Backend for Cuda {
@@ -279,6 +286,18 @@ impl Backend for Cuda {
         Buf::alloc(&self.context, &self.stream, label, bytes)
     }
 
+    fn multiplies(&self, _: Format) -> bool {
+        true
+    }
+
+    fn coded_bytes(&self, format: Format, dims: &[usize]) -> u64 {
+        codes::bytes(format, dims)
+    }
+
+    fn arrange(&self, block: &RowBlock<Buf>) -> Result<()> {
+        self.arrange_rows(block).map_err(|e| self.faults.name(e))
+    }
+
     fn has(&self, _: Feature) -> bool {
         false
     }
@@ -292,7 +311,7 @@ impl Backend for Cuda {
         let spec = Spec::new(File::Fill).ty("out_t", t.dtype);
         let args = arguments::Fill { out: t.into(), n: t.len() as u64, seed, scale: half };
         let launch = Launch::new(spec, [self.device.sms * 8, 1, 1], 256, &args);
-        self.own("fill", launch)?.iter().try_for_each(|(op, ready)| self.enqueue(op, ready, &mut false))?;
+        self.run_alone("fill", launch)?;
         Ok(true)
     }
 

@@ -10,6 +10,7 @@ pub mod arguments;
 mod backend;
 mod blas;
 mod cache;
+mod codes;
 mod compiler;
 mod driver;
 mod faults;

@@ -15,7 +15,8 @@ use crate::arguments::{self, Arguments, Parameter};
 /// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// Headers that some kernels include.
-const HEADERS: [(&str, &str); 2] = [
+const HEADERS: [(&str, &str); 3] = [
+    ("codes.cuh", selkie_kernels::text("codes.cuh")),
     ("prologue_epilogue.cuh", selkie_kernels::text("prologue_epilogue.cuh")),
     ("wgmma.cuh", selkie_kernels::text("wgmma.cuh")),
 ];
@@ -103,11 +104,16 @@ kernels! {
     AttentionDecode "attention_decode" Early AttentionDecode,
     AttentionPrefill "attention_prefill" Never AttentionTiles,
     AttentionWgmma "attention_wgmma" Never AttentionTiles,
+    CodesArrange "codes_arrange" Never CodesArrange,
+    CodesDecode "codes_decode" Early CodesDecode,
     Conv1d "conv1d" Early Conv1d,
     Embed "embed" Early Embed,
+    EmbedCodes "embed_codes" Early Embed,
     Empty "empty" Never Empty,
+    ExpertCodes "expert_codes" Early ExpertMatmul,
     ExpertCombine "expert_combine" Early ExpertCombine,
     ExpertGrouped "expert_grouped" Early ExpertGrouped,
+    ExpertGroupedCodes "expert_grouped_codes" Early ExpertGroupedCodes,
     ExpertMatmul "expert_matmul" Early ExpertMatmul,
     ExpertSort "expert_sort" Early ExpertSort,
     ExpertStream "expert_stream" Late ExpertStream,
@@ -120,6 +126,7 @@ kernels! {
     Gemv "gemv" Late FusedProduct,
     Logprobs "logprobs" Early Logprobs,
     MatmulBias "matmul_bias" Early MatmulBias,
+    MatmulCodes "matmul_codes" Late FusedProduct,
     MatmulPlain "matmul_plain" Early MatmulPlain,
     MatmulSkinny "matmul_skinny" Early MatmulSkinny,
     MatmulSkinnyBulk "matmul_skinny_bulk" Late FusedProduct,

@@ -8,7 +8,7 @@ use std::future::Future;
 
 use crate::error::Result;
 use crate::format::Format;
-use crate::ops::{Feature, Op};
+use crate::ops::{Feature, Op, RowBlock};
 use crate::source::Bytes;
 use crate::tensor::{DType, Tensor};
 
@@ -90,6 +90,17 @@ pub trait Backend: Sized + 'static {
     /// Whether products, expert products and the embedding take weights of a format.
     fn multiplies(&self, format: Format) -> bool {
         format == Format::Plain
+    }
+    /// Bytes of a buffer for coded rows: `dims` are `[n, bytes]` or, for experts, `[E, n, bytes]`. Not fewer than are stored.
+    fn coded_bytes(&self, format: Format, dims: &[usize]) -> u64 {
+        let _ = format;
+        dims.iter().map(|d| *d as u64).product()
+    }
+    /// Brings coded rows into the order in which the device's kernels read them. They were written to the start of a buffer of
+    /// [`Backend::coded_bytes`] as they are stored. Called once for each block, before an op reads it.
+    fn arrange(&self, block: &RowBlock<Self::Buf>) -> Result<()> {
+        let _ = block;
+        Ok(())
     }
     /// Whether it has kernels for what not every backend has.
     fn has(&self, feature: Feature) -> bool {

@@ -440,16 +440,32 @@ impl<'a, B: Backend> Loader<'a, B> {
                     (next, taken) = (next + 1, 0);
                 }
             }
-            let buf = self.backend.alloc(&self.full(name), (rows * row) as u64)?;
+            let dims = [rows, row / dtype.bytes()];
+            let buf = self.room(name, dtype, format, &dims)?;
             let mut to = Stream::new(buf.clone(), 0);
             for piece in copies {
                 self.copy(&tensors[piece.tensor], piece, &mut to).await?;
             }
             to.finish(self)?;
-            let w = Tensor::new(buf, dtype, &[rows, row / dtype.bytes()]);
-            blocks.push(RowBlock { w, format, col });
+            let block = RowBlock { w: Tensor::new(buf, dtype, &dims), format, col };
+            self.arrange(&block)?;
+            blocks.push(block);
         }
         Ok(Weight { blocks, n, k })
+    }
+
+    /// A buffer for rows of a matrix, or of the matrices of experts.
+    fn room(&self, name: &str, dtype: DType, format: Format, dims: &[usize]) -> Result<B::Buf> {
+        let bytes = match format {
+            Format::Plain => (dims.iter().product::<usize>() * dtype.bytes()) as u64,
+            coded => self.backend.coded_bytes(coded, dims),
+        };
+        self.backend.alloc(&self.full(name), bytes)
+    }
+
+    /// Brings a block, all of whose rows are written, into the order of the device's kernels.
+    fn arrange(&self, block: &RowBlock<B::Buf>) -> Result<()> {
+        if block.format == Format::Plain { Ok(()) } else { self.backend.arrange(block) }
     }
 
     fn rows_per_binding(&self, row_bytes: usize, name: &str) -> Result<usize> {

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     arguments::{self, Rows},
+    codes::{self, Layout},
     launch::{Address, Launch, Work, address},
     spec::{File, Spec},
 };
@@ -195,8 +196,14 @@ fn pair_by_pair<B: Address>(a: &ExpertMatmul<B>, arena: &Arena) -> Vec<Work> {
     let blocks = a.experts.iter().flat_map(|range| range.blocks.iter().map(move |block| (range, block)));
     let launch = |(range, block): (&ExpertRange<B>, &RowBlock<B>)| {
         let rows = block.w.dims()[1];
-        let spec = Spec::new(File::ExpertMatmul)
-            .int("VEC", pair_vector(&a.x, &block.w, k))
+        // The kernel, the elements (of codes, bytes) from one expert to the next, and the rows of a block of threads.
+        let (spec, expert, tile) = match Layout::of(block.format, k) {
+            Some(layout) => {
+                (Spec::new(File::ExpertCodes).int("FORMAT", layout.format), layout.bytes(rows), codes::TILE)
+            }
+            None => (Spec::new(File::ExpertMatmul).int("VEC", pair_vector(&a.x, &block.w, k)), block.w.row_stride, 32),
+        };
+        let spec = spec
             .int("K", k)
             .int("TOP", top)
             .flag("X_PER_PAIR", a.combine.is_some())
@@ -205,14 +212,14 @@ fn pair_by_pair<B: Address>(a: &ExpertMatmul<B>, arena: &Arena) -> Vec<Work> {
             .ty("out_t", dtype);
         let args = arguments::ExpertMatmul {
             x: (&a.x).into(),
-            w: (&block.w).into(),
+            w: Rows { at: address(&block.w), stride: expert as u64 },
             first: range.first as u32,
             experts: range.experts as u32,
             n: rows as i32,
             ids: (&a.ids).into(),
             out: Rows { at: to + (block.col * dtype.bytes()) as u64, stride },
         };
-        Work::Kernel(Launch::new(spec, [pairs, rows.div_ceil(32), 1], 256, &args))
+        Work::Kernel(Launch::new(spec, [pairs, rows.div_ceil(tile), 1], 256, &args))
     };
     blocks.map(launch).collect()
 }

@@ -137,7 +137,7 @@ impl<B: Address> Neighbours<'_, B> {
         let weight = prologue.and_then(|p| p.weight);
         FusedProduct {
             x: (&p.op.x).into(),
-            w: (&p.block.w).into(),
+            w: p.w.argument(),
             n: p.n() as i32,
             columns: p.columns(),
             bias: p.bias(),

@@ -1,6 +1,7 @@
 //! Products of many pairs of token and choice: sorted by expert, multiplied in tiles on tensor cores, summed over the choices.
 
 use selkie_core::{
+    format::Format,
     ops::{Activation, ExpertMatmul, RowBlock},
     tensor::DType,
 };
@@ -8,6 +9,7 @@ use selkie_core::{
 use super::{Arena, Device, act, experts::in_one_block, same_view, vector, wide};
 use crate::{
     arguments::{self, At, Rows},
+    codes::Layout,
     launch::{Address, Launch, Work, address},
     spec::{File, Spec},
 };
@@ -30,6 +32,8 @@ pub(super) enum Form {
     Warps(usize),
     /// `expert_wgmma.cu`.
     Warpgroups(usize),
+    /// `expert_grouped_codes.cu`.
+    Codes(usize),
 }
 
 impl Form {
@@ -47,10 +51,15 @@ impl Form {
         })
     }
 
+    /// The form for coded weights, whose operands leave registers for the sums of 64 pairs.
+    fn of_codes(pairs: usize, experts: usize) -> Self {
+        Self::Codes(if pairs / experts <= 12 { 16 } else { 64 })
+    }
+
     /// Most pairs of a tile.
     fn pairs(self) -> usize {
         match self {
-            Self::Warps(pairs) | Self::Warpgroups(pairs) => pairs,
+            Self::Warps(pairs) | Self::Warpgroups(pairs) | Self::Codes(pairs) => pairs,
         }
     }
 
@@ -61,6 +70,7 @@ impl Form {
                 let stages = if pairs == 16 { 4 } else { 3 };
                 (stages, stages * (pairs + 128) * 72 * 2)
             }
+            Self::Codes(pairs) => (4, 4 * pairs * 80 * 2),
             // Two warpgroups store 32 pairs of 128 columns at a time; tiles begin at a multiple of 1024 bytes.
             Self::Warpgroups(pairs) => {
                 let ring = WARPGROUP_STAGES * (WARPGROUP_ROWS + pairs) * 128;
@@ -74,7 +84,11 @@ impl Form {
 pub(super) fn form<'a, B: Address>(a: &'a ExpertMatmul<B>, device: &Device) -> Option<(&'a RowBlock<B>, Form)> {
     let (experts, block) = in_one_block(a)?;
     let pairs = a.ids.len();
-    let fits = device.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x, &block.w]);
+    let grouped = device.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x]);
+    if block.format != Format::Plain {
+        return grouped.then(|| (block, Form::of_codes(pairs, experts)));
+    }
+    let fits = grouped && wide(&[&block.w]);
     let stores = a.out.row_len().is_multiple_of(8) && (a.combine.is_some() || wide(&[&a.out]));
     fits.then(|| (block, Form::of(pairs, experts, device.wgmma && stores)))
 }
@@ -135,6 +149,22 @@ pub(super) fn multiply<B: Address>(
                 .flag("X_PER_PAIR", a.combine.is_some())
                 .ty("out_t", out_t);
             let args = arguments::ExpertGrouped { x: (&a.x).into(), w: (&block.w).into(), tiles, order, out };
+            let grid = [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
+            Launch::new(spec, grid, 128, &args)
+        }
+        Form::Codes(bm) => {
+            let layout = Layout::of(block.format, k).expect("rows of codes");
+            let spec = Spec::new(File::ExpertGroupedCodes)
+                .int("FORMAT", layout.format)
+                .int("K", k)
+                .int("N", n)
+                .int("BM", bm)
+                .int("STAGES", stages)
+                .int("TOP", top)
+                .flag("X_PER_PAIR", a.combine.is_some())
+                .ty("out_t", out_t);
+            let w = Rows { at: address(&block.w), stride: layout.bytes(n) as u64 };
+            let args = arguments::ExpertGroupedCodes { x: (&a.x).into(), w, tiles, order, out };
             let grid = [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
             Launch::new(spec, grid, 128, &args)
         }

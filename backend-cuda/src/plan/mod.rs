@@ -2,6 +2,7 @@
 //! the integers of a step, so that a recorded step can be replayed with others.
 
 mod attention;
+mod codes;
 mod experts;
 mod fused;
 mod gemv;
@@ -82,7 +83,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
     match op {
         Op::Embed(a) => pointwise::embed(a),
         Op::RmsNorm(a) => pointwise::rms_norm(a),
-        Op::Matmul(a) => pick::matmul(a, device, hazards),
+        Op::Matmul(a) => pick::matmul(a, device, arena, hazards),
         Op::Activation(a) => pointwise::activation(a),
         Op::RopeKv(a) => pointwise::rope_kv(a),
         Op::Attention(a) => attention::attention(a, device, arena),
@@ -102,6 +103,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
 /// Bytes of the scratch memory that [`plan`] uses for `op`.
 pub fn scratch<B: Address>(op: &Op<B>, device: &Device) -> u64 {
     match op {
+        Op::Matmul(a) => pick::scratch(a, device),
         Op::Attention(a) => attention::scratch(a, device),
         Op::ExpertMatmul(a) => grouped::scratch(a),
         Op::GatedDelta(a) => state::delta_scratch(a, device),

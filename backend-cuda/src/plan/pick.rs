@@ -2,13 +2,14 @@
 
 use selkie_core::{
     Result,
+    format::Format,
     ops::{Matmul, RowBlock},
-    tensor::Tensor,
+    tensor::{DType, Tensor},
 };
 
-use super::{Device, Hazards, fused::Neighbours, gemv, skinny, vector, wide};
+use super::{Arena, Device, Hazards, codes, fused::Neighbours, gemv, skinny, vector, wide};
 use crate::{
-    arguments::{At, MatmulBias, MatmulPlain},
+    arguments::{At, MatmulBias, MatmulPlain, Rows},
     launch::{Address, Gemm, Launch, Work, address},
     spec::{File, Spec},
 };
@@ -16,18 +17,58 @@ use crate::{
 /// Rows of x up to which a product is a skinny GEMM: our own kernels read W at memory speed.
 pub(crate) const SKINNY_ROWS: usize = 8;
 
-/// A product with one block of rows of W.
+/// Rows of W: those of a block, or elements that were decoded from some of them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Matrix {
+    /// Address of the first row.
+    pub at: u64,
+    /// Elements between rows; 0 for codes.
+    pub stride: usize,
+    /// Dtype of the elements.
+    pub dtype: DType,
+    /// Format of the rows.
+    pub format: Format,
+    /// Number of rows.
+    pub rows: usize,
+    /// Output column of the first one.
+    pub col: usize,
+}
+
+impl Matrix {
+    fn of<B: Address>(block: &RowBlock<B>) -> Self {
+        let RowBlock { w, format, col } = block;
+        let stride = if *format == Format::Plain { w.row_stride } else { 0 };
+        Self { at: address(w), stride, dtype: w.dtype, format: *format, rows: w.rows(), col: *col }
+    }
+
+    /// The argument of kernels.
+    pub fn argument(&self) -> Rows {
+        Rows { at: self.at, stride: self.stride as u64 }
+    }
+
+    /// Whether all rows are bf16 and can be read 16 bytes at a time.
+    fn is_wide(&self) -> bool {
+        self.dtype == DType::Bf16 && self.at.is_multiple_of(16) && (self.rows <= 1 || self.stride.is_multiple_of(8))
+    }
+}
+
+/// A product with rows of W that have one format.
 #[derive(Clone, Copy)]
 pub(super) struct Product<'a, B> {
     /// The op.
     pub op: &'a Matmul<B>,
     /// The rows of W.
-    pub block: &'a RowBlock<B>,
+    pub w: Matrix,
     /// Their columns of the output.
     pub out: &'a Tensor<B>,
 }
 
-impl<B: Address> Product<'_, B> {
+impl<'a, B: Address> Product<'a, B> {
+    /// Some rows of W, and the kernels that multiply them.
+    fn with<T>(op: &'a Matmul<B>, w: Matrix, then: impl FnOnce(Product<'_, B>) -> T) -> T {
+        then(Product { op, w, out: &op.out.cols(w.col, w.rows) })
+    }
+
     /// Rows of x.
     pub fn m(&self) -> usize {
         self.op.x.rows()
@@ -35,7 +76,7 @@ impl<B: Address> Product<'_, B> {
 
     /// Rows of W.
     pub fn n(&self) -> usize {
-        self.block.w.rows()
+        self.w.rows
     }
 
     /// The inner dimension.
@@ -54,13 +95,13 @@ impl<B: Address> Product<'_, B> {
     }
 
     fn of_block(&self, all: Option<&Tensor<B>>) -> At {
-        At(all.map_or(0, |t| address(t) + 4 * self.block.col as u64))
+        At(all.map_or(0, |t| address(t) + 4 * self.w.col as u64))
     }
 
     fn kernel(&self, device: &Device) -> Kernel {
-        let Self { op, block, out } = self;
+        let Self { op, w, out } = self;
         let (m, k) = (self.m(), self.k());
-        let inputs = device.tuned && wide(&[&op.x, &block.w]) && k.is_multiple_of(8);
+        let inputs = device.tuned && wide(&[&op.x]) && w.is_wide() && k.is_multiple_of(8);
         // With more than two rows, to read x again with every slice of W costs more than the library's product.
         let takes = |s: skinny::Shape| m <= 2 || !device.blas || s.resident;
         if inputs && m <= SKINNY_ROWS && skinny::shape(m, k, device.shared).is_some_and(takes) {
@@ -88,17 +129,17 @@ impl<B: Address> Product<'_, B> {
     }
 
     fn library(&self) -> Vec<Work> {
-        let Self { op, block, out } = self;
+        let Self { op, w, out } = self;
         let (m, n) = (self.m(), self.n());
         let gemm = |first: usize, n: usize| {
             Work::Gemm(Gemm {
                 mnk: [m, n, self.k()],
                 at: [
                     address(&op.x),
-                    address(&block.w) + (2 * first * block.w.row_stride) as u64,
+                    w.at + (2 * first * w.stride) as u64,
                     address(out) + (first * out.dtype.bytes()) as u64,
                 ],
-                strides: [op.x.row_stride, block.w.row_stride, out.row_stride],
+                strides: [op.x.row_stride, w.stride, out.row_stride],
                 out: out.dtype,
                 scale: op.scale,
                 accumulate: op.accumulate,
@@ -135,7 +176,7 @@ impl<B: Address> Product<'_, B> {
     }
 
     fn plain(&self) -> Launch {
-        let Self { op, block, out } = self;
+        let Self { op, w, out } = self;
         let (m, n) = (self.m(), self.n());
         let spec = Spec::new(File::MatmulPlain)
             .int("K", self.k())
@@ -143,11 +184,11 @@ impl<B: Address> Product<'_, B> {
             .flag("HAS_COLUMNS", op.columns.is_some())
             .flag("HAS_BIAS", op.bias.is_some())
             .ty("x_t", op.x.dtype)
-            .ty("w_t", block.w.dtype)
+            .ty("w_t", w.dtype)
             .ty("out_t", out.dtype);
         let args = MatmulPlain {
             x: (&op.x).into(),
-            w: (&block.w).into(),
+            w: w.argument(),
             m: m as i32,
             n: n as i32,
             columns: self.columns(),
@@ -189,25 +230,74 @@ pub(super) fn fuse_neighbours<B: Address>(
     hazards: &Hazards,
 ) -> Option<Work> {
     let [block] = op.w.blocks.as_slice() else { return None };
-    let out = op.out.cols(block.col, block.w.rows());
-    let product = Product { op, block, out: &out };
-    let skinny = op.x.rows() == 1 && product.kernel(device) == Kernel::Skinny;
-    skinny.then(|| product.bulk(neighbours, device, hazards)).flatten().map(Work::Kernel)
+    let one = |product: Product<'_, B>| {
+        if op.x.rows() != 1 {
+            return None;
+        }
+        match block.format {
+            Format::Plain if product.kernel(device) == Kernel::Skinny => product.bulk(neighbours, device, hazards),
+            Format::Plain => None,
+            _ => codes::launch(&product, neighbours, device, hazards),
+        }
+    };
+    Product::with(op, Matrix::of(block), one).map(Work::Kernel)
 }
 
-pub(super) fn matmul<B: Address>(op: &Matmul<B>, device: &Device, hazards: &Hazards) -> Result<Vec<Work>> {
-    let mut work = Vec::new();
-    for block in &op.w.blocks {
-        let out = op.out.cols(block.col, block.w.rows());
-        let product = Product { op, block, out: &out };
-        match product.kernel(device) {
-            Kernel::Skinny => {
-                let bulk = product.bulk(&Neighbours::none(), device, hazards);
-                work.push(Work::Kernel(bulk.map_or_else(|| skinny::launch(&product, device), Ok)?));
-            }
-            Kernel::Library => work.extend(product.library()),
-            Kernel::Plain => work.push(Work::Kernel(product.plain())),
+/// The launches of rows of plain elements.
+fn plain_rows<B: Address>(product: &Product<B>, device: &Device, hazards: &Hazards) -> Result<Vec<Work>> {
+    Ok(match product.kernel(device) {
+        Kernel::Skinny => {
+            let bulk = product.bulk(&Neighbours::none(), device, hazards);
+            vec![Work::Kernel(bulk.map_or_else(|| skinny::launch(product, device), Ok)?)]
         }
+        Kernel::Library => product.library(),
+        Kernel::Plain => vec![Work::Kernel(product.plain())],
+    })
+}
+
+/// The launches of rows of codes: from the codes, or from elements that are decoded to the scratch memory, part by part.
+fn coded_rows<B: Address>(
+    product: &Product<B>,
+    device: &Device,
+    arena: &Arena,
+    hazards: &Hazards,
+) -> Result<Vec<Work>> {
+    if let Some(launch) = codes::launch(product, &Neighbours::none(), device, hazards) {
+        return Ok(vec![Work::Kernel(launch)]);
+    }
+    let mut work = Vec::new();
+    for (decode, part) in codes::decoded(&product.w, product.k(), product.op.x.dtype, arena) {
+        work.push(Work::Kernel(decode));
+        work.extend(Product::with(product.op, part, |p| plain_rows(&p, device, hazards))?);
     }
     Ok(work)
+}
+
+pub(super) fn matmul<B: Address>(
+    op: &Matmul<B>,
+    device: &Device,
+    arena: &Arena,
+    hazards: &Hazards,
+) -> Result<Vec<Work>> {
+    let mut work = Vec::new();
+    for block in &op.w.blocks {
+        work.extend(Product::with(op, Matrix::of(block), |product| match block.format {
+            Format::Plain => plain_rows(&product, device, hazards),
+            _ => coded_rows(&product, device, arena, hazards),
+        })?);
+    }
+    Ok(work)
+}
+
+/// Bytes of the scratch memory that decoded weights take.
+pub(super) fn scratch<B: Address>(op: &Matmul<B>, device: &Device) -> u64 {
+    let bytes = |block: &RowBlock<B>| {
+        let takes = Product::with(op, Matrix::of(block), |product| codes::takes(&product, device));
+        if block.format == Format::Plain || takes {
+            0
+        } else {
+            codes::decoded_bytes(block.w.rows(), op.w.k, op.x.dtype)
+        }
+    };
+    op.w.blocks.iter().map(bytes).max().unwrap_or(0)
 }

@@ -9,6 +9,7 @@ use selkie_core::{
 use super::{act, vector};
 use crate::{
     arguments,
+    codes::Layout,
     launch::{Address, Launch, Work},
     spec::{File, Spec},
 };
@@ -22,12 +23,15 @@ pub(super) fn embed<B: Address>(a: &Embed<B>) -> Result<Vec<Work>> {
     let mut work = Vec::new();
     for block in &a.table.blocks {
         let dim = a.table.k;
-        let vec = vector(dim, &[&block.w, &a.out]);
-        let spec = Spec::new(File::Embed)
-            .int("VEC", vec)
-            .int("DIM", dim)
-            .ty("table_t", block.w.dtype)
-            .ty("out_t", a.out.dtype);
+        let (spec, columns) = match Layout::of(block.format, dim) {
+            // A thread decodes 8 elements.
+            Some(layout) => (Spec::new(File::EmbedCodes).int("FORMAT", layout.format), tiles(dim, 8)),
+            None => {
+                let vec = vector(dim, &[&block.w, &a.out]);
+                (Spec::new(File::Embed).int("VEC", vec), tiles(dim, vec))
+            }
+        };
+        let spec = spec.int("DIM", dim).ty("table_t", block.w.dtype).ty("out_t", a.out.dtype);
         let args = arguments::Embed {
             st: (&a.step).into(),
             last: (&a.last).into(),
@@ -37,7 +41,7 @@ pub(super) fn embed<B: Address>(a: &Embed<B>) -> Result<Vec<Work>> {
             out: (&a.out).into(),
             scale: a.scale,
         };
-        let grid = [a.step.bucket.tokens, tiles(dim, vec), 1];
+        let grid = [a.step.bucket.tokens, columns, 1];
         work.push(Work::Kernel(Launch::new(spec, grid, 256, &args)));
     }
     Ok(work)

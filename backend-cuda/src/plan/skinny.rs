@@ -84,7 +84,7 @@ pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device) -> Result<Laun
         .ty("out_t", p.out.dtype);
     let args = MatmulSkinny {
         x: (&p.op.x).into(),
-        w: (&p.block.w).into(),
+        w: p.w.argument(),
         n: n as i32,
         columns: p.columns(),
         bias: p.bias(),

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use selkie_core::{
     backend::Handle,
+    format::Format,
     ops::*,
     step::{Bucket, PAGE, Step},
     tensor::{DType, Tensor},
@@ -61,6 +62,11 @@ impl Maker {
 
     fn f32(&mut self, dims: &[usize]) -> Tensor<Fake> {
         self.of(DType::F32, dims)
+    }
+
+    fn codes(&mut self, format: Format, n: usize, k: usize) -> Weight<Fake> {
+        let w = self.of(DType::U8, &[n, format.bytes(k, 1)]);
+        Weight { blocks: vec![RowBlock { w, format, col: 0 }], n, k }
     }
 
     fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Weight<Fake> {
@@ -219,6 +225,8 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> BTreeSet<Spec> {
     let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
     let mut found = BTreeSet::from([Spec::new(File::Empty)]);
     found.extend(random);
+    // The numbers of all formats.
+    found.extend((1..=13).map(|format| Spec::new(File::CodesArrange).int("FORMAT", format).int("UNITS", 16)));
     found.extend(specs_of(&BASE, arch, shared));
     let rest = if all { OTHERS } else { &OTHERS[..1] };
     for shape in rest {
@@ -393,7 +401,37 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
     if let Some([e, k, inner]) = s.moe {
         moe(m, &mut ops, e, k, inner, d);
     }
+    coded(s, m, &mut ops);
     ops
+}
+
+/// Formats of the weights of a shape whose rows are whole blocks: all where the base shape is computed in bf16 by the kernels for one
+/// row, a few and many, else one.
+fn formats(s: &Shape, m: &Maker) -> Vec<Format> {
+    let all = s.width == BASE.width && m.act == DType::Bf16 && m.state == DType::F32;
+    let all = all && [1, 4, 256].contains(&m.step.bucket.tokens);
+    let whole = |f: &Format| f.block().is_some_and(|(n, _)| [s.width, s.mlp].iter().all(|k| k.is_multiple_of(n)));
+    let formats = Format::CODED.into_iter().chain(Format::SCALED);
+    formats.filter(|f| all || [Format::Q5_0, Format::Q4K].contains(f)).filter(whole).collect()
+}
+
+/// Products, embeddings and experts with coded weights.
+fn coded(s: &Shape, m: &mut Maker, ops: &mut Vec<Op<Fake>>) {
+    let (step, t, d) = (m.step.clone(), m.step.bucket.tokens, s.width);
+    for format in formats(s, m) {
+        let (table, last) = (m.codes(format, s.vocab, d), m.of(DType::U32, &[64]));
+        ops.push(Embed { step: step.clone(), last, table, out: m.act(&[t, d]), scale: 1.0 }.into());
+        let w = m.codes(format, s.mlp, d);
+        ops.push(matmul(m, t, w, false, false));
+        let w = m.codes(format, d, s.mlp);
+        ops.push(matmul(m, t, w, true, true));
+        // Of the base shape, which has none, experts as wide as it is.
+        let [e, k, inner] = s.moe.unwrap_or([16, 4, 1024]);
+        let ids = m.of(DType::U32, &[t, k]);
+        let mut up = experts(m, e, inner, d, &ids);
+        up.experts[0].blocks[0] = RowBlock { w: m.of(DType::U8, &[e, inner, format.bytes(d, 1)]), format, col: 0 };
+        ops.push(up.into());
+    }
 }
 
 /// Ops that follow one another in a layer and may become one kernel.
@@ -430,6 +468,19 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let gated = norm(m, di, g, true);
         let output = product(m, &gated.out, d, true);
         chains.push(vec![gated.into(), output.into()]);
+    }
+    if formats(s, m).contains(&Format::Q4K) {
+        for accumulate in [false, true] {
+            let first = norm(m, d, 1, false);
+            let (w, out) = (m.codes(Format::Q4K, s.mlp, d), m.act(&[t, s.mlp]));
+            let x = first.out.clone();
+            let product = Matmul { x, w, columns: None, bias: None, out, scale: 1.0, accumulate };
+            chains.push(vec![first.into(), product.into()]);
+        }
+        let (gate, out) = (m.act(&[t, s.mlp]), m.act(&[t, s.mlp]));
+        let (w, to) = (m.codes(Format::Q4K, d, s.mlp), m.act(&[t, d]));
+        let product = Matmul { x: out.clone(), w, columns: None, bias: None, out: to, scale: 1.0, accumulate: true };
+        chains.push(vec![Activation { gate, up: None, row_gate: None, out, act: Act::Relu2 }.into(), product.into()]);
     }
     if let Some([e, k, inner]) = s.moe {
         let (rows, ids) = (t * k, m.of(DType::U32, &[t, k]));

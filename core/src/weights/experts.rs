@@ -171,8 +171,7 @@ impl<B: Backend> ExpertGather<B> {
             let mut blocks = Vec::new();
             for col in (0..n).step_by(rows) {
                 let dims = [count, rows.min(n - col), row_bytes / dtype.bytes()];
-                let bytes = dims.iter().product::<usize>() * dtype.bytes();
-                let buf = l.backend.alloc(&l.full(name), bytes as u64)?;
+                let buf = l.room(name, dtype, format, &dims)?;
                 blocks.push(RowBlock { w: Tensor::new(buf, dtype, &dims), format, col });
             }
             ranges.push(ExpertRange { first, experts: count, blocks });
@@ -201,6 +200,7 @@ impl<B: Backend> ExpertGather<B> {
         for to in self.streams.iter_mut().flatten() {
             to.finish(l)?;
         }
+        self.ranges.iter().flat_map(|range| &range.blocks).try_for_each(|block| l.arrange(block))?;
         Ok(self.ranges)
     }
 }

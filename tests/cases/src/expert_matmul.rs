@@ -215,7 +215,12 @@ pub(super) fn cases(to: &mut Table) {
         for format in Format::CODED.into_iter().chain(Format::SCALED) {
             let coded = Experts { format, k: 256, n: 20, blocks: vec![(12, 8), (0, 12)], ..base.clone() };
             add(&format!("{} weight", format.name()), coded.clone());
-            add(&format!("{} weight, 33 tokens", format.name()), Experts { tokens: 33, ..coded });
+            add(&format!("{} weight, 33 tokens", format.name()), Experts { tokens: 33, ..coded.clone() });
+            // Groups of pairs, of a few and of many, with weights in one block whose last rows are no whole tile.
+            let one = Experts { blocks: vec![], n: 40, ..coded };
+            add(&format!("{} weight, 33 tokens, one block", format.name()), Experts { tokens: 33, ..one.clone() });
+            let many = Experts { tokens: 130, ranges: vec![4], padding: 3, ..one };
+            add(&format!("{} weight, 130 tokens, one block", format.name()), many);
         }
         add("odd sizes", Experts { n: 20, k: 100, tokens: 19, ..base.clone() });
         add("64 x 256", Experts { n: 64, k: 256, tokens: 70, ..base.clone() });

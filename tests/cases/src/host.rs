@@ -305,6 +305,11 @@ impl Host {
         }
     }
 
+    /// Weights in codes.
+    pub fn coded(&self) -> impl Iterator<Item = &Array> {
+        self.arrays.iter().filter(|a| a.format != Format::Plain)
+    }
+
     pub fn has(&self, name: &str) -> bool {
         self.arrays.iter().any(|a| a.name == name)
     }

@@ -224,14 +224,19 @@ impl<B: Backend> Loaded<B> {
         let host = case.spec.host(&backend.caps().into(), &mut Rng::new(&case.id()));
         let loaded = Self::of(backend, case, &host, &host.images())?;
         loaded.fill(backend, &host.images(), |_| true)?;
+        loaded.arrange(backend, &host)?;
         Ok(loaded)
     }
 
     fn of(backend: &B, case: &Case, host: &Host, images: &[Vec<u8>]) -> Result<Self> {
-        let alloc = |image: &Vec<u8>| -> Result<Option<B::Buf>> {
-            if image.is_empty() { Ok(None) } else { backend.alloc("case", image.len() as u64).map(Some) }
+        let alloc = |(i, image): (usize, &Vec<u8>)| -> Result<Option<B::Buf>> {
+            if image.is_empty() {
+                return Ok(None);
+            }
+            let codes = host.coded().find(|a| a.buf == i).map_or(0, |a| backend.coded_bytes(a.format, &a.dims));
+            backend.alloc("case", codes.max(image.len() as u64)).map(Some)
         };
-        let bufs = images.iter().map(alloc).collect::<Result<Vec<_>>>()?;
+        let bufs = images.iter().enumerate().map(alloc).collect::<Result<Vec<_>>>()?;
         let bound = Bound { host, bufs };
         let op = case.spec.op(&bound);
         op.check();
@@ -246,6 +251,12 @@ impl<B: Backend> Loaded<B> {
             }
         }
         Ok(())
+    }
+
+    /// Brings coded weights, which were written as they are stored, into the device's order.
+    fn arrange(&self, backend: &B, host: &Host) -> Result<()> {
+        let bound = Bound { host, bufs: self.bufs.clone() };
+        host.coded().try_for_each(|a| backend.arrange(&bound.block(&a.name, 0)))
     }
 
     async fn read(&self, backend: &B, images: &[Vec<u8>], which: impl Fn(usize) -> bool) -> Result<Vec<Vec<u8>>> {
@@ -301,10 +312,20 @@ pub async fn run_all<B: Backend>(backend: &B, cases: &[Case], dtypes: Dtypes) ->
     Ok(report)
 }
 
-async fn run_prepared<B: Backend>(backend: &B, case: &Case, p: Prepared) -> Result<CaseReport> {
+async fn run_prepared<B: Backend>(backend: &B, case: &Case, mut p: Prepared) -> Result<CaseReport> {
     let mut on = Loaded::of(backend, case, &p.host, &p.images)?;
-    let writes = |i: usize| p.writes(i);
     on.fill(backend, &p.images, |_| true)?;
+    on.arrange(backend, &p.host)?;
+    // What the op must not change.
+    let coded = |i: usize| p.host.coded().any(|a| a.buf == i);
+    let arranged = on.read(backend, &p.images, coded).await?;
+    for (image, arranged) in p.images.iter_mut().zip(arranged) {
+        if !arranged.is_empty() {
+            *image = arranged;
+        }
+    }
+    let p = p;
+    let writes = |i: usize| p.writes(i);
     backend.run(|ops| ops.op(on.op.clone()))?;
     let first = on.read(backend, &p.images, |i| case.size != Size::Bench || writes(i)).await?;
     let mut report = p.judge(&first);

@@ -1,0 +1,264 @@
+// Coded weights on the device: where the codes of 16 rows lie, and what they stand for. FORMAT is the format.
+//
+// Layout: a matrix is tiles of 16 rows, a tile is units of UNIT elements of each row, in their order. codes_arrange.cu writes it; it
+// has the bytes of the stored blocks, in the order in which a warp multiplies them. Lane 4 g + q holds rows g and g + 8, and of 32
+// elements of a row 4 q to 4 q + 3 and 16 + 4 q to 16 + 4 q + 3: four pairs of neighbours. A unit is, in this order:
+//   codes    4 bits: 16 bytes a lane for two groups of 32, a word per group and row; pair i is the nibbles i and 4 + i of the word.
+//            8 bits: a plane of low nibbles and one of high ones. F8: 16 bytes a lane and group, as the pairs are multiplied.
+//   high     the fifth bit, a word a lane for two groups: bit 4 (2 r + group) + i, second elements 16 further (r: which row).
+//            Fifth and sixth: a word a lane and group, field 2 (4 r + i).
+//   scales   as `Scales` reads them.
+// Rows that are missing in the last tile, and elements after the inner dimension, are zeros.
+
+constexpr int Q4_0 = 1, Q4_1 = 2, Q5_0 = 3, Q5_1 = 4, Q8_0 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8, IQ4_NL = 9, MXFP4 = 10, NVFP4 = 11,
+              F4 = 12, F8 = 13;
+
+constexpr bool SIXES = FORMAT == Q4_K || FORMAT == Q5_K;              // scales and offsets of 6 bits
+constexpr bool E2M1 = FORMAT == MXFP4 || FORMAT == NVFP4 || FORMAT == F4;
+constexpr bool OFFSETS = SIXES || FORMAT == Q4_1 || FORMAT == Q5_1;
+constexpr bool HALVES = FORMAT == Q6_K || FORMAT == NVFP4 || FORMAT == F4; // a scale per 16
+constexpr int HIGH_BITS = FORMAT == Q6_K ? 2 : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 1 : 0;
+constexpr int LOW_PLANES = FORMAT == Q8_0 ? 2 : 1;                    // operands that add up to a code
+
+// Elements and bytes of a stored block.
+constexpr int BLOCK = SIXES || FORMAT == Q6_K ? 256 : FORMAT == F8 ? 128 : FORMAT == NVFP4 || FORMAT == F4 ? 64 : 32;
+constexpr int BLOCK_BYTES = FORMAT == Q4_0 || FORMAT == IQ4_NL ? 18
+                            : FORMAT == Q4_1                   ? 20
+                            : FORMAT == Q5_0                   ? 22
+                            : FORMAT == Q5_1                   ? 24
+                            : FORMAT == Q8_0                   ? 34
+                            : FORMAT == Q4_K                   ? 144
+                            : FORMAT == Q5_K                   ? 176
+                            : FORMAT == Q6_K                   ? 210
+                            : FORMAT == MXFP4                  ? 17
+                            : FORMAT == NVFP4                  ? 36
+                            : FORMAT == F4                     ? 40
+                                                               : 132;
+
+constexpr int TILE = 16;                                              // rows
+constexpr int UNIT = BLOCK < 64 ? 64 : BLOCK;
+constexpr int UNIT_BYTES = TILE * (UNIT / BLOCK) * BLOCK_BYTES;
+constexpr int PLANE_BYTES = TILE * UNIT / 2;
+constexpr int HIGH_AT = (FORMAT == F8 ? 2 : LOW_PLANES) * PLANE_BYTES;
+constexpr int SCALES_AT = HIGH_AT + TILE * UNIT * HIGH_BITS / 8;
+static_assert(UNIT_BYTES % 16 == 0, "units are copied 16 bytes at a time");
+
+// What the operands are more than the codes, besides what is taken off where they are made.
+constexpr float BIAS = FORMAT == Q4_0                                ? 136.f
+                       : FORMAT == Q5_0                              ? 144.f
+                       : FORMAT == Q8_0                              ? 2304.f
+                       : FORMAT == Q4_1 || FORMAT == Q5_1 || SIXES   ? 128.f
+                                                                     : 0.f;
+constexpr bool BIASED = BIAS != 0.f;
+
+// a b + c of two bf16 each.
+DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// Byte `i` of a word as a float.
+DEV float byte_to_f32(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540 | i)) - 8388608.f; }
+DEV float half_to_f32(u32 w) {
+    f16 h;
+    h.bits = (u16)w;
+    return to_f32(h);
+}
+
+// The four pairs of a word of nibbles: 128 plus each, or of the upper nibbles of bytes 2048 plus 16 times each.
+DEV void pairs_of_nibbles(u32 w, bool upper, u32 *pair) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) pair[i] = (w >> 4 * i & 0x000f000fu) | (upper ? 0x45004500u : 0x43004300u);
+}
+
+// Of numbers of 16 codes, the bytes that four nibbles of `index` choose; `upper`: 3210 with 4 added where a code is 8 or more.
+DEV u32 chosen(uint4 table, u32 index, u32 upper) {
+    return __byte_perm(__byte_perm(table.x, table.y, index), __byte_perm(table.z, table.w, index), upper);
+}
+
+// The four pairs of a word of codes of IQ4_NL: upper and lower bytes of bf16 numbers.
+DEV void pairs_of_table(u32 w, u32 *pair) {
+    constexpr u32 H[4] = {0xc2c2c2c2u, 0xc1c1c2c2u, 0x4241413fu, 0x42424242u}, L[4] = {0x82a6d0feu, 0x20b00c44u, 0x18c85080u, 0xe2b28a54u};
+    uint4 high = make_uint4(H[0], H[1], H[2], H[3]), low = make_uint4(L[0], L[1], L[2], L[3]);
+    u32 index = w & 0x77777777u, upper = (w >> 1 & 0x44444444u) | 0x32103210u;
+    u32 h0 = chosen(high, index, upper), h1 = chosen(high, index >> 16, upper >> 16);
+    u32 l0 = chosen(low, index, upper), l1 = chosen(low, index >> 16, upper >> 16);
+    u32 lo[2] = {__byte_perm(l0, h0, 0x5140), __byte_perm(l0, h0, 0x7362)};  // first elements of pairs 0 and 1, 2 and 3
+    u32 hi[2] = {__byte_perm(l1, h1, 0x5140), __byte_perm(l1, h1, 0x7362)};
+#pragma unroll
+    for (int i = 0; i < 4; i++) pair[i] = __byte_perm(lo[i / 2], hi[i / 2], i % 2 ? 0x7632 : 0x5410);
+}
+
+// The four pairs of a word of E2M1 codes, doubled: the bits of each become those of a subnormal or very small bf16 number.
+DEV void pairs_of_e2m1(u32 w, u32 *pair) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 sign = w << (12 - 4 * i) & 0x80008000u;
+        u32 magnitude = (i < 2 ? w << (6 - 4 * i) : w >> (4 * i - 6)) & 0x01c001c0u;
+        pair[i] = fma_bf16x2(sign | magnitude, 0x7f007f00u, 0x80008000u);    // times 2^127
+    }
+}
+
+// Two pairs of E4M3 codes, of which the upper bytes of halves are the first.
+DEV void pairs_of_e4m3(u32 w, u32 *pair) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 v = i ? w << 8 : w;
+        pair[i] = fma_bf16x2((v & 0x80008000u) | (v >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u); // times 2^120
+    }
+}
+
+// The codes of two groups of 32 as operands of tensor cores. The codes of a format are the sum of its planes less BIAS.
+struct Codes {
+    u32 pair[2][2][LOW_PLANES][4]; // group, row, plane, pair
+
+    // Groups 2 sub and 2 sub + 1 of a unit.
+    DEV Codes(const u8 *unit, int sub, int lane) {
+        if constexpr (FORMAT == F8) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                uint4 w = reinterpret_cast<const uint4 *>(unit)[(2 * sub + j) * 32 + lane];
+                pairs_of_e4m3(w.x, pair[j][0][0]);
+                pairs_of_e4m3(w.y, pair[j][0][0] + 2);
+                pairs_of_e4m3(w.z, pair[j][1][0]);
+                pairs_of_e4m3(w.w, pair[j][1][0] + 2);
+            }
+            return;
+        }
+#pragma unroll
+        for (int p = 0; p < LOW_PLANES; p++) {
+            uint4 w4 = reinterpret_cast<const uint4 *>(unit + p * PLANE_BYTES)[sub * 32 + lane];
+            u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                u32 *to = pair[c / 2][c % 2][p];
+                if constexpr (FORMAT == IQ4_NL)
+                    pairs_of_table(w[c], to);
+                else if constexpr (E2M1)
+                    pairs_of_e2m1(w[c], to);
+                else
+                    pairs_of_nibbles(w[c], p == 1, to);
+            }
+        }
+        if constexpr (HIGH_BITS == 1) {
+            u32 h = reinterpret_cast<const u32 *>(unit + HIGH_AT)[lane * (UNIT / 64) + sub];
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int at = 4 * (2 * r + j) + i;
+                        pair[j][r][0][i] |= (at < 4 ? h << (4 - at) : h >> (at - 4)) & 0x00100010u;
+                    }
+        }
+        if constexpr (HIGH_BITS == 2) {
+            uint2 h2 = reinterpret_cast<const uint2 *>(unit + HIGH_AT + sub / 2 * 512)[lane * 2 + sub % 2];
+            u32 h[2] = {h2.x, h2.y};
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int at = 2 * (4 * r + i);
+                        u32 *to = pair[j][r][0] + i;
+                        *to |= (at < 4 ? h[j] << (4 - at) : h[j] >> (at - 4)) & 0x00300030u;
+                        *to = fma_bf16x2(*to, 0x3f803f80u, 0xc320c320u);     // less 160
+                    }
+        }
+    }
+};
+
+// Scales and offsets of the rows g and g + 8 of a unit.
+struct Scales {
+    uint4 w[2];          // what is stored
+    u32 sc[2][4];        // of Q4_K and Q5_K: scales of groups 0 to 3 and 4 to 7, offsets
+    float d[2], dmin[2];
+
+    DEV Scales(const u8 *unit, int g) {
+        const u8 *at = unit + SCALES_AT;
+        if constexpr (SIXES) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                uint4 h = reinterpret_cast<const uint4 *>(at)[g + 8 * r];
+                d[r] = half_to_f32(h.x);
+                dmin[r] = half_to_f32(h.x >> 16);
+                sc[r][0] = h.y & 0x3f3f3f3fu;
+                sc[r][1] = (h.w & 0x0f0f0f0fu) | (h.y >> 2 & 0x30303030u);
+                sc[r][2] = h.z & 0x3f3f3f3fu;
+                sc[r][3] = (h.w >> 4 & 0x0f0f0f0fu) | (h.z >> 2 & 0x30303030u);
+            }
+        } else if constexpr (FORMAT == Q6_K) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                w[r] = reinterpret_cast<const uint4 *>(at)[g + 8 * r];
+                d[r] = to_f32(reinterpret_cast<const f16 *>(at + 256)[g + 8 * r]);
+            }
+        } else if constexpr (OFFSETS) {
+            w[0] = reinterpret_cast<const uint4 *>(at)[g];
+        } else if constexpr (FORMAT == MXFP4) {
+            w[0].x = reinterpret_cast<const u32 *>(at)[g];
+        } else {
+            // Halves, a byte for 16 elements, or for F8 the two floats.
+            uint2 h = reinterpret_cast<const uint2 *>(at)[g];
+            w[0].x = h.x;
+            w[0].y = h.y;
+            if constexpr (FORMAT == F4) {
+                float2 f = reinterpret_cast<const float2 *>(at + 64)[g];
+                d[0] = f.x;
+                d[1] = f.y;
+            }
+        }
+    }
+
+    // Of 16 elements of a group.
+    DEV float scale(int group, int r, int half) const {
+        if constexpr (SIXES) return __fmul_rn(d[r], byte_to_f32(sc[r][group / 4], group % 4));
+        if constexpr (FORMAT == Q6_K) {
+            int i = 2 * group + half;
+            u32 words[4] = {w[r].x, w[r].y, w[r].z, w[r].w};
+            return __fmul_rn(d[r], byte_to_f32(words[i / 4] ^ 0x80808080u, i % 4) - 128.f);
+        }
+        int c = 2 * (group % 2) + r;
+        u32 words[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
+        if constexpr (OFFSETS) return half_to_f32(words[c]);
+        if constexpr (FORMAT == F8) return __uint_as_float(words[r]);
+        if constexpr (FORMAT == MXFP4) {
+            u32 e = w[0].x >> 8 * c & 255;
+            return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+        }
+        if constexpr (FORMAT == NVFP4 || FORMAT == F4) {
+            u32 e = words[c / 2] >> (16 * (c % 2) + 8 * half) & 127;
+            float v = e == 127 ? 0.f : __uint_as_float(e << 20) * __uint_as_float((127u + 119u) << 23);
+            return FORMAT == F4 ? __fmul_rn(d[r], v) : v;
+        }
+        return half_to_f32(words[c / 2] >> 16 * (c % 2));
+    }
+
+    DEV float offset(int group, int r) const {
+        if constexpr (SIXES) return __fmul_rn(dmin[r], byte_to_f32(sc[r][2 + group / 4], group % 4));
+        if constexpr (FORMAT == Q4_1 || FORMAT == Q5_1) {
+            u32 words[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
+            return -half_to_f32(words[2 * (group % 2) + r] >> 16);
+        }
+        return 0.f;
+    }
+};
+
+// The elements of row g + 8 r that a lane holds of group 2 sub + j: 4 q to 4 q + 3, and those 16 further. Rounded as the CPU does.
+DEV void elements(const Codes &codes, const Scales &scales, int sub, int j, int r, float *v) {
+    float offset = scales.offset(2 * sub + j, r);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float scale = scales.scale(2 * sub + j, r, i / 2), lo = -BIAS, hi = -BIAS;
+#pragma unroll
+        for (int p = 0; p < LOW_PLANES; p++) {
+            lo += bf16_lo(codes.pair[j][r][p][i]);
+            hi += bf16_hi(codes.pair[j][r][p][i]);
+        }
+        v[2 * i] = __fsub_rn(__fmul_rn(scale, lo), offset);
+        v[2 * i + 1] = __fsub_rn(__fmul_rn(scale, hi), offset);
+    }
+}

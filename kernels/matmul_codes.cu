@@ -1,0 +1,246 @@
+// Products of up to 8 rows of x with coded weights, at memory speed: codes go from memory to the tensor cores as integers, and scales
+// are applied to sums over 32 (or 16) elements. The layout of W is that of codes.cuh.
+//
+// A block has TEAMS teams of SHARE warps. A team takes tiles of 16 rows of W in turn; its warps share the inner dimension and their
+// sums are added in a fixed order, which does not depend on the number of rows of x. Every warp copies its part of a tile through a
+// ring of its own, which continues across tiles: with bulk copies from compute capability 9.0 on, so that weights are on their way
+// before the previous kernels are complete.
+//
+// Fusion: PROLOGUE and CONV as in gemv.cu, with M = 1.
+//
+// Grid: blocks that fit on the device at once, at most the tiles.
+// Constants:
+//   FORMAT, K, M
+//   WARPS, SHARE    of a block; of a team
+//   STAGES, DEPTH   of a warp's ring; units of a stage
+//   X_RESIDENT      x is copied once, not read with every unit
+//   all others      as in gemv.cu
+// Types: out_t, pool_t, conv_t.
+
+#include "codes.cuh"
+
+constexpr int UNITS = div_up(K, UNIT);
+constexpr int TEAMS = WARPS / SHARE;
+constexpr int SLICES = div_up(div_up(UNITS, SHARE), DEPTH); // stages per tile and warp
+constexpr int STAGE_BYTES = DEPTH * UNIT_BYTES;
+constexpr int X_PITCH = UNITS * UNIT + 16;       // rows lie in different banks
+constexpr int TAIL = K % UNIT ? (UNITS * UNIT - K) / 8 : 1; // pieces of x after the inner dimension
+constexpr int CONSUMERS = 32 * WARPS;
+constexpr int COLS = M == 1 ? 1 : 2;             // columns of x in a lane; with one row, all columns of the operand are that row
+constexpr int SUMS = TEAMS * M * TILE;           // of a turn
+constexpr int EACH = div_up(SUMS, CONSUMERS);
+DEV void sync_consumers() { __syncthreads(); }
+
+#include "prologue_epilogue.cuh"
+
+DEV void mma_bf16_first(float *d, const u32 *a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+// Adds the products of two groups of 32 elements. b: of each group, the lane's elements of x in both halves.
+DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[COLS]) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        float d[2][4], ones[4];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int p = 0; p < LOW_PLANES; p++) {
+                u32 a[4] = {codes.pair[j][0][p][2 * half], codes.pair[j][1][p][2 * half], codes.pair[j][0][p][2 * half + 1],
+                            codes.pair[j][1][p][2 * half + 1]};
+                int to = HALVES ? half : 0;
+                if (p == 0 && (HALVES || half == 0))
+                    mma_bf16_first(d[to], a, b[j][half].x, b[j][half].y);
+                else
+                    mma_bf16(d[to], a, b[j][half].x, b[j][half].y);
+            }
+        if constexpr (BIASED) {
+            constexpr u32 ONE = 0x3f803f80u;
+            u32 a[4] = {ONE, ONE, ONE, ONE};
+            mma_bf16_first(ones, a, b[j][0].x, b[j][0].y);
+            mma_bf16(ones, a, b[j][1].x, b[j][1].y);
+        }
+        int group = 2 * sub + j;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float first = scales.scale(group, r, 0), second = HALVES ? scales.scale(group, r, 1) : 0.f;
+            float less = BIASED ? -__fmaf_rn(first, BIAS, scales.offset(group, r)) : 0.f;
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                total[r][c] = __fmaf_rn(first, d[0][2 * r + c], total[r][c]);
+                if constexpr (HALVES) total[r][c] = __fmaf_rn(second, d[1][2 * r + c], total[r][c]);
+                if constexpr (BIASED) total[r][c] = __fmaf_rn(less, ones[c], total[r][c]);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ float part[2][TEAMS][SHARE][M][TILE], sums[NORM_UNITS];
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    int team = warp / SHARE, member = warp % SHARE;
+    bf16 *resident = reinterpret_cast<bf16 *>(shared);
+    u8 *ring = shared + (X_RESIDENT ? 2 * M * X_PITCH : 0) + warp * STAGES * STAGE_BYTES;
+    const u8 *codes_of_w = reinterpret_cast<const u8 *>(w);
+    // Tiles of a team: whole turns of the grid block by block. All teams of a block take as many turns, the last one maybe without a tile.
+    int tiles = div_up(n, TILE), first_tile = team * gridDim.x + blockIdx.x, turn_tiles = gridDim.x * TEAMS;
+    int turns = (int)blockIdx.x < tiles ? div_up(tiles - (int)blockIdx.x, turn_tiles) : 0;
+    int begin = member * UNITS / SHARE, end = (member + 1) * UNITS / SHARE;
+    int jobs = turns * SLICES;
+    u64 policy = evict_first();
+#if __CUDA_ARCH__ >= 900
+    __shared__ __align__(8) u64 full[WARPS][STAGES], x_full;
+#endif
+    // Units from the warp's `slice`th stage of a tile on.
+    auto units = [&](int slice) { return max(0, min(DEPTH, end - begin - slice * DEPTH)); };
+    auto copy = [&](int j) {
+        int tile = first_tile + j / SLICES * turn_tiles, slice = j % SLICES;
+        u32 bytes = tile < tiles ? units(slice) * UNIT_BYTES : 0;
+        const u8 *from = codes_of_w + ((i64)tile * UNITS + begin + slice * DEPTH) * UNIT_BYTES;
+        u8 *to = ring + j % STAGES * STAGE_BYTES;
+#if __CUDA_ARCH__ >= 900
+        if (lane != 0) return;
+        bulk_expect(full[warp] + j % STAGES, bytes);
+        if (bytes) bulk_load<EVICT_FIRST>(to, from, bytes, full[warp] + j % STAGES, policy);
+#else
+        for (u32 at = lane * 16; at < bytes; at += 512) cp_async16(smem_addr(to + at), from + at, true, policy);
+#endif
+    };
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+        for (int j = 0; j < STAGES; j++) barrier_init(full[warp] + j, 1);
+        if (warp == 0) barrier_init(&x_full, 1);
+        barrier_init_done();
+    }
+    __syncwarp();
+#endif
+    // Weights do not wait for the previous kernels.
+    for (int j = 0; j < STAGES; j++) {
+        if (j < jobs) copy(j);
+#if __CUDA_ARCH__ < 900
+        cp_async_commit();
+#endif
+    }
+    if constexpr (X_RESIDENT && K % UNIT != 0) {
+        for (int i = threadIdx.x; i < M * TAIL; i += CONSUMERS)
+            reinterpret_cast<uint4 *>(resident + i / TAIL * X_PITCH + K)[i % TAIL] = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    // The sums of a turn are finished by other warps every turn.
+    auto sum_of = [&](int turn, int e, int &of_team, int &m, int &row) {
+        int i = ((int)threadIdx.x + CONSUMERS - turn % WARPS * 32) % CONSUMERS + e * CONSUMERS;
+        of_team = i / (M * TILE);
+        m = i / TILE % M;
+        row = ((int)(blockIdx.x + of_team * gridDim.x) + turn * turn_tiles) * TILE + i % TILE;
+        return i < SUMS && row < n && turn < turns;
+    };
+    Channel channel;
+    auto fetch_channel = [&](int turn) {
+        if constexpr (CONV) {
+            static_assert(!CONV || EACH == 1, "a thread has one channel");
+            int of_team, m, row;
+            bool in = sum_of(turn, 0, of_team, m, row);
+            channel.fetch(ints, in ? row - CONV_FIRST : -1, conv_weight, conv_weight_stride, pool, pool_stride);
+        }
+    };
+    if (state_unwritten) fetch_channel(0);
+    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    wait_for_inputs();
+    // Trigger the next kernel only here: its early blocks would take slots from ours.
+    let_next_start();
+    if constexpr (PROLOGUE == 2) activation(first, second, resident);
+    if constexpr (PROLOGUE != 0) {
+        __syncthreads();
+        for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
+            reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
+    } else if constexpr (X_RESIDENT) {
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x == 0) {
+            bulk_expect(&x_full, 2 * M * K);
+            for (int m = 0; m < M; m++) bulk_load(resident + m * X_PITCH, x + m * x_stride, 2 * K, &x_full);
+        }
+        barrier_wait(&x_full, 0);
+#else
+        for (int i = threadIdx.x; i < M * (K / 8); i += CONSUMERS)
+            reinterpret_cast<uint4 *>(resident + i / (K / 8) * X_PITCH)[i % (K / 8)] =
+                reinterpret_cast<const uint4 *>(x + i / (K / 8) * x_stride)[i % (K / 8)];
+        __syncthreads();
+#endif
+    }
+    if (!state_unwritten) fetch_channel(0);
+    // Rows of x that are not there repeat the first; their sums reach no result.
+    const bf16 *mine = (X_RESIDENT ? resident : x) + (g < M ? g : 0) * (X_RESIDENT ? X_PITCH : x_stride) + q * 4;
+    out_t before[EACH];
+    float factor[EACH], add[EACH];
+    auto fetch_row = [&](int turn) {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            int of_team, m, row;
+            if (!sum_of(turn, e, of_team, m, row)) continue;
+            factor[e] = scale;
+            if constexpr (HAS_COLUMNS) factor[e] *= columns[row];
+            if constexpr (HAS_BIAS) add[e] = bias[row];
+            if constexpr (ACCUMULATE) before[e] = out[m * out_stride + row];
+        }
+    };
+    int j = 0;
+    for (int turn = 0; turn < turns; turn++) {
+        fetch_row(turn);
+        float total[2][COLS] = {};
+        bool there = first_tile + turn * turn_tiles < tiles;
+        for (int slice = 0; slice < SLICES; slice++, j++) {
+#if __CUDA_ARCH__ >= 900
+            barrier_wait(full[warp] + j % STAGES, j / STAGES & 1);
+            if (j > 0 && j - 1 + STAGES < jobs) copy(j - 1 + STAGES);
+#else
+            cp_async_wait<STAGES - 2>();
+            __syncwarp();
+            if (j > 0 && j - 1 + STAGES < jobs) copy(j - 1 + STAGES);
+            if (j > 0) cp_async_commit();
+#endif
+            const u8 *unit = ring + j % STAGES * STAGE_BYTES;
+            int k = (begin + slice * DEPTH) * UNIT, count = there ? units(slice) : 0;
+#pragma unroll UNIT == 64 ? 2 : 1
+            for (int u = 0; u < count; u++, unit += UNIT_BYTES, k += UNIT) {
+                Scales scales(unit, g);
+#pragma unroll
+                for (int sub = 0; sub < UNIT / 64; sub++) {
+                    uint2 b[2][2];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int at = k + sub * 64 + i * 16;
+                        bool in = X_RESIDENT || K % UNIT == 0 || at < K;
+                        b[i / 2][i % 2] = in ? *reinterpret_cast<const uint2 *>(mine + at) : make_uint2(0, 0);
+                    }
+                    multiply(Codes(unit, sub, lane), scales, sub, b, total);
+                }
+            }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                int m = M == 1 ? q : 2 * q + c;
+                if (m < M) part[turn % 2][team][member][m][g + 8 * r] = total[r][c];
+            }
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            int of_team, m, row;
+            if (!sum_of(turn, e, of_team, m, row)) continue;
+            float v = 0.f;
+#pragma unroll
+            for (int p = 0; p < SHARE; p++) v += part[turn % 2][of_team][p][m][row % TILE];
+            v *= factor[e];
+            if constexpr (HAS_BIAS) v += add[e];
+            if constexpr (ACCUMULATE) v += to_f32(before[e]);
+            out[m * out_stride + row] = from_f32<out_t>(v);
+            if constexpr (CONV) channel.put(ints, row - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, pool_stride, conv_out);
+        }
+        if (turn + 1 < turns) fetch_channel(turn + 1);
+    }
+}
