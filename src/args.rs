@@ -56,6 +56,7 @@ pub enum Command {
     #[command(after_help = "Examples:
   selkie generate \"What is 17 + 25?\"
   selkie generate -m DIR --system \"Answer in one sentence.\" \"Why is the sky blue?\"
+  selkie generate -m DIR --speculate auto \"Correct the spelling of this text: ...\"
   git diff | selkie -m DIR \"Summarise this change.\" --max-tokens 100
   selkie generate < question.txt
   selkie generate -m DIR --raw \"Once upon a time\" --temperature 0.8 --top-p 0.95 --seed 7
@@ -85,6 +86,7 @@ Examples:
   selkie batch - < requests.jsonl | jq .text
   selkie batch requests.jsonl -o answers.jsonl -m DIR --memory 4GiB --stats stats.json
   selkie batch requests.jsonl -o answers.jsonl --resume
+  selkie batch requests.jsonl -o answers.jsonl --speculate auto --stats stats.json
   selkie batch requests.jsonl -o answers.jsonl --sequential --capture-policy one-per-prefill"
     )]
     Batch(BatchArgs),

@@ -9,6 +9,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
+    engine::DraftStats,
     session::{Answers as Readers, Completion, Model, Token, Update, WhenFull},
     state::Reason,
     tier::TierStats,
@@ -303,6 +304,7 @@ impl<'a> Run<'a> {
             "tokens_reused": s.tokens_reused,
             "tokens_recomputed": s.tokens_recomputed,
             "tokens_generated": s.tokens_generated,
+            "drafts": drafts(&s.drafts),
             "captures": s.captures,
             "captures_skipped": s.captures_skipped,
             "evictions": { "slots": s.evictions.slots, "nodes": s.evictions.nodes },
@@ -316,6 +318,11 @@ impl<'a> Run<'a> {
             "peak_pages": s.peak_pages,
         })
     }
+}
+
+/// Counters of drafts.
+pub fn drafts(d: &DraftStats) -> Value {
+    json!({ "rows": d.rows, "tokens": d.tokens, "accepted": d.accepted(), "accepted_at": d.accepted_at })
 }
 
 /// Counters of the tiers below the device.

@@ -37,6 +37,7 @@ mod ops {
 }
 mod overhead;
 mod prefix;
+mod speculate;
 mod speed;
 mod traffic;
 
@@ -62,6 +63,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
     match &args.what {
         BenchCommand::Model(args) => speed::run(args),
         BenchCommand::Ops(args) => ops::run(args),
+        BenchCommand::Speculate(args) => speculate::run(args),
         BenchCommand::Prefix(args) if args.traffic => traffic::run(args),
         BenchCommand::Prefix(args) if args.overhead => overhead::run(args),
         BenchCommand::Prefix(args) => prefix::run(args),

@@ -227,8 +227,13 @@ impl Conversation {
         let (t, now) = (&self.totals, self.model.stats());
         let [turns, prompt, reused, generated, length] =
             [t.turns, t.prompt, t.reused, t.generated, t.length].map(thousands);
+        let drafts = &now.counters.drafts;
+        let guessed = match drafts.tokens {
+            0 => String::new(),
+            n => format!("{} of {} guessed tokens were right\n", thousands(drafts.accepted()), thousands(n)),
+        };
         format!(
-            "{turns} answers, {generated} tokens generated\n{reused} of {prompt} prompt tokens reused\n\
+            "{turns} answers, {generated} tokens generated\n{guessed}{reused} of {prompt} prompt tokens reused\n\
              {length} of {} tokens of context used\n{} states and {} pages of 64 tokens cached",
             thousands(self.model.facts().context),
             thousands(now.slots_cached),

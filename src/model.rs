@@ -53,6 +53,8 @@ pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOption
             Policy::Default => CapturePolicy::Default,
             Policy::OnePerPrefill => CapturePolicy::OnePerPrefill,
         },
+        speculate: args.speculate.how.into(),
+        drafts: args.speculate.drafts,
         tiers: args.tiers.options(),
         ..EngineOptions::default()
     }

@@ -4,6 +4,8 @@
 #[path = "common/bundles.rs"]
 mod bundles;
 mod common;
+#[path = "common/drafts.rs"]
+mod drafts;
 #[path = "common/golden.rs"]
 mod golden;
 #[path = "common/routing.rs"]
@@ -478,6 +480,8 @@ fn main() {
     trials.extend(codes_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
     trials.extend(codes_on("cuda", || Cuda::open(Options::default()), CODES));
     trials.extend(codes_on("wgpu", common::wgpu, WGPU));
+    trials.extend(drafts::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() })));
+    trials.extend(drafts::on("wgpu", common::wgpu));
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));

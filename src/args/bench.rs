@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use selkie_core::engine::{MOST_BATCH, MOST_STEP_TOKENS};
+use selkie_core::engine::{MOST_BATCH, MOST_DRAFTS, MOST_STEP_TOKENS};
 
 use super::{
-    BackendArgs, ModelArgs,
+    BackendArgs, ModelArgs, SpeculateArg,
     values::{one_to, parse_size},
 };
 
@@ -22,7 +22,8 @@ pub const MAX_TOKENS: usize = 1 << 24;
   selkie bench model --config models/configs/granite-4.0-h-350m.json --weights q4_k_m
   selkie bench ops matmul
   selkie bench prefix
-  selkie bench prefix --traffic --svg traffic.svg")]
+  selkie bench prefix --traffic --svg traffic.svg
+  selkie bench speculate --text README.md")]
 pub struct BenchArgs {
     /// What to measure.
     #[command(subcommand)]
@@ -38,6 +39,8 @@ pub enum BenchCommand {
     Ops(BenchOpsArgs),
     /// How much the prefix cache reuses: in a fixed scenario, or in realistic traffic
     Prefix(BenchPrefixArgs),
+    /// What guessed tokens gain, by the number of them and by how many are right, and with a text
+    Speculate(BenchSpeculateArgs),
 }
 
 /// The model of a benchmark.
@@ -93,6 +96,31 @@ pub struct BenchOpsArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `bench speculate`.
+#[derive(Debug, Args)]
+pub struct BenchSpeculateArgs {
+    #[command(flatten)]
+    pub target: BenchTarget,
+    /// Also guess as if this text were prompts and answers
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
+    /// When rows with guesses are planned: always, or where it should pay
+    #[arg(long = "speculate", value_name = "HOW", value_enum, default_value = "ngram")]
+    pub how: SpeculateArg,
+    /// Most guesses in a step of a sequence, 1 to 7
+    #[arg(long, value_name = "K", default_value = "7", value_parser = one_to(MOST_DRAFTS))]
+    pub drafts: usize,
+    /// Tokens of each prompt
+    #[arg(long, value_name = "N", default_value = "256", value_parser = one_to(MAX_TOKENS))]
+    pub prompt_tokens: usize,
+    /// Tokens that each sequence generates
+    #[arg(long, value_name = "N", default_value = "128", value_parser = one_to(MAX_TOKENS))]
+    pub decode_tokens: usize,
+    /// Sequences at once
+    #[arg(long, value_name = "B", default_value = "1", value_parser = one_to(MOST_BATCH))]
+    pub batch: usize,
 }
 
 /// Arguments of `bench prefix`.

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 use selkie_core::{
-    engine::{MOST_BATCH, MOST_STEP_TOKENS},
+    engine::{MOST_BATCH, MOST_DRAFTS, MOST_STEP_TOKENS, Speculate},
     format::Products,
     session::{Overrides, WhenFull},
     tier::{DiskOptions, TierOptions},
@@ -190,9 +190,45 @@ pub struct PoolArgs {
     /// Which states of a prompt the prefix cache keeps
     #[arg(long, value_enum, default_value = "default")]
     pub capture_policy: Policy,
+    /// Whether tokens are guessed ahead.
+    #[command(flatten)]
+    pub speculate: SpeculateArgs,
     /// Where the prefix cache keeps what it has no room for.
     #[command(flatten)]
     pub tiers: TierArgs,
+}
+
+/// Guesses of the tokens that come next.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Memory and scheduling")]
+pub struct SpeculateArgs {
+    /// Guess the tokens that come next and verify several in one step; answers stay the same
+    #[arg(long = "speculate", value_name = "HOW", value_enum, default_value = "off")]
+    pub how: SpeculateArg,
+    /// Most guesses in a step of a sequence, 1 to 7; 1, 3 and 7 are used
+    #[arg(long, value_name = "K", default_value = "7", value_parser = one_to(MOST_DRAFTS))]
+    pub drafts: usize,
+}
+
+/// Whether requests draft.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SpeculateArg {
+    /// One token at a time
+    Off,
+    /// As ngram, where it should pay: as far as guesses were right so far, never in large batches
+    Auto,
+    /// Where the last three tokens occurred before in prompt or answer, guess what followed them there
+    Ngram,
+}
+
+impl From<SpeculateArg> for Speculate {
+    fn from(arg: SpeculateArg) -> Self {
+        match arg {
+            SpeculateArg::Off => Self::Off,
+            SpeculateArg::Auto => Self::Auto,
+            SpeculateArg::Ngram => Self::Ngram,
+        }
+    }
 }
 
 /// Tiers below the device's memory.

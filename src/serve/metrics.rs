@@ -238,6 +238,9 @@ fn counters(page: &mut Page, now: &Snapshot) {
         ("vllm:prompt_tokens_cached_total", "Prompt tokens that were reused.", s.tokens_reused),
         ("vllm:generation_tokens_total", "Generated tokens.", s.tokens_generated),
         ("vllm:num_preemptions_total", "Answers that were put back into the queue.", s.preemptions),
+        ("vllm:spec_decode_num_drafts_total", "Rows of steps that verified guessed tokens.", s.drafts.rows),
+        ("vllm:spec_decode_num_draft_tokens_total", "Guessed tokens in them.", s.drafts.tokens),
+        ("vllm:spec_decode_num_accepted_tokens_total", "Guessed tokens that were right.", s.drafts.accepted()),
         ("selkie:steps_total", "Steps of the engine.", s.steps),
         ("selkie:tokens_recomputed_total", "Tokens computed again after a pre-emption.", s.tokens_recomputed),
         ("selkie:captures_total", "States captured for the prefix tree.", s.captures),
@@ -250,6 +253,11 @@ fn counters(page: &mut Page, now: &Snapshot) {
         ("selkie:host_cache_evicted_total", "States and pages that left host memory.", s.tiers.host_evicted),
     ] {
         page.one(name, "counter", help, value as f64);
+    }
+    let name = "vllm:spec_decode_num_accepted_tokens_per_pos_total";
+    page.family(name, "counter", "The same by their place after the token that was known.");
+    for (place, accepted) in s.drafts.accepted_at.iter().enumerate() {
+        page.line(name, &format!("position=\"{place}\""), *accepted as f64);
     }
     let name = "selkie:tier_tokens_total";
     page.family(name, "counter", "Reused prompt tokens by the lower tier that they came from.");

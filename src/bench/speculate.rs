@@ -1,0 +1,311 @@
+//! `selkie bench speculate`: what drafts gain, by the number of them and by how many are right.
+//!
+//! The model answers alone first. Then drafters that know its answer guess it, wrongly as often as they are told; or they replay what
+//! the n-gram drafter would guess if a given text were prompt and answer. So any model, one with random weights too, shows what a
+//! text that it did not write would gain.
+
+use std::{path::Path, sync::Arc, time::Instant};
+
+use selkie_core::{
+    Error, Result,
+    engine::{AnyEngine, Drafter, EngineOptions, Event, Ngram, Request, SeqId, Speculate},
+    model_dir::ModelFiles,
+    state::budget::RUNNING_SLOTS,
+    step::PAGE,
+};
+use serde_json::{Value, json};
+
+use super::{Random, SEED};
+use crate::{
+    args::BenchSpeculateArgs,
+    embedded,
+    failure::{Failure, Outcome},
+    input_file, model,
+    terminal::{Output, thousands},
+};
+
+/// Percentages of guesses that are right.
+const RIGHT: [u64; 4] = [100, 80, 50, 0];
+/// Alternating runs of all cases after a warm-up; the best of each counts.
+const RUNS: usize = 3;
+/// Maximum size of the text, in bytes.
+const MAX_TEXT: u64 = 16 << 20;
+
+/// Measures and prints.
+pub fn run(args: &BenchSpeculateArgs) -> Outcome {
+    let tokens = args.batch.saturating_mul(args.prompt_tokens.saturating_add(args.decode_tokens));
+    super::check_tokens(tokens, "--batch, --prompt-tokens and --decode-tokens")?;
+    let files = super::open(&args.target)?;
+    let text = args.text.as_deref().map(|path| text(path, &files)).transpose()?;
+    let mut engine = load(args, &files)?;
+    let texts = texts(args, engine.spec().vocab, text)?;
+    let cases = cases(args, texts.len() > 1);
+    let measured = pollster::block_on(measure(&mut *engine, args, &texts, &cases))?;
+    let mut out = Output::new();
+    let device = format!("{} ({})", engine.caps().backend, engine.caps().device);
+    match args.target.json {
+        true => out.json(&as_json(args, files.label(), &device, &measured)),
+        false => out.text(&as_text(args, files.label(), &device, &measured)),
+    }
+}
+
+fn load(args: &BenchSpeculateArgs, files: &Arc<ModelFiles>) -> Outcome<Box<dyn crate::backend::Loaded>> {
+    let length = args.prompt_tokens + args.decode_tokens;
+    let options = EngineOptions {
+        max_batch: args.batch,
+        context: Some(length),
+        prefix_cache: false,
+        slots: Some(args.batch * (RUNNING_SLOTS as usize + args.drafts)),
+        kv_pages: Some(args.batch * length.div_ceil(PAGE)),
+        speculate: match Speculate::from(args.how) {
+            // The first case of every run is off.
+            Speculate::Off => Speculate::Ngram,
+            how => how,
+        },
+        drafts: args.drafts,
+        ..EngineOptions::default()
+    };
+    model::load_engine(model::backend(&args.target.model.backend, files)?, files, &options)
+}
+
+/// The ids of a file, by the demo model's tokenizer if the model has none.
+fn text(path: &Path, files: &ModelFiles) -> Outcome<Vec<u32>> {
+    let bytes = input_file::load_regular(path, MAX_TEXT)?;
+    let text = String::from_utf8_lossy(&bytes);
+    if let Ok(tokenizer) = files.tokenizer() {
+        return Ok(tokenizer.encode_plain(&text)?);
+    }
+    let demo = pollster::block_on(ModelFiles::open(Arc::new(embedded::DEMO), || 0))?;
+    Ok(demo.tokenizer()?.encode_plain(&text)?)
+}
+
+/// What the sequences of a run are: prompt and, after it, what the drafter takes for the answer.
+struct Texts {
+    name: &'static str,
+    of: Vec<Vec<u32>>,
+}
+
+/// Made-up ids and, if there is one, parts of the file.
+fn texts(args: &BenchSpeculateArgs, vocab: usize, file: Option<Vec<u32>>) -> Outcome<Vec<Texts>> {
+    let (length, mut random) = (args.prompt_tokens + args.decode_tokens, Random(SEED));
+    let made_up = (0..args.batch).map(|_| random.ids(length, vocab)).collect();
+    let mut all = vec![Texts { name: "made-up ids", of: made_up }];
+    let Some(ids) = file else { return Ok(all) };
+    if ids.len() < length || ids.iter().any(|id| *id as usize >= vocab) {
+        let why = format!("the text has {} tokens of {} that are needed, or ids beyond {vocab}", ids.len(), length);
+        return Err(Failure::Usage(format!("--text: {why}; give a longer one, or fewer tokens")));
+    }
+    let spread = (ids.len() - length) / args.batch;
+    let parts = (0..args.batch).map(|i| ids[i * spread..][..length].to_vec());
+    all.push(Texts { name: "the text", of: parts.collect() });
+    Ok(all)
+}
+
+/// What the drafters of a run do.
+#[derive(Clone, Copy)]
+enum Guesses {
+    Off,
+    /// So many at a time, and this percentage of them right.
+    Rated(usize, u64),
+    Ngram,
+}
+
+/// Drafts of the texts, by their place.
+struct Case {
+    text: usize,
+    guesses: Guesses,
+}
+
+fn cases(args: &BenchSpeculateArgs, file: bool) -> Vec<Case> {
+    let counts = [1, 3, 7].into_iter().filter(|count| *count <= args.drafts);
+    let rated = counts.flat_map(|count| RIGHT.map(|right| Guesses::Rated(count, right)));
+    let made_up = [Guesses::Off].into_iter().chain(rated).chain([Guesses::Ngram]);
+    let of_file = [Guesses::Off, Guesses::Ngram].into_iter().filter(|_| file);
+    let case = |text| move |guesses| Case { text, guesses };
+    made_up.map(case(0)).chain(of_file.map(case(1))).collect()
+}
+
+/// Guesses the model's own answer.
+#[derive(Clone)]
+struct Rated {
+    own: Arc<[u32]>,
+    most: usize,
+    /// Percent that are right.
+    right: u64,
+}
+
+impl Drafter for Rated {
+    fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32> {
+        let next = self.own.iter().enumerate().skip(known.len()).take(most.min(self.most));
+        next.map(|(at, id)| if Random(at as u64).next() % 100 < self.right { *id } else { another(*id) }).collect()
+    }
+    fn boxed_clone(&self) -> Box<dyn Drafter> {
+        Box::new(self.clone())
+    }
+}
+
+/// Guesses as many tokens of the model's own answer rightly as the n-gram drafter guesses of a text.
+#[derive(Clone)]
+struct Shadow {
+    own: Arc<[u32]>,
+    text: Vec<u32>,
+    ngram: Ngram,
+}
+
+impl Drafter for Shadow {
+    fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32> {
+        let (before, after) = self.text.split_at(known.len().min(self.text.len()));
+        let guess = self.ngram.draft(before, most);
+        let right = guess.iter().zip(after).take_while(|(a, b)| a == b).count();
+        let own = self.own.iter().skip(known.len()).take(guess.len()).enumerate();
+        own.map(|(i, id)| if i < right { *id } else { another(*id) }).collect()
+    }
+    fn boxed_clone(&self) -> Box<dyn Drafter> {
+        Box::new(self.clone())
+    }
+}
+
+fn another(id: u32) -> u32 {
+    if id == 0 { 1 } else { id - 1 }
+}
+
+/// Tokens per second, tokens per step, and the share of guesses that were right.
+#[derive(Clone, Copy, Default)]
+struct Speed {
+    rate: f64,
+    per_step: f64,
+    right: Option<f64>,
+}
+
+struct Measured {
+    text: &'static str,
+    guesses: Guesses,
+    speed: Speed,
+    /// The rate of no guesses with this text.
+    off: f64,
+}
+
+async fn measure(
+    engine: &mut dyn AnyEngine,
+    args: &BenchSpeculateArgs,
+    texts: &[Texts],
+    cases: &[Case],
+) -> Result<Vec<Measured>> {
+    let mut answers = Vec::new();
+    for texts in texts {
+        let silent = texts.of.iter().map(|text| request(args, text, Arc::default(), Guesses::Off)).collect();
+        answers.push(decode(engine, silent).await?.1);
+    }
+    let mut best = vec![Speed::default(); cases.len()];
+    for _ in 0..=RUNS {
+        for (case, best) in cases.iter().zip(&mut best) {
+            let sequences = texts[case.text].of.iter().zip(&answers[case.text]);
+            let requests = sequences.map(|(text, own)| request(args, text, own.clone(), case.guesses));
+            let (speed, found) = decode(engine, requests.collect()).await?;
+            if engine.caps().backend == "cpu" && found != answers[case.text] {
+                let why = "an answer with drafts differs from the one without";
+                return Err(Error::Device { op: "bench".into(), why: why.into() });
+            }
+            if speed.rate > best.rate {
+                *best = speed;
+            }
+        }
+    }
+    let mut off = 0.0;
+    let measured = cases.iter().zip(best).map(|(case, speed)| {
+        if let Guesses::Off = case.guesses {
+            off = speed.rate;
+        }
+        Measured { text: texts[case.text].name, guesses: case.guesses, speed, off }
+    });
+    Ok(measured.collect())
+}
+
+/// A request whose drafter knows the model's `own` text, prompt and answer.
+fn request(args: &BenchSpeculateArgs, text: &[u32], own: Arc<[u32]>, guesses: Guesses) -> Request {
+    let drafter: Box<dyn Drafter> = match guesses {
+        Guesses::Off => Box::new(Rated { own, most: 0, right: 0 }),
+        Guesses::Rated(most, right) => Box::new(Rated { own, most, right }),
+        Guesses::Ngram => Box::new(Shadow { own, text: text.to_vec(), ngram: Ngram::default() }),
+    };
+    let prompt = text[..args.prompt_tokens].to_vec();
+    Request { prompt, max_tokens: args.decode_tokens, drafter: Some(drafter), ..Request::default() }
+}
+
+/// Runs requests to their ends; the clock starts when all have a token. Returns prompts with answers too.
+async fn decode(engine: &mut dyn AnyEngine, requests: Vec<Request>) -> Result<(Speed, Vec<Arc<[u32]>>)> {
+    let mut texts: Vec<(SeqId, Vec<u32>)> = Vec::new();
+    for request in requests {
+        let prompt = request.prompt.clone();
+        texts.push((engine.submit(request)?, prompt));
+    }
+    let mut waiting: Vec<SeqId> = texts.iter().map(|(id, _)| *id).collect();
+    let (mut start, mut before, mut tokens) = (Instant::now(), engine.stats(), 0);
+    while !engine.is_idle() {
+        for event in engine.step().await? {
+            let Event::Token { id, token, .. } = event else { continue };
+            let text = texts.iter_mut().find(|(of, _)| *of == id).expect("a request of this run");
+            text.1.push(token);
+            if waiting.is_empty() {
+                tokens += 1;
+                continue;
+            }
+            waiting.retain(|of| *of != id);
+            (start, before) = (Instant::now(), engine.stats());
+        }
+    }
+    let (seconds, after) = (start.elapsed().as_secs_f64(), engine.stats());
+    let guessed = after.drafts.tokens - before.drafts.tokens;
+    let accepted = after.drafts.accepted() - before.drafts.accepted();
+    let speed = Speed {
+        rate: f64::from(tokens) / seconds,
+        per_step: f64::from(tokens) / (after.steps - before.steps).max(1) as f64,
+        right: (guessed > 0).then(|| accepted as f64 / guessed as f64),
+    };
+    Ok((speed, texts.into_iter().map(|(_, text)| text.into()).collect()))
+}
+
+impl Guesses {
+    fn name(self) -> String {
+        match self {
+            Self::Off => "off".into(),
+            Self::Rated(most, right) => format!("{most} guesses, {right} % right"),
+            Self::Ngram => "n-gram".into(),
+        }
+    }
+}
+
+fn as_text(args: &BenchSpeculateArgs, model: &str, device: &str, all: &[Measured]) -> String {
+    let sequences = format!("{} sequences of {} + {} tokens", args.batch, args.prompt_tokens, args.decode_tokens);
+    let mut text = format!("{model} on {device}: {sequences}, best of {RUNS} alternating runs\n");
+    text += &format!("{:<36}{:>10}{:>14}{:>12}{:>9}\n", "", "tokens/s", "tokens/step", "accepted", "of off");
+    for Measured { text: of, guesses, speed, off } in all {
+        let right = speed.right.map_or(String::new(), |right| format!("{:.0} %", 100.0 * right));
+        let name = format!("{of}: {}", guesses.name());
+        let (rate, gain) = (thousands(speed.rate), speed.rate / off);
+        text += &format!("{name:<36}{rate:>10}{:>14.2}{right:>12}{gain:>9.2}\n", speed.per_step);
+    }
+    text
+}
+
+fn as_json(args: &BenchSpeculateArgs, model: &str, device: &str, all: &[Measured]) -> Value {
+    let one = |m: &Measured| {
+        json!({
+            "text": m.text,
+            "guesses": m.guesses.name(),
+            "tokens_per_second": m.speed.rate,
+            "tokens_per_step": m.speed.per_step,
+            "accepted": m.speed.right,
+            "of_off": m.speed.rate / m.off,
+        })
+    };
+    json!({
+        "model": model,
+        "device": device,
+        "batch": args.batch,
+        "prompt_tokens": args.prompt_tokens,
+        "decode_tokens": args.decode_tokens,
+        "runs": RUNS,
+        "cases": all.iter().map(one).collect::<Vec<_>>(),
+    })
+}
