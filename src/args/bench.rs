@@ -121,6 +121,9 @@ pub struct BenchSpeculateArgs {
     /// Sequences at once
     #[arg(long, value_name = "B", default_value = "1", value_parser = one_to(MOST_BATCH))]
     pub batch: usize,
+    /// Alternating runs of all cases after a warm-up; the best of each is reported
+    #[arg(long, value_name = "N", default_value = "3", value_parser = one_to(1000))]
+    pub runs: usize,
 }
 
 /// Arguments of `bench prefix`.

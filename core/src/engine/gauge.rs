@@ -48,6 +48,11 @@ impl Gauge {
         if accepted > 0 {
             self.next_rest = REST[0];
         }
+        // Places that have none yet become as good as the last one that had.
+        if let Some(last) = accepted.checked_sub(1).filter(|_| accepted == drafts) {
+            let (tried, later) = self.right.split_at_mut(drafts);
+            later.iter_mut().for_each(|right| *right += NEWEST * (tried[last] - *right));
+        }
     }
 
     /// Drafts do not pay: none for some rows, then as if none had been tried. Longer every time.
@@ -84,6 +89,14 @@ mod tests {
         (0..50).for_each(|_| gauge.note(7, 0));
         let gain = gauge.gain(8);
         assert!((0.0..0.1).contains(&gain), "{gain}");
+    }
+
+    #[test]
+    fn a_draft_that_is_always_right_makes_room_for_more() {
+        let mut gauge = Gauge::default();
+        (0..50).for_each(|_| gauge.note(1, 1));
+        let gain = gauge.gain(8);
+        assert!(gain > 6.5, "{gain}");
     }
 
     #[test]
