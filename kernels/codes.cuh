@@ -60,16 +60,27 @@ DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 
 // Byte `i` of a word as a float.
 DEV float byte_to_f32(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540 | i)) - 8388608.f; }
+// The same times a number of at most 12 bits, rounded once: `less` is 2^23 times it.
+DEV float byte_times(u32 w, int i, float d, float less) {
+    return __fmaf_rn(__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540 | i)), d, -less);
+}
 DEV float half_to_f32(u32 w) {
     f16 h;
     h.bits = (u16)w;
     return to_f32(h);
 }
 
+// (a & mask) | set in one instruction; the compiler makes two.
+DEV u32 and_or(u32 a, u32 mask, u32 set) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(set));
+    return r;
+}
+
 // The four pairs of a word of nibbles: 128 plus each, or of the upper nibbles of bytes 2048 plus 16 times each.
 DEV void pairs_of_nibbles(u32 w, bool upper, u32 *pair) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) pair[i] = (w >> 4 * i & 0x000f000fu) | (upper ? 0x45004500u : 0x43004300u);
+    for (int i = 0; i < 4; i++) pair[i] = and_or(w >> 4 * i, 0x000f000fu, upper ? 0x45004500u : 0x43004300u);
 }
 
 // Of numbers of 16 codes, the bytes that four nibbles of `index` choose; `upper`: 3210 with 4 added where a code is 8 or more.
@@ -95,8 +106,8 @@ DEV void pairs_of_e2m1(u32 w, u32 *pair) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 sign = w << (12 - 4 * i) & 0x80008000u;
-        u32 magnitude = (i < 2 ? w << (6 - 4 * i) : w >> (4 * i - 6)) & 0x01c001c0u;
-        pair[i] = fma_bf16x2(sign | magnitude, 0x7f007f00u, 0x80008000u);    // times 2^127
+        u32 magnitude = i < 2 ? w << (6 - 4 * i) : w >> (4 * i - 6);
+        pair[i] = fma_bf16x2(and_or(magnitude, 0x01c001c0u, sign), 0x7f007f00u, 0x80008000u); // times 2^127
     }
 }
 
@@ -105,7 +116,7 @@ DEV void pairs_of_e4m3(u32 w, u32 *pair) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 v = i ? w << 8 : w;
-        pair[i] = fma_bf16x2((v & 0x80008000u) | (v >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u); // times 2^120
+        pair[i] = fma_bf16x2(and_or(v >> 4, 0x07f007f0u, v & 0x80008000u), 0x7b807b80u, 0x80008000u); // times 2^120
     }
 }
 
@@ -150,7 +161,8 @@ struct Codes {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         int at = 4 * (2 * r + j) + i;
-                        pair[j][r][0][i] |= (at < 4 ? h << (4 - at) : h >> (at - 4)) & 0x00100010u;
+                        u32 *to = pair[j][r][0] + i;
+                        *to = and_or(at < 4 ? h << (4 - at) : h >> (at - 4), 0x00100010u, *to);
                     }
         }
         if constexpr (HIGH_BITS == 2) {
@@ -164,7 +176,7 @@ struct Codes {
                     for (int i = 0; i < 4; i++) {
                         int at = 2 * (4 * r + i);
                         u32 *to = pair[j][r][0] + i;
-                        *to |= (at < 4 ? h[j] << (4 - at) : h[j] >> (at - 4)) & 0x00300030u;
+                        *to = and_or(at < 4 ? h[j] << (4 - at) : h[j] >> (at - 4), 0x00300030u, *to);
                         *to = fma_bf16x2(*to, 0x3f803f80u, 0xc320c320u);     // less 160
                     }
         }
@@ -215,7 +227,7 @@ struct Scales {
 
     // Of 16 elements of a group.
     DEV float scale(int group, int r, int half) const {
-        if constexpr (SIXES) return __fmul_rn(d[r], byte_to_f32(sc[r][group / 4], group % 4));
+        if constexpr (SIXES) return byte_times(sc[r][group / 4], group % 4, d[r], 8388608.f * d[r]);
         if constexpr (FORMAT == Q6_K) {
             int i = 2 * group + half;
             u32 words[4] = {w[r].x, w[r].y, w[r].z, w[r].w};
@@ -230,15 +242,16 @@ struct Scales {
             return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
         }
         if constexpr (FORMAT == NVFP4 || FORMAT == F4) {
-            u32 e = words[c / 2] >> (16 * (c % 2) + 8 * half) & 127;
-            float v = e == 127 ? 0.f : __uint_as_float(e << 20) * __uint_as_float((127u + 119u) << 23);
+            int up = 20 - 16 * (c % 2) - 8 * half; // of the byte, to exponent and mantissa of a float
+            u32 e = (up < 0 ? words[c / 2] >> -up : words[c / 2] << up) & 127u << 20;
+            float v = e == 127u << 20 ? 0.f : __uint_as_float(e) * __uint_as_float((127u + 119u) << 23);
             return FORMAT == F4 ? __fmul_rn(d[r], v) : v;
         }
         return half_to_f32(words[c / 2] >> 16 * (c % 2));
     }
 
     DEV float offset(int group, int r) const {
-        if constexpr (SIXES) return __fmul_rn(dmin[r], byte_to_f32(sc[r][2 + group / 4], group % 4));
+        if constexpr (SIXES) return byte_times(sc[r][2 + group / 4], group % 4, dmin[r], 8388608.f * dmin[r]);
         if constexpr (FORMAT == Q4_1 || FORMAT == Q5_1) {
             u32 words[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
             return -half_to_f32(words[2 * (group % 2) + r] >> 16);

@@ -22,6 +22,7 @@
 constexpr int UNITS = div_up(K, UNIT);
 constexpr int TEAMS = WARPS / SHARE;
 constexpr int SLICES = div_up(div_up(UNITS, SHARE), DEPTH); // stages per tile and warp
+constexpr bool EVEN = UNITS % (SHARE * DEPTH) == 0;          // all stages are full
 constexpr int STAGE_BYTES = DEPTH * UNIT_BYTES;
 constexpr int X_PITCH = UNITS * UNIT + 16;       // rows lie in different banks
 constexpr int TAIL = K % UNIT ? (UNITS * UNIT - K) / 8 : 1; // pieces of x after the inner dimension
@@ -29,49 +30,53 @@ constexpr int CONSUMERS = 32 * WARPS;
 constexpr int COLS = M == 1 ? 1 : 2;             // columns of x in a lane; with one row, all columns of the operand are that row
 constexpr int SUMS = TEAMS * M * TILE;           // of a turn
 constexpr int EACH = div_up(SUMS, CONSUMERS);
+// Two bf16 of 1, or of -BIAS: 136, 144 or 2304.
+constexpr u32 FACTOR = OFFSETS ? 0x3f803f80u : BIAS == 136.f ? 0xc308c308u : BIAS == 144.f ? 0xc310c310u : 0xc510c510u;
 DEV void sync_consumers() { __syncthreads(); }
 
 #include "prologue_epilogue.cuh"
 
-DEV void mma_bf16_first(float *d, const u32 *a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+// As mma_bf16, from `c` to `d`. Not volatile: the compiler mixes the products of several units.
+DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // Adds the products of two groups of 32 elements. b: of each group, the lane's elements of x in both halves.
 DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[COLS]) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        float d[2][4], ones[4];
+        // Sums of x: times -BIAS, sums of codes begin with them; with an offset, they are multiplied with that and the bias.
+        float sums[4] = {}, d[2][4] = {};
+        if constexpr (BIASED) {
+            u32 a[4] = {FACTOR, FACTOR, FACTOR, FACTOR};
+            product(sums, a, b[j][0], sums);
+            product(sums, a, b[j][1], sums);
+        }
+        if constexpr (BIASED && !OFFSETS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) d[0][i] = sums[i];
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int p = 0; p < LOW_PLANES; p++) {
                 u32 a[4] = {codes.pair[j][0][p][2 * half], codes.pair[j][1][p][2 * half], codes.pair[j][0][p][2 * half + 1],
                             codes.pair[j][1][p][2 * half + 1]};
-                int to = HALVES ? half : 0;
-                if (p == 0 && (HALVES || half == 0))
-                    mma_bf16_first(d[to], a, b[j][half].x, b[j][half].y);
-                else
-                    mma_bf16(d[to], a, b[j][half].x, b[j][half].y);
+                float *to = d[HALVES ? half : 0];
+                product(to, a, b[j][half], to);
             }
-        if constexpr (BIASED) {
-            constexpr u32 ONE = 0x3f803f80u;
-            u32 a[4] = {ONE, ONE, ONE, ONE};
-            mma_bf16_first(ones, a, b[j][0].x, b[j][0].y);
-            mma_bf16(ones, a, b[j][1].x, b[j][1].y);
-        }
         int group = 2 * sub + j;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float first = scales.scale(group, r, 0), second = HALVES ? scales.scale(group, r, 1) : 0.f;
-            float less = BIASED ? -__fmaf_rn(first, BIAS, scales.offset(group, r)) : 0.f;
+            float less = OFFSETS ? -__fmaf_rn(first, BIAS, scales.offset(group, r)) : 0.f;
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 total[r][c] = __fmaf_rn(first, d[0][2 * r + c], total[r][c]);
                 if constexpr (HALVES) total[r][c] = __fmaf_rn(second, d[1][2 * r + c], total[r][c]);
-                if constexpr (BIASED) total[r][c] = __fmaf_rn(less, ones[c], total[r][c]);
+                if constexpr (OFFSETS) total[r][c] = __fmaf_rn(less, sums[2 * r + c], total[r][c]);
             }
         }
     }
@@ -202,21 +207,25 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
             if (j > 0) cp_async_commit();
 #endif
             const u8 *unit = ring + j % STAGES * STAGE_BYTES;
-            int k = (begin + slice * DEPTH) * UNIT, count = there ? units(slice) : 0;
-#pragma unroll UNIT == 64 ? 2 : 1
-            for (int u = 0; u < count; u++, unit += UNIT_BYTES, k += UNIT) {
-                Scales scales(unit, g);
+            int k = (begin + slice * DEPTH) * UNIT, count = EVEN ? DEPTH : units(slice);
+            auto multiply_unit = [&](int u) {
+                const u8 *at = unit + u * UNIT_BYTES;
+                Scales scales(at, g);
 #pragma unroll
                 for (int sub = 0; sub < UNIT / 64; sub++) {
                     uint2 b[2][2];
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        int at = k + sub * 64 + i * 16;
-                        bool in = X_RESIDENT || K % UNIT == 0 || at < K;
-                        b[i / 2][i % 2] = in ? *reinterpret_cast<const uint2 *>(mine + at) : make_uint2(0, 0);
+                        int from = k + u * UNIT + sub * 64 + i * 16;
+                        bool in = X_RESIDENT || K % UNIT == 0 || from < K;
+                        b[i / 2][i % 2] = in ? *reinterpret_cast<const uint2 *>(mine + from) : make_uint2(0, 0);
                     }
-                    multiply(Codes(unit, sub, lane), scales, sub, b, total);
+                    multiply(Codes(at, sub, lane), scales, sub, b, total);
                 }
+            };
+            if (there) {
+#pragma unroll UNIT == 64 ? 4 : 1
+                for (int u = 0; u < count; u++) multiply_unit(u);
             }
             __syncwarp();
         }

@@ -17,18 +17,16 @@ use crate::{
 
 /// Most bytes of elements that are decoded at a time.
 const DECODED_BYTES: usize = 256 << 20;
+/// Bytes of the sums of two turns of most warps and rows of x, and of the barriers.
+const SUMS_BYTES: usize = 2 * MOST_WARPS * SKINNY_ROWS * TILE * 4 + 2048;
 /// Most warps of a block.
-const MOST_WARPS: usize = 12;
+const MOST_WARPS: usize = 16;
 /// Fewer warps than this do not keep up with memory.
-const FEWEST_WARPS: usize = 6;
+const FEWEST_WARPS: usize = 12;
 /// Warps of a block where it makes no difference: enough to wait for memory.
-const WARPS: usize = 8;
+const WARPS: usize = 16;
 /// Bytes of a stage at which a warp's part of a tile is cut, the best first: much shorter copies are slower.
-const STAGE_BYTES: [usize; 3] = [6 << 10, 3 << 10, 1 << 10];
-/// Bytes of all rings of a block: what is on its way at memory speed, and leaves room for a block of the next product, whose
-/// copies begin early.
-const RING_BYTES: usize = 96 << 10;
-
+const STAGE_BYTES: [usize; 2] = [3 << 10, 1 << 10];
 /// How a block is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
@@ -46,20 +44,22 @@ struct Shape {
 }
 
 /// Warps that share a tile, and teams of a block. They fix the order of the sums, so they do not depend on the rows of x.
-fn teams(tiles: usize, units: usize, sms: usize) -> (usize, usize) {
-    let each = |share: usize| (1..=MOST_WARPS / share).map(move |teams| (share, teams));
+fn teams(tiles: usize, units: usize, most_warps: usize, sms: usize) -> (usize, usize) {
+    let each = |share: usize| (1..=most_warps / share).map(move |teams| (share, teams));
     // Units that the busiest multiprocessor takes in the time of its longest warp; few warps wait for their own arithmetic.
     let cost = |share: usize, teams: usize| {
         tiles.div_ceil(sms * teams) * units.div_ceil(share) * (share * teams).max(FEWEST_WARPS)
     };
-    let all = (1..=units.min(MOST_WARPS)).flat_map(each);
+    let all = (1..=units.min(most_warps)).flat_map(each);
     all.min_by_key(|&(share, teams)| (cost(share, teams), (share * teams).abs_diff(WARPS), teams)).unwrap_or((1, 1))
 }
 
 /// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits.
 fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
     let tiles = n.div_ceil(TILE);
-    let (share, teams) = teams(tiles, layout.units, device.sms);
+    // So many that two stages of one unit fit beside the sums of any number of rows.
+    let warps = device.shared.saturating_sub(SMEM_LEFT_FREE + SUMS_BYTES) / (2 * layout.unit_bytes);
+    let (share, teams) = teams(tiles, layout.units, warps.clamp(1, MOST_WARPS), device.sms);
     let (warps, blocks) = (share * teams, tiles.min(device.sms));
     let (most, turns) = (layout.units.div_ceil(share), tiles.div_ceil(blocks * teams));
     let x_bytes = 2 * m * (layout.units * unit + 16);
@@ -71,7 +71,7 @@ fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> O
         let needed = (turns * most.div_ceil(depth)).clamp(2, 16);
         let (stage, x) = (warps * depth * layout.unit_bytes, if resident { x_bytes } else { 0 });
         let room = device.shared.checked_sub(fixed + x)?;
-        let stages = (room.min(RING_BYTES) / stage).min(needed);
+        let stages = (room / stage).min(needed);
         let shared = x + stages * stage;
         (stages >= needed.min(least)).then_some(Shape { warps, share, stages, depth, resident, shared, blocks })
     };
@@ -180,15 +180,15 @@ mod tests {
     fn tiles_are_shared_evenly() {
         // Tiles, units, warps that share a tile, teams.
         for (tiles, units, share, of) in [
-            (1160, 16, 8, 1),
-            (256, 84, 4, 2),
-            (8192, 16, 8, 1),
-            (128, 3, 3, 2),
-            (6272, 3, 1, 8),
-            (168, 29, 6, 1),
-            (5, 1, 1, 6),
+            (1160, 16, 16, 1),
+            (256, 84, 14, 1),
+            (8192, 16, 16, 1),
+            (128, 3, 3, 4),
+            (6272, 3, 1, 16),
+            (168, 29, 15, 1),
+            (5, 1, 1, 12),
         ] {
-            assert_eq!(teams(tiles, units, 132), (share, of), "{tiles} tiles of {units}");
+            assert_eq!(teams(tiles, units, MOST_WARPS, 132), (share, of), "{tiles} tiles of {units}");
         }
     }
 

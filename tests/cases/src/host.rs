@@ -209,12 +209,12 @@ impl Host {
     /// Row blocks of random codes, `[.., K]`, whose elements are about as large as `size`.
     pub fn codes(&mut self, name: &str, format: Format, dims: &[usize], size: f32, rng: &mut Rng) {
         let n = dims.iter().product();
-        let bytes = codes::random(format, n, size, rng);
+        let bytes = if rng.blank { vec![0; format.bytes(n, 1)] } else { codes::random(format, n, size, rng) };
         let mut stored = dims.to_vec();
         if let Some(k) = stored.last_mut() {
             *k = format.bytes(*k, 1);
         }
-        let values = format.decode(&bytes);
+        let values = if rng.blank { Vec::new() } else { format.decode(&bytes) };
         let array = self.push(name, DType::U8, &stored, Data::Codes(bytes, values));
         (array.weight, array.format) = (true, format);
     }
