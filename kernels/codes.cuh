@@ -11,17 +11,18 @@
 // Rows that are missing in the last tile, and elements after the inner dimension, are zeros.
 
 constexpr int Q4_0 = 1, Q4_1 = 2, Q5_0 = 3, Q5_1 = 4, Q8_0 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8, IQ4_NL = 9, MXFP4 = 10, NVFP4 = 11,
-              F4 = 12, F8 = 13;
+              F4 = 12, F8 = 13, I4 = 14, I8 = 15;
 
 constexpr bool SIXES = FORMAT == Q4_K || FORMAT == Q5_K;              // scales and offsets of 6 bits
 constexpr bool E2M1 = FORMAT == MXFP4 || FORMAT == NVFP4 || FORMAT == F4;
-constexpr bool OFFSETS = SIXES || FORMAT == Q4_1 || FORMAT == Q5_1;
+constexpr bool FLOATS = FORMAT == I4 || FORMAT == I8;                 // scales and offsets in f32
+constexpr bool OFFSETS = SIXES || FLOATS || FORMAT == Q4_1 || FORMAT == Q5_1;
 constexpr bool HALVES = FORMAT == Q6_K || FORMAT == NVFP4 || FORMAT == F4; // a scale per 16
 constexpr int HIGH_BITS = FORMAT == Q6_K ? 2 : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 1 : 0;
-constexpr int LOW_PLANES = FORMAT == Q8_0 ? 2 : 1;                    // operands that add up to a code
+constexpr int LOW_PLANES = FORMAT == Q8_0 || FORMAT == I8 ? 2 : 1;     // operands that add up to a code
 
 // Elements and bytes of a stored block.
-constexpr int BLOCK = SIXES || FORMAT == Q6_K ? 256 : FORMAT == F8 ? 128 : FORMAT == NVFP4 || FORMAT == F4 ? 64 : 32;
+constexpr int BLOCK = SIXES || FORMAT == Q6_K ? 256 : FORMAT == F8 ? 128 : FORMAT == NVFP4 || FORMAT == F4 || FORMAT == I4 ? 64 : 32;
 constexpr int BLOCK_BYTES = FORMAT == Q4_0 || FORMAT == IQ4_NL ? 18
                             : FORMAT == Q4_1                   ? 20
                             : FORMAT == Q5_0                   ? 22
@@ -32,7 +33,7 @@ constexpr int BLOCK_BYTES = FORMAT == Q4_0 || FORMAT == IQ4_NL ? 18
                             : FORMAT == Q6_K                   ? 210
                             : FORMAT == MXFP4                  ? 17
                             : FORMAT == NVFP4                  ? 36
-                            : FORMAT == F4                     ? 40
+                            : FORMAT == F4 || FLOATS           ? 40
                                                                : 132;
 
 constexpr int TILE = 16;                                              // rows
@@ -46,8 +47,8 @@ static_assert(UNIT_BYTES % 16 == 0, "units are copied 16 bytes at a time");
 // What the operands are more than the codes, besides what is taken off where they are made.
 constexpr float BIAS = FORMAT == Q4_0                                ? 136.f
                        : FORMAT == Q5_0                              ? 144.f
-                       : FORMAT == Q8_0                              ? 2304.f
-                       : FORMAT == Q4_1 || FORMAT == Q5_1 || SIXES   ? 128.f
+                       : FORMAT == Q8_0 || FORMAT == I8              ? 2304.f
+                       : OFFSETS                                     ? 128.f
                                                                      : 0.f;
 constexpr bool BIASED = BIAS != 0.f;
 
@@ -208,6 +209,17 @@ struct Scales {
                 w[r] = reinterpret_cast<const uint4 *>(at)[g + 8 * r];
                 d[r] = to_f32(reinterpret_cast<const f16 *>(at + 256)[g + 8 * r]);
             }
+        } else if constexpr (FLOATS) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                if constexpr (FORMAT == I4) {
+                    float2 f = reinterpret_cast<const float2 *>(at)[g + 8 * r];
+                    d[r] = f.x;
+                    dmin[r] = f.y;
+                } else {
+                    w[r] = reinterpret_cast<const uint4 *>(at)[g + 8 * r]; // of two groups
+                }
+            }
         } else if constexpr (OFFSETS) {
             w[0] = reinterpret_cast<const uint4 *>(at)[g];
         } else if constexpr (FORMAT == MXFP4) {
@@ -233,6 +245,8 @@ struct Scales {
             u32 words[4] = {w[r].x, w[r].y, w[r].z, w[r].w};
             return __fmul_rn(d[r], byte_to_f32(words[i / 4] ^ 0x80808080u, i % 4) - 128.f);
         }
+        if constexpr (FORMAT == I4) return d[r];
+        if constexpr (FORMAT == I8) return __uint_as_float(group % 2 ? w[r].z : w[r].x);
         int c = 2 * (group % 2) + r;
         u32 words[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
         if constexpr (OFFSETS) return half_to_f32(words[c]);
@@ -252,6 +266,8 @@ struct Scales {
 
     DEV float offset(int group, int r) const {
         if constexpr (SIXES) return byte_times(sc[r][2 + group / 4], group % 4, dmin[r], 8388608.f * dmin[r]);
+        if constexpr (FORMAT == I4) return dmin[r];
+        if constexpr (FORMAT == I8) return __uint_as_float(group % 2 ? w[r].w : w[r].y);
         if constexpr (FORMAT == Q4_1 || FORMAT == Q5_1) {
             u32 words[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
             return -half_to_f32(words[2 * (group % 2) + r] >> 16);

@@ -5,9 +5,11 @@
 
 constexpr int WARPS = 8;
 
-// The code of element `e` of a stored block; E4M3 and signed codes as bytes, those of Q8_0 with 128 added.
+// The code of element `e` of a stored block; E4M3 and signed codes as bytes, those of Q8_0 and I8 with 128 added.
 DEV u32 stored_code(const u8 *b, int e) {
     if constexpr (FORMAT == Q8_0) return b[2 + e] ^ 0x80;
+    if constexpr (FORMAT == I8) return b[8 + e] ^ 0x80;
+    if constexpr (FORMAT == I4) return b[8 + e % 32] >> e / 32 * 4 & 15;
     if constexpr (FORMAT == F8) return b[4 + e];
     if constexpr (FORMAT == NVFP4 || FORMAT == F4) {
         int i = (FORMAT == F4 ? 8 : 4) + e / 16 * 8 + e % 8;
@@ -38,6 +40,11 @@ DEV void put_scales(u8 *at, const u8 *b, const u8 *second, int row) {
     if constexpr (FORMAT == Q6_K) {
         copy_bytes(at + 16 * row, b ? b + 192 : b, 16);
         return copy_bytes(at + 256 + 2 * row, b ? b + 208 : b, 2);
+    }
+    if constexpr (FORMAT == I4) return copy_bytes(at + 8 * row, b, 8);
+    if constexpr (FORMAT == I8) {
+        copy_bytes(at + 16 * row, b, 8);
+        return copy_bytes(at + 16 * row + 8, second, 8);
     }
     if constexpr (FORMAT == F8) return copy_bytes(at + 8 * g + 4 * r, b, 4);
     if constexpr (FORMAT == NVFP4 || FORMAT == F4) {
@@ -75,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
                     continue;
                 }
                 low[0][r] |= (code & 15) << (4 * pair + 16 * second);
-                if constexpr (FORMAT == Q8_0) low[1][r] |= (code >> 4) << (4 * pair + 16 * second);
+                if constexpr (LOW_PLANES == 2) low[1][r] |= (code >> 4) << (4 * pair + 16 * second);
                 if constexpr (HIGH_BITS == 1) high[0] |= (code >> 4) << (4 * (2 * r + group % 2) + pair + 16 * second);
                 if constexpr (HIGH_BITS == 2) high[0] |= (code >> 4) << (2 * (4 * r + pair) + 16 * second);
             }

@@ -66,6 +66,8 @@ fn number(format: Format) -> usize {
         Format::Nvfp4 => 11,
         Format::F4 => 12,
         Format::F8 => 13,
+        Format::I4 => 14,
+        Format::I8 => 15,
     }
 }
 

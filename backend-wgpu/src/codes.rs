@@ -106,6 +106,16 @@ fn body(format: Format) -> &'static str {
     let d = bitcast<f32>($n_word(b)) * select(select(large, small, e < 8u), 0.0, e == 127u);
     return mat2x4<f32>(d * $n_table($n_word(q) >> s), d * $n_table($n_word(q + 4u) >> s));"
         }
+        Format::I4 => {
+            "let g = j >> 5u; let q = b + 8u + (j & 31u); let s = g * 4u; let d = bitcast<f32>($n_word(b)); let m = bitcast<f32>($n_word(b + 4u));
+    return mat2x4<f32>(d * $n_codes(($n_word(q) >> s) & 0x0f0f0f0fu) - m,
+                       d * $n_codes(($n_word(q + 4u) >> s) & 0x0f0f0f0fu) - m);"
+        }
+        Format::I8 => {
+            "let q = b + 8u + j; let d = bitcast<f32>($n_word(b)); let m = bitcast<f32>($n_word(b + 4u));
+    return mat2x4<f32>(d * ($n_codes($n_word(q) ^ 0x80808080u) - 128.0) - m,
+                       d * ($n_codes($n_word(q + 4u) ^ 0x80808080u) - 128.0) - m);"
+        }
         Format::F8 => {
             "let q = b + 4u + j; let d = bitcast<f32>($n_word(b));
     return mat2x4<f32>(d * $n_e4m3($n_word(q)), d * $n_e4m3($n_word(q + 4u)));"

@@ -21,6 +21,7 @@ use crate::{
 
 mod digest;
 mod formats;
+mod grouped;
 mod header;
 #[cfg(not(target_arch = "wasm32"))]
 mod kept;
@@ -28,6 +29,7 @@ mod random;
 mod recipe;
 mod scaled;
 
+pub(crate) use grouped::Layout;
 use header::{known_dtype, read_header, read_shards};
 pub use recipe::Recipe;
 use scaled::Scaled;
@@ -217,6 +219,17 @@ impl Checkpoint {
         };
         scaled::gather(&mut tensors).map_err(|why| Error::model(source.label(), why))?;
         Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked: Arc::default() } })
+    }
+
+    /// The same with the integers that a recipe stores as `layout` says.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] naming a tensor that does not fit those beside it.
+    pub(crate) fn with_integers(self, layout: Layout) -> Result<Self> {
+        let Kind::Files { source, tensors, asked } = self.kind else { return Ok(self) };
+        let mut tensors = Arc::unwrap_or_clone(tensors);
+        grouped::gather(&mut tensors, layout).map_err(|why| Error::model(source.label(), why))?;
+        Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } })
     }
 
     /// The weights of a GGUF file, by the names that its family asks for.

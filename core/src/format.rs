@@ -38,6 +38,10 @@ pub enum Format {
     F4,
     /// E4M3 floats with a scale per 128: 8-bit floats of safetensors files.
     F8,
+    /// 4 bits with a scale and an offset in f32 per 64: integers of safetensors files.
+    I4,
+    /// 8 bits with a scale and an offset in f32 per 32: integers of safetensors files.
+    I8,
 }
 
 /// 32 elements of a row.
@@ -107,14 +111,14 @@ macro_rules! with_format {
     ($format:expr, $F:ident => $coded:expr, plain => $plain:expr) => {
         $crate::format::with_format!(
             @match $format, $F, $coded, $crate::format::Format::Plain => $plain,
-            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K Iq4Nl Mxfp4 Nvfp4 F4 F8
+            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K Iq4Nl Mxfp4 Nvfp4 F4 I4 I8 F8
         )
     };
     // `$F` is a type of `Integers`; the last expression is for all other formats.
     ($format:expr, $F:ident => $coded:expr, other => $other:expr) => {
         $crate::format::with_format!(
             @match $format, $F, $coded, _ => $other,
-            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K Iq4Nl Mxfp4 Nvfp4 F4
+            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K Iq4Nl Mxfp4 Nvfp4 F4 I4 I8
         )
     };
     (@match $format:expr, $F:ident, $coded:expr, $rest:pat => $other:expr, $($name:ident)*) => {
@@ -147,7 +151,7 @@ impl Format {
     ];
 
     /// Coded formats that safetensors files are brought into, because they store scales in other tensors.
-    pub const SCALED: [Self; 2] = [Self::F4, Self::F8];
+    pub const SCALED: [Self; 4] = [Self::F4, Self::F8, Self::I4, Self::I8];
 
     /// Whether its codes are integers, so that products can be those of integers.
     pub fn is_integer(self) -> bool {
@@ -171,6 +175,8 @@ impl Format {
             Self::Nvfp4 => "NVFP4",
             Self::F4 => "F4_E2M1",
             Self::F8 => "F8_E4M3",
+            Self::I4 => "INT4",
+            Self::I8 => "INT8",
         }
     }
 

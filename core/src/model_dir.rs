@@ -151,8 +151,7 @@ impl ModelFiles {
         };
         let chat = chat_template(&*source, settings.as_ref()).await?;
         let chat = chat.map(|(file, text)| Arc::new(ChatTemplate::new(&source.path(file), &text, now)));
-        let checkpoint = checkpoint.await?;
-        recipe::check(&*source, &config, &checkpoint).await?;
+        let checkpoint = recipe::apply(&*source, &config, checkpoint.await?).await?;
         let name =
             label.rsplit(['/', '\\']).find(|part| !matches!(*part, "" | "." | "..")).unwrap_or("model").to_owned();
         let (gguf, fingerprint, identity) = (None, OnceLock::new(), OnceLock::new());

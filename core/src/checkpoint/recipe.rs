@@ -88,7 +88,7 @@ pub(super) fn tame(format: Format, k: usize, bytes: &mut [u8]) {
             Format::Mxfp4 => b[0] = (128.0 + (size / e2m1).log2().round()) as u8,
             // Subnormal E4M3 numbers, multiples of 2^-9, which count half.
             Format::Nvfp4 => b[..4].fill((1024.0 * size / e2m1).round().clamp(1.0, 7.0) as u8),
-            Format::Plain | Format::F4 | Format::F8 => {}
+            Format::Plain | Format::F4 | Format::F8 | Format::I4 | Format::I8 => {}
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Matrices of safetensors files whose scales are tensors of their own: 8-bit floats and NVFP4.
+//! Matrices of safetensors files whose scales are tensors of their own: 8-bit floats and NVFP4. Those of integers are in `grouped.rs`.
 //!
 //! They are brought into blocks that hold their scales ([`Format::F8`], [`Format::F4`]), row by row when they are read; rows that
 //! are no whole blocks become f32. The names and dtypes of a layer's tensors decide how its matrix is read:
@@ -12,7 +12,7 @@
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use super::{TensorInfo, header::known_dtype};
+use super::{TensorInfo, grouped::Grouped, header::known_dtype};
 use crate::{
     Error, Result,
     format::{Coded, Format, blocks, e4m3_to_f32},
@@ -30,16 +30,18 @@ const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 /// Scales of a matrix, and how they apply.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Scaled {
-    kind: Kind,
-    scales: TensorInfo,
+    pub(super) kind: Kind,
+    pub(super) scales: TensorInfo,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Kind {
+pub(super) enum Kind {
     /// 8-bit floats; rows and columns that share a scale.
     Eight { rows: usize, columns: usize },
     /// NVFP4, its factor, and whether that divides.
     Four { factor: TensorInfo, divides: bool },
+    /// Integers.
+    Integers(Grouped),
 }
 
 /// Replaces the tensors of each scaled matrix by one of its name, `L.weight`. The error names a tensor.
@@ -124,17 +126,19 @@ async fn floats(source: &dyn Source, info: &TensorInfo, range: Range<usize>) -> 
 impl Scaled {
     /// The scales and, if there is one, the factor.
     pub(super) fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
-        let factor = match &self.kind {
-            Kind::Eight { .. } => None,
-            Kind::Four { factor, .. } => Some(factor),
+        let (factor, integers) = match &self.kind {
+            Kind::Eight { .. } => (None, None),
+            Kind::Four { factor, .. } => (Some(factor), None),
+            Kind::Integers(integers) => (None, Some(integers)),
         };
-        [&self.scales].into_iter().chain(factor)
+        [&self.scales].into_iter().chain(factor).chain(integers.into_iter().flat_map(Grouped::tensors))
     }
 
     /// How the scales apply, in words that a digest can take in.
     pub(super) fn rule(&self) -> String {
         let dtype = &self.scales.dtype;
-        match self.kind {
+        match &self.kind {
+            Kind::Integers(integers) => format!("{dtype} scales, {}", integers.rule()),
             Kind::Eight { rows, columns } => format!("{dtype} scales of {rows} x {columns}"),
             Kind::Four { divides: false, .. } => format!("{dtype} scales, a factor"),
             Kind::Four { divides: true, .. } => format!("{dtype} scales, a divisor"),
@@ -143,7 +147,8 @@ impl Scaled {
 
     /// What rows of `k` elements become: blocks, or f32 where they would not be whole.
     pub(super) fn format(&self, k: usize) -> (DType, Format) {
-        let (format, block) = match self.kind {
+        let (format, block) = match &self.kind {
+            Kind::Integers(integers) => return integers.format(k),
             Kind::Eight { .. } => (Format::F8, blocks::F8::BLOCK),
             Kind::Four { .. } => (Format::F4, blocks::F4::BLOCK),
         };
@@ -153,7 +158,8 @@ impl Scaled {
     /// Rows of the matrix `weight` in that form.
     pub(super) async fn rows(&self, source: &dyn Source, weight: &TensorInfo, rows: Range<usize>) -> Result<Bytes> {
         let k = weight.shape[1];
-        let stored = match self.kind {
+        let stored = match &self.kind {
+            Kind::Integers(integers) => return integers.rows(source, weight, &self.scales, rows).await,
             Kind::Eight { .. } => k,
             Kind::Four { .. } => k / 2,
         };
@@ -165,6 +171,7 @@ impl Scaled {
         let why = || Error::OutOfMemory { what: "rows of scaled weights".into(), asked: size as u64, free: 0 };
         out.try_reserve_exact(size).map_err(|_| why())?;
         match &self.kind {
+            Kind::Integers(_) => unreachable!("returned above"),
             Kind::Eight { rows: high, columns } => {
                 let per_row = k.div_ceil(*columns);
                 let (first, end) = (rows.start / high, rows.end.div_ceil(*high));
@@ -225,4 +232,4 @@ fn four_row(codes: &[u8], scales: &[u8], factor: f32, format: Format, out: &mut 
 
 #[cfg(test)]
 #[path = "scaled_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// A file of tensors: name, dtype, shape, bytes.
 type Tensors = Vec<(&'static str, &'static str, Vec<usize>, Vec<u8>)>;
 
-fn open(tensors: &Tensors) -> crate::Result<Checkpoint> {
+pub(in crate::checkpoint) fn open(tensors: &Tensors) -> crate::Result<Checkpoint> {
     let (mut entries, mut data) = (Vec::new(), Vec::<u8>::new());
     for (name, dtype, shape, bytes) in tensors {
         let (from, to) = (data.len(), data.len() + bytes.len());

@@ -125,6 +125,7 @@ unsafe fn panels<S: Codes, F: Blocks>(
             // SAFETY: the caller's contract.
             unsafe {
                 match (F::WIDE, F::SPLIT, F::OFFSET) {
+                    (true, _, true) => rows_of_x::<S, true, false, true>(s, &part, scratch, cols),
                     (true, ..) => rows_of_x::<S, true, false, false>(s, &part, scratch, cols),
                     (_, true, _) => rows_of_x::<S, false, true, false>(s, &part, scratch, cols),
                     (.., true) => rows_of_x::<S, false, false, true>(s, &part, scratch, cols),

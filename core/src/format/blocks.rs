@@ -12,6 +12,11 @@ fn half(block: &[u8], at: usize) -> f32 {
     f16_to_f32(u16::from_le_bytes([block[at], block[at + 1]]))
 }
 
+#[inline(always)]
+fn word(block: &[u8], at: usize) -> f32 {
+    f32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+}
+
 /// The 32 nibbles of 16 bytes: all low ones, then all high ones.
 #[inline(always)]
 fn nibbles(bytes: &[u8]) -> [i8; GROUP] {
@@ -185,6 +190,19 @@ coded!(
         let d = half(b, 208);
         let scale = |i: usize| d * f32::from(b[192 + 8 * h + 2 * quarter + i] as i8);
         Group { codes, scales: [scale(0), scale(1)], offset: 0.0 }
+    }
+);
+coded!(
+    /// `{f32 scale; f32 offset; u8 qs[32]}`: low halves are the first 32.
+    I4, 64 elements in 40 bytes, |b, g| {
+        Group { codes: half_of_64(&b[8..], g), scales: [word(b, 0); 2], offset: word(b, 4) }
+    }
+);
+coded!(
+    /// `{f32 scale; f32 offset; i8 qs[32]}`.
+    I8, 32 elements in 40 bytes, |b, _g| {
+        let codes: &[u8; GROUP] = b[8..].first_chunk().expect("a block holds its codes");
+        Group { codes: codes.map(|c| c as i8), scales: [word(b, 0); 2], offset: word(b, 4) }
     }
 );
 

@@ -5,20 +5,28 @@ use serde_json::Value;
 use super::MAX_JSON;
 use crate::{
     Error, Result,
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, Layout},
     config::Config,
     source::{Source, read_small},
 };
 
 const SEPARATE: &str = "hf_quant_config.json";
-const KNOWN: &str = "read are fp8, compressed-tensors (float-quantized, nvfp4-pack-quantized) and modelopt (FP8, NVFP4, MIXED_PRECISION); \
-    use such a release of the model, an unquantised one, or a GGUF file";
+const KNOWN: &str = "read are gptq (2, 4 and 8 bits), awq (gemm), fp8, compressed-tensors (pack-quantized of 4 and 8 bits, int-quantized, \
+    float-quantized, nvfp4-pack-quantized) and modelopt (FP8, NVFP4, MIXED_PRECISION); use such a release of the model, an unquantised one, or a GGUF file";
 
-/// Refuses a checkpoint that holds codes of a recipe that is not read.
+/// The checkpoint, with integers read as its recipe says. One that holds codes of another recipe is refused.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with the recipe's name; those of the source.
-pub(super) async fn check(source: &dyn Source, config: &Config, checkpoint: &Checkpoint) -> Result<()> {
+/// [`Error::Unsupported`] with the recipe's name; [`Error::BadModel`] naming a tensor; those of the source.
+pub(super) async fn apply(source: &dyn Source, config: &Config, mut checkpoint: Checkpoint) -> Result<Checkpoint> {
+    for layout in config.value("quantization_config").map(layouts).unwrap_or_default() {
+        checkpoint = checkpoint.with_integers(layout)?;
+    }
+    check(source, config, &checkpoint).await?;
+    Ok(checkpoint)
+}
+
+async fn check(source: &dyn Source, config: &Config, checkpoint: &Checkpoint) -> Result<()> {
     if !checkpoint.holds_unknown_codes() {
         return Ok(());
     }
@@ -42,10 +50,48 @@ pub(super) async fn check(source: &dyn Source, config: &Config, checkpoint: &Che
     }
 }
 
+/// How a recipe stores integers, as far as they are read.
+fn layouts(recipe: &Value) -> Vec<Layout> {
+    let bits = |of: &Value| of.as_u64().filter(|bits| [2, 4, 8].contains(bits));
+    let word = |key: &str, default: &str| recipe[key].as_str().unwrap_or(default).to_ascii_lowercase();
+    match (recipe["quant_method"].as_str(), bits(&recipe["bits"])) {
+        (Some("gptq"), Some(_)) => {
+            let any_order = recipe["desc_act"].as_bool().unwrap_or(false);
+            match word("checkpoint_format", "gptq").as_str() {
+                "gptq" => vec![Layout::Gptq { less_one: true, any_order }],
+                "gptq_v2" => vec![Layout::Gptq { less_one: false, any_order }],
+                _ => Vec::new(),
+            }
+        }
+        (Some("awq"), Some(4)) if word("version", "gemm") == "gemm" => vec![Layout::Awq],
+        (Some("compressed-tensors"), _) => {
+            let groups = recipe["config_groups"].as_object().into_iter().flat_map(|g| g.values());
+            let mut layouts: Vec<Layout> =
+                groups.filter_map(|group| of_group(group, &recipe["format"], bits)).collect();
+            layouts.dedup();
+            // Which matrices are of which size is said by patterns of names, which are not read.
+            let packed = |l: &&Layout| matches!(l, Layout::Packed { .. });
+            if layouts.iter().filter(packed).count() > 1 { Vec::new() } else { layouts }
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// The layout of a group of compressed-tensors.
+fn of_group(group: &Value, format: &Value, bits: impl Fn(&Value) -> Option<u64>) -> Option<Layout> {
+    let bits = bits(&group["weights"]["num_bits"])? as usize;
+    match group["format"].as_str().or(format.as_str())? {
+        "pack-quantized" => Some(Layout::Packed { bits }),
+        "int-quantized" if bits == 8 => Some(Layout::Bytes),
+        _ => None,
+    }
+}
+
 /// The name of a recipe that is not read.
 fn refused(recipe: &Value) -> Option<String> {
     let method = recipe["quant_method"].as_str().unwrap_or("a recipe without a name");
     match method {
+        _ if !layouts(recipe).is_empty() => None,
         "fp8" => None,
         "modelopt" => algorithm(recipe),
         "compressed-tensors" => {

@@ -81,8 +81,50 @@ fn four(to: &mut Tensors, name: &str, [n, k]: [usize; 2], modelopt: bool, random
     to.floats(&format!("{name}.{factor}"), &[1], &[value]);
 }
 
+/// A matrix of 4 bits as gptq (by columns), awq (likewise) or compressed-tensors writes it.
+fn integers(to: &mut Tensors, name: &str, [n, k]: [usize; 2], recipe: &str, random: &mut Random) {
+    let (group, scale) = (64, |r: &mut Random, n| r.floats(n, 0.02, 0.01));
+    let mut words = |n: usize| (0..n).flat_map(|_| (random.next() as u32).to_le_bytes()).collect::<Vec<u8>>();
+    let [codes, zeros] = match recipe {
+        "gptq" => [("qweight", [k / 8, n]), ("qzeros", [k / group, n / 8])],
+        "awq" => [("qweight", [k, n / 8]), ("qzeros", [k / group, n / 8])],
+        _ => [("weight_packed", [n, k / 8]), ("weight_zero_point", [n / 8, k / group])],
+    };
+    for (leaf, shape) in [codes, zeros] {
+        let words = words(shape[0] * shape[1]);
+        to.0.insert(format!("{name}.{leaf}"), ("I32", shape.to_vec(), words));
+    }
+    let values = scale(random, n * k / group);
+    match recipe {
+        "compressed-tensors" => to.floats(&format!("{name}.weight_scale"), &[n, k / group], &values),
+        _ => to.floats(&format!("{name}.scales"), &[k / group, n], &values),
+    }
+    if recipe == "gptq" {
+        let groups = (0..k).flat_map(|c| (c as u32 * 7 % (k / group) as u32).to_le_bytes()).collect();
+        to.0.insert(format!("{name}.g_idx"), ("I32", vec![k], groups));
+    }
+}
+
 /// A hybrid whose layers are stored in the given recipes, all of them mixed.
 fn mixed() -> Tensors {
+    let mut index = 0;
+    hybrid(|to, name, shape, r| {
+        index += 1;
+        match index {
+            1 => eight(to, name, shape, "weight_scale", &[], r),
+            2 => eight(to, name, shape, "weight_scale_inv", &[1, 1], r),
+            3 => eight(to, name, shape, "weight_scale", &[128, 1], r),
+            4 => eight(to, name, shape, "weight_scale", &[64], r),
+            5 => four(to, name, shape, true, r),
+            6 => four(to, name, shape, false, r),
+            7 => eight(to, name, shape, "weight_scale_inv", &[2, 1], r),
+            _ => four(to, name, shape, true, r),
+        }
+    })
+}
+
+/// A hybrid whose matrices `store` stores, by name and shape.
+fn hybrid(mut store: impl FnMut(&mut Tensors, &str, [usize; 2], &mut Random)) -> Tensors {
     let (mut to, mut random) = (Tensors::default(), Random(3));
     let (d, inner, conv) = (128, 128, 160);
     let mut plain = |to: &mut Tensors, name: &str, shape: &[usize], around: f32, width: f32| {
@@ -104,20 +146,50 @@ fn mixed() -> Tensors {
     to.floats("lm_head.weight", &[40, d], &head);
     let r = &mut random;
     let layer = |i: usize, leaf: &str| format!("backbone.layers.{i}.mixer.{leaf}");
-    eight(&mut to, &layer(0, "in_proj"), [2 * inner + 2 * 16 + 4, d], "weight_scale", &[], r);
-    eight(&mut to, &layer(0, "out_proj"), [d, inner], "weight_scale_inv", &[1, 1], r);
-    eight(&mut to, &layer(1, "q_proj"), [128, d], "weight_scale", &[128, 1], r);
-    eight(&mut to, &layer(1, "k_proj"), [64, d], "weight_scale", &[64], r);
-    four(&mut to, &layer(1, "v_proj"), [64, d], true, r);
-    four(&mut to, &layer(1, "o_proj"), [d, 128], false, r);
-    eight(&mut to, &layer(2, "up_proj"), [256, d], "weight_scale_inv", &[2, 1], r);
-    four(&mut to, &layer(2, "down_proj"), [d, 256], true, r);
+    for (i, leaf, shape) in [
+        (0, "in_proj", [2 * inner + 2 * 16 + 4, d]),
+        (0, "out_proj", [d, inner]),
+        (1, "q_proj", [128, d]),
+        (1, "k_proj", [64, d]),
+        (1, "v_proj", [64, d]),
+        (1, "o_proj", [d, 128]),
+        (2, "up_proj", [256, d]),
+        (2, "down_proj", [d, 256]),
+    ] {
+        store(&mut to, &layer(i, leaf), shape, r);
+    }
     to
 }
 
 #[test]
 fn a_mix_of_recipes_equals_its_decoded_values_bit_for_bit() {
     let coded = mixed().open(r#"{"quant_method":"modelopt","quant_algo":"MIXED_PRECISION"}"#).unwrap();
+    // NVFP4 has integer codes.
+    equals_its_decoded_values(&coded, true);
+}
+
+#[test]
+fn integers_with_scales_and_zero_points_equal_their_decoded_values_bit_for_bit() {
+    let groups = r#""config_groups":{"a":{"weights":{"num_bits":4}}},"format":"pack-quantized""#;
+    for (recipe, config, rounds) in [
+        ("gptq", r#""bits":4,"group_size":64,"desc_act":false"#, true),
+        // Columns whose groups are in any order are decoded.
+        ("gptq", r#""bits":4,"group_size":64,"desc_act":true"#, false),
+        ("awq", r#""bits":4,"group_size":64,"version":"gemm""#, true),
+        ("compressed-tensors", groups, true),
+    ] {
+        let tensors = hybrid(|to, name, shape, r| match shape[0] % 8 {
+            0 => integers(to, name, shape, recipe, r),
+            // Words of 8 rows do not fit it.
+            _ => to.floats(&format!("{name}.weight"), &shape, &r.floats(shape[0] * shape[1], 0.0, 0.1)),
+        });
+        let coded = tensors.open(&format!(r#"{{"quant_method":"{recipe}",{config}}}"#)).unwrap();
+        equals_its_decoded_values(&coded, rounds);
+    }
+}
+
+/// `rounds`: whether products of integers round activations.
+fn equals_its_decoded_values(coded: &ModelFiles, rounds: bool) {
     assert!(coded.checkpoint.is_coded());
     let mut decoded = Tensors::default();
     for name in coded.checkpoint.names() {
@@ -132,11 +204,10 @@ fn a_mix_of_recipes_equals_its_decoded_values_bit_for_bit() {
         |m: &ModelFiles, products, steps: &[usize]| logits_by(products, &m.config, &m.checkpoint, &ids, steps).unwrap();
     let want = logits(&plain, Products::Fast, &[80]);
     assert!(want.iter().all(|x| x.is_finite()) && want.iter().any(|x| x.abs() > 0.1));
-    assert_eq!(logits(&coded, Products::Exact, &[50, 30]), want);
-    // NVFP4 has integer codes.
-    let fast = logits(&coded, Products::Fast, &[80]);
-    assert_ne!(fast, want);
-    assert_eq!(logits(&coded, Products::Fast, &[1; 80]), fast);
+    assert_eq!(logits(coded, Products::Exact, &[50, 30]), want);
+    let fast = logits(coded, Products::Fast, &[80]);
+    assert_eq!(fast != want, rounds);
+    assert_eq!(logits(coded, Products::Fast, &[1; 80]), fast);
     assert_eq!(coded.checkpoint.passed_over(), [""; 0]);
 }
 
@@ -145,11 +216,13 @@ fn other_recipes_are_refused_by_name() {
     let mut tensors = mixed();
     tensors.0.insert("backbone.layers.2.mixer.up_proj.qweight".into(), ("I32", vec![1], vec![0; 4]));
     for (recipe, name) in [
-        (r#"{"quant_method":"gptq","bits":4}"#, "gptq (4 bits)"),
-        (r#"{"quant_method":"awq"}"#, "awq"),
+        (r#"{"quant_method":"gptq","bits":3}"#, "gptq (3 bits)"),
+        (r#"{"quant_method":"gptq","bits":4,"checkpoint_format":"marlin"}"#, "gptq (4 bits)"),
+        (r#"{"quant_method":"awq","bits":4,"version":"gemv"}"#, "awq (4 bits)"),
+        (r#"{"quant_method":"bitsandbytes"}"#, "bitsandbytes"),
         (r#"{"quant_method":"modelopt","quant_algo":"INT4_AWQ"}"#, "modelopt INT4_AWQ"),
         (
-            r#"{"quant_method":"compressed-tensors","config_groups":{"group_0":{"format":"pack-quantized"}}}"#,
+            r#"{"quant_method":"compressed-tensors","config_groups":{"group_0":{"format":"pack-quantized","weights":{"num_bits":3}}}}"#,
             "compressed-tensors pack-quantized",
         ),
     ] {

@@ -44,6 +44,12 @@ pub(super) fn random(format: Format, n: usize, size: f32, rng: &mut Rng) -> Vec<
                 block[4..].iter_mut().for_each(|b| *b = *b & 0x87 | (*b >> 3 & 7) << 3);
                 block[..4].copy_from_slice(&(vary * size).to_le_bytes());
             }
+            Format::I4 | Format::I8 => {
+                let (scale, middle) =
+                    if format == Format::I4 { (vary * size / 8.0, 8.0) } else { (vary * size / 127.0, 1.0) };
+                block[..4].copy_from_slice(&scale.to_le_bytes());
+                block[4..8].copy_from_slice(&(scale * middle).to_le_bytes());
+            }
             Format::Plain => unreachable!("it has blocks"),
         }
         out.extend(block);

@@ -7,7 +7,7 @@ use super::Strip;
 use crate::cpu::simd::codes::Codes;
 use crate::cpu::simd::{LANES, Simd};
 use crate::format::blocks::{
-    E2M1, F4, IQ4_NL, Iq4Nl, Mxfp4, Nvfp4, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, half_e8m0, half_ue4m3,
+    E2M1, F4, I4, I8, IQ4_NL, Iq4Nl, Mxfp4, Nvfp4, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, half_e8m0, half_ue4m3,
 };
 use crate::format::{GROUP, Integers};
 
@@ -242,6 +242,57 @@ impl Blocks for F4 {
         // SAFETY: the caller's contract.
         unsafe { nvfp4(s, rows, at + 4, strip, to, &factors) }
     }
+}
+
+impl Blocks for I4 {
+    const OFFSET: bool = true;
+
+    #[inline(always)]
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let [scale, offset] = two_floats(s, rows, at);
+            for (g, codes) in pair(s, rows, at + 8).into_iter().enumerate() {
+                put(s, strip, to + g, codes, scale);
+                put_offset(s, strip, to + g, offset);
+            }
+        }
+    }
+}
+
+impl Blocks for I8 {
+    const WIDE: bool = true;
+    const OFFSET: bool = true;
+
+    #[inline(always)]
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let [scale, offset] = two_floats(s, rows, at);
+            let mut codes = eight(s, rows, at + 8);
+            for codes in &mut codes {
+                *codes = s.xor(*codes, s.splat(u32::from(S::BIAS) * 0x0101_0101));
+            }
+            put(s, strip, to, codes, scale);
+            put_offset(s, strip, to, offset);
+        }
+    }
+}
+
+/// The numbers at byte `at` of every row, and those after them.
+///
+/// # Safety
+/// The rows have these 8 bytes.
+#[inline(always)]
+unsafe fn two_floats<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize) -> [V<S>; 2] {
+    [0, 4].map(|byte| {
+        let mut lanes = [0.0; LANES];
+        for (lane, row) in lanes.iter_mut().zip(rows) {
+            // SAFETY: the caller's contract.
+            *lane = f32::from_le_bytes(unsafe { row.add(at + byte).cast::<[u8; 4]>().read_unaligned() });
+        }
+        floats(s, lanes)
+    })
 }
 
 /// A block of NVFP4 at byte `at` of every row, times a factor.

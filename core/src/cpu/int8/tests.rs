@@ -60,6 +60,11 @@ fn stored(format: Format, n: usize, k: usize, row_bytes: usize) -> Vec<u8> {
                     out[at..at + 4].copy_from_slice(&0.37f32.to_le_bytes());
                     &[]
                 }
+                Format::I4 | Format::I8 => {
+                    out[at..at + 4].copy_from_slice(&0.011f32.to_le_bytes());
+                    out[at + 4..at + 8].copy_from_slice(&(0.03 * block as f32).to_le_bytes());
+                    &[]
+                }
                 Format::Plain | Format::F8 => unreachable!("codes are no integers"),
             };
             for half in halves {
@@ -111,6 +116,11 @@ impl Case {
         out.iter().map(|x| x.to_bits()).collect()
     }
 
+    /// Whether 16 columns share a scale.
+    fn splits(&self) -> bool {
+        matches!(self.format, Format::Q6K | Format::Nvfp4 | Format::F4)
+    }
+
     /// The rule, spelled out with the groups of the exact form.
     fn want(&self) -> Vec<u32> {
         let mut out = self.before.clone();
@@ -118,7 +128,8 @@ impl Case {
             let x = &self.x[i * (self.k + X_GAP)..][..self.k];
             for j in 0..self.n {
                 let row = &self.bytes[1 + j * self.row_bytes..][..self.format.bytes(self.k, 0)];
-                let sum = with_format!(self.format, F => by_groups::<F>(x, row), other => unreachable!());
+                let sum =
+                    with_format!(self.format, F => by_groups::<F>(x, row, self.splits()), other => unreachable!());
                 let col = (j + SPLIT.min(self.n)) % self.n;
                 out[i * (self.n + OUT_GAP) + col] += SCALE * sum * self.columns[col];
             }
@@ -136,7 +147,7 @@ impl Case {
     }
 }
 
-fn by_groups<F: Integers>(x: &[f32], row: &[u8]) -> f32 {
+fn by_groups<F: Integers>(x: &[f32], row: &[u8], splits: bool) -> f32 {
     let mut acc = 0f32;
     for (g, x) in x.chunks(GROUP).enumerate() {
         let per_block = F::BLOCK / GROUP;
@@ -144,7 +155,7 @@ fn by_groups<F: Integers>(x: &[f32], row: &[u8]) -> f32 {
         let mut codes = [0; GROUP];
         let scale = round_group(x.try_into().unwrap(), &mut codes);
         let sum = |at: std::ops::Range<usize>| at.map(|i| i32::from(codes[i]) * i32::from(w.codes[i])).sum::<i32>();
-        let halves = if w.scales[0].to_bits() == w.scales[1].to_bits() && ![36, 40, 210].contains(&F::BYTES) {
+        let halves = if !splits {
             vec![(sum(0..32), w.scales[0])]
         } else {
             vec![(sum(0..16), w.scales[0]), (sum(16..32), w.scales[1])]
@@ -160,7 +171,7 @@ fn by_groups<F: Integers>(x: &[f32], row: &[u8]) -> f32 {
 
 #[test]
 fn every_format_has_the_reference_bits_on_every_isa() {
-    for format in Format::CODED.into_iter().chain([Format::F4]) {
+    for format in Format::CODED.into_iter().chain([Format::F4, Format::I4, Format::I8]) {
         let block = format.block().unwrap().0;
         for (m, n, blocks) in [(1, 9, 1), (2, 33, 2), (3, 40, 3), (5, 16, 2), (7, 70, 1), (131, 20, 2)] {
             let case = Case::new(format, m, n, blocks * block);
@@ -171,7 +182,7 @@ fn every_format_has_the_reference_bits_on_every_isa() {
 
 #[test]
 fn one_row_has_the_bits_of_many() {
-    for format in Format::CODED.into_iter().chain([Format::F4]) {
+    for format in Format::CODED.into_iter().chain([Format::F4, Format::I4, Format::I8]) {
         let case = Case::new(format, 13, 61, 768);
         for isa in Isa::all() {
             let all = case.run(isa, 1, 0, 13);

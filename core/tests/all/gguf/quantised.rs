@@ -19,7 +19,7 @@ pub fn kind(format: Format) -> u32 {
         Format::Iq4Nl => 20,
         Format::Mxfp4 => 39,
         Format::Nvfp4 => 40,
-        Format::F4 | Format::F8 => unreachable!("not in GGUF files"),
+        Format::F4 | Format::F8 | Format::I4 | Format::I8 => unreachable!("not in GGUF files"),
     }
 }
 
@@ -50,7 +50,7 @@ pub fn blocks(random: &mut Random, format: Format, n: usize, size: f32) -> Vec<u
             Format::Q6K => half(208, size / 4000.0),
             Format::Mxfp4 => block[0] = 121,
             Format::Nvfp4 => block[..4].iter_mut().for_each(|d| *d = 0x10 | *d & 7),
-            Format::Plain | Format::F4 | Format::F8 => unreachable!("not in GGUF files"),
+            Format::Plain | Format::F4 | Format::F8 | Format::I4 | Format::I8 => unreachable!("not in GGUF files"),
         }
         out.extend(block);
     }
