@@ -111,17 +111,26 @@ pub fn save(
     origin: String,
     states: usize,
 ) -> Outcome<Exported> {
+    let realm = Realm { origin, ..Realm::default() };
+    write(model, path, export(identity(files)?, files.name.clone(), encoded, messages, realm, states))
+}
+
+/// What a bundle of a prompt holds.
+pub fn export(
+    model: Identity,
+    name: String,
+    encoded: Encoded,
+    messages: Option<String>,
+    realm: Realm,
+    states: usize,
+) -> Export {
     let mut ends: Vec<u32> = encoded.boundaries.iter().map(|end| *end as u32).collect();
     ends.sort_unstable();
-    let what = Export {
-        model: identity(files)?,
-        name: files.name.clone(),
-        tokens: encoded.ids,
-        ends,
-        messages,
-        realm: Realm { origin, ..Realm::default() },
-        states,
-    };
+    Export { model, name, tokens: encoded.ids, ends, messages, realm, states }
+}
+
+/// Writes a bundle.
+pub fn write(model: &Model, path: &Path, what: Export) -> Outcome<Exported> {
     let mut out = private(path)?;
     let name = path.display().to_string();
     let work = model.with(move |engine| {

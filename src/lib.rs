@@ -45,6 +45,7 @@ mod render;
 mod serve;
 mod settings;
 mod shell;
+mod states;
 mod terminal;
 #[cfg(feature = "serve")]
 mod web;
@@ -54,7 +55,7 @@ pub use selkie_core::{
     Error, Result,
     chat::{Conversation, Message, ToolCall},
     controls::{Constraint, Controls},
-    engine::{EngineOptions, FinishReason, Finished, Timing},
+    engine::{EngineOptions, Exported, FinishReason, Finished, Imported, Timing},
     format::Products,
     model_dir::ModelFiles,
     sample::Sampling,
@@ -64,3 +65,4 @@ pub use selkie_core::{
     },
     weights::Progress,
 };
+pub use states::{load_state, save_state};

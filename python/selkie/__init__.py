@@ -130,6 +130,16 @@ class Model:
         asks = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
         return Batch([self.stream(**{**options, **ask}) for ask in asks])
 
+    def save_state(self, path, prompt, *, system=None, raw=False):
+        """Writes the state after a prompt, given as in `stream`, to a file that `load_state` and `selkie bundle` read. It is computed
+        unless the cache has it. Returns the tokens that a reader need not compute; the file is a conversation, and only its owner can read it."""
+        tokens, _states, _bytes = self._inner.save_state(path, **_prompt(self._inner, prompt, system, raw))
+        return tokens
+
+    def load_state(self, path):
+        """Puts a saved state of this model into the prefix cache. Returns the tokens that prompts which begin with it need not compute."""
+        return self._inner.load_state(path)
+
     def chat(self, *, system=None, **options):
         """A conversation, whose options every turn may override."""
         return Chat(self, system, options)

@@ -98,6 +98,15 @@ class Model:
 
         prompts: each as in `stream`, or a dict with its own options and the key "prompt".
         """
+    def save_state(
+        self, path: str | PathLike[str], prompt: Prompt, *, system: str | None = None, raw: bool = False
+    ) -> int:
+        """Writes the state after a prompt, given as in `stream`, to a file that `load_state` and `selkie bundle` read.
+
+        It is computed unless the cache has it. Returns the tokens that a reader need not compute.
+        """
+    def load_state(self, path: str | PathLike[str]) -> int:
+        """Puts a saved state of this model into the prefix cache: the tokens that prompts which begin with it need not compute."""
     def chat(self, *, system: str | None = None, **options: Any) -> Chat:
         """A conversation, whose options every turn may override."""
 

@@ -5,7 +5,8 @@ mod wake;
 
 use std::{
     ffi::OsString,
-    sync::{Mutex, PoisonError},
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::Duration,
 };
@@ -16,7 +17,9 @@ use pyo3::{
     prelude::*,
     types::{PyBytes, PyDict},
 };
-use selkie::{Ask, Device, EngineOptions, Error, FinishReason, Message, Overrides, Prompt, Update, WhenFull};
+use selkie::{
+    Ask, Device, EngineOptions, Error, FinishReason, Message, ModelFiles, Overrides, Prompt, Update, WhenFull,
+};
 
 use wake::Wake;
 
@@ -54,10 +57,23 @@ fn device_of(name: &str) -> PyResult<Device> {
     one_of("device", name, &names)
 }
 
+/// A prompt out of exactly one of its forms.
+fn prompt_of(text: Option<String>, ids: Option<Vec<u32>>, messages: Option<Vec<(String, String)>>) -> PyResult<Prompt> {
+    match (text, ids, messages) {
+        (Some(text), None, None) => Ok(Prompt::Text(text)),
+        (None, Some(ids), None) => Ok(Prompt::Ids(ids)),
+        (None, None, Some(turns)) => {
+            Ok(Prompt::Messages(turns.into_iter().map(|(role, content)| Message::new(&role, content)).collect()))
+        }
+        _ => Err(PyValueError::new_err("a request has exactly one of text, ids and messages")),
+    }
+}
+
 /// A loaded model.
 #[pyclass(frozen, module = "selkie._selkie")]
 struct Model {
     inner: selkie::Model,
+    files: Arc<ModelFiles>,
 }
 
 /// Loads the model at `path`, or the demo model.
@@ -66,7 +82,7 @@ struct Model {
 #[expect(clippy::too_many_arguments, reason = "they are Python's keyword arguments")]
 fn load(
     py: Python<'_>,
-    path: Option<std::path::PathBuf>,
+    path: Option<PathBuf>,
     device: &str,
     adapter: Option<String>,
     memory: Option<u64>,
@@ -101,7 +117,8 @@ fn load(
                 Python::attach(|py| drop(report.call1(py, (p.done, p.total))));
             });
         }
-        Ok(Model { inner: opener.load()? })
+        let files = opener.files().clone();
+        Ok(Model { inner: opener.load()?, files })
     })
     .map_err(|e: Error| raised(&e))
 }
@@ -129,20 +146,34 @@ impl Model {
         repetition_penalty: Option<f32>,
         seed: Option<u64>,
     ) -> PyResult<Answer> {
-        let prompt = match (text, ids, messages) {
-            (Some(text), None, None) => Prompt::Text(text),
-            (None, Some(ids), None) => Prompt::Ids(ids),
-            (None, None, Some(turns)) => {
-                Prompt::Messages(turns.into_iter().map(|(role, content)| Message::new(&role, content)).collect())
-            }
-            _ => return Err(PyValueError::new_err("a request has exactly one of text, ids and messages")),
-        };
+        let prompt = prompt_of(text, ids, messages)?;
         let policies = [("error", WhenFull::Error), ("drop-oldest", WhenFull::DropOldest)];
         let when_full = one_of("when_full", when_full, &policies)?;
         let sampling = Overrides { temperature, top_k, top_p, min_p, repetition_penalty, seed };
         let ask = Ask { prompt, sampling, max_tokens, stop, namespace, when_full, ..Ask::default() };
         let answer = py.detach(|| self.inner.submit(ask)).map_err(|e| raised(&e))?;
         Ok(Answer { inner: Mutex::new(answer) })
+    }
+
+    /// Writes the state after a prompt, which is given as to `submit`: the numbers of tokens, states and bytes.
+    #[pyo3(signature = (path, *, text=None, ids=None, messages=None))]
+    fn save_state(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        text: Option<String>,
+        ids: Option<Vec<u32>>,
+        messages: Option<Vec<(String, String)>>,
+    ) -> PyResult<(usize, usize, u64)> {
+        let prompt = prompt_of(text, ids, messages)?;
+        let saved = py.detach(|| selkie::save_state(&self.inner, &self.files, prompt, path)).map_err(|e| raised(&e))?;
+        Ok((saved.tokens, saved.states, saved.bytes))
+    }
+
+    /// Puts such a file into the prefix cache: the tokens that need not be computed.
+    fn load_state(&self, py: Python<'_>, path: PathBuf) -> PyResult<usize> {
+        let loaded = py.detach(|| selkie::load_state(&self.inner, &self.files, path)).map_err(|e| raised(&e))?;
+        Ok(loaded.tokens)
     }
 
     /// Whether conversations can be given.
@@ -274,7 +305,7 @@ fn converted(py: Python<'_>, update: Update) -> PyResult<Bound<'_, PyAny>> {
 #[pyfunction]
 fn logits<'py>(
     py: Python<'py>,
-    path: Option<std::path::PathBuf>,
+    path: Option<PathBuf>,
     device: &str,
     ids: Vec<u32>,
 ) -> PyResult<(Bound<'py, PyBytes>, usize)> {

@@ -125,6 +125,26 @@ class Tests(unittest.TestCase):
             next(stream)
         self.assertEqual(stream.read().finish, "cancelled")
 
+    def test_states_are_saved_and_loaded(self):
+        talk = [{"role": "system", "content": "You tell long stories. " * 20}, {"role": "user", "content": STORY}]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "story.bundle"
+            tokens = self.model.save_state(file, talk)
+            self.assertGreaterEqual(tokens, 64)
+            self.assertEqual(file.stat().st_mode & 0o777, 0o600)
+            other = selkie.load(device="cpu")
+            self.assertEqual(other.load_state(file), tokens)
+            alone = other.generate(talk, max_tokens=40, namespace="another")
+            restored = other.generate(talk, max_tokens=40)
+            self.assertEqual((restored.ids, restored.reused, alone.reused), (alone.ids, tokens, 0))
+            data = bytearray(file.read_bytes())
+            data[-9] ^= 1
+            file.write_bytes(data)
+            with self.assertRaisesRegex(Exception, "story.bundle"):
+                other.load_state(file)
+            with self.assertRaises(OSError):
+                other.load_state(Path(folder) / "none")
+
     def test_errors(self):
         for options in ({"temperature": -1.0}, {"top_p": 2.0}, {"when_full": "never"}, {"stop": [""]}):
             with self.assertRaises(ValueError, msg=options):

@@ -44,7 +44,7 @@ use super::{
     refusal::{Dialect, Refusal},
     speech::ToolUse,
 };
-use crate::bundle::STATES;
+use crate::bundle::{STATES, export};
 
 /// The bundle's name in messages.
 const NAME: &str = "the bundle";
@@ -196,10 +196,8 @@ impl Wanted {
     }
 
     fn export(self, name: String, model: Identity) -> Export {
-        let mut ends: Vec<u32> = self.prompt.boundaries.iter().map(|end| *end as u32).collect();
-        ends.sort_unstable();
         let realm = Realm { namespace: self.namespace, ..Realm::default() };
-        Export { model, name, tokens: self.prompt.ids, ends, messages: None, realm, states: self.states }
+        export(model, name, self.prompt, None, realm, self.states)
     }
 }
 

@@ -44,6 +44,13 @@ pub(crate) enum Layout {
     Bytes,
 }
 
+impl Layout {
+    /// Whether a row of the matrix is a column of what is stored.
+    fn is_by_column(self) -> bool {
+        matches!(self, Self::Gptq { .. } | Self::Awq)
+    }
+}
+
 /// How the codes of a matrix are stored, and its tensors but codes and scales.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Grouped {
@@ -90,7 +97,7 @@ impl Grouped {
         tensors: &mut BTreeMap<String, TensorInfo>,
     ) -> Result<(Self, TensorInfo), String> {
         let mut beside = |leaf: &str| tensors.remove(&format!("{stem}.{leaf}"));
-        let by_column = matches!(layout, Layout::Gptq { .. } | Layout::Awq);
+        let by_column = layout.is_by_column();
         let names = if by_column {
             ["scales", "qzeros", "g_idx"]
         } else {
@@ -141,8 +148,8 @@ impl Grouped {
         };
         let zeros_fit = self.zeros.as_ref().is_none_or(|z| z.shape == zeros && z.dtype == "I32");
         let order_fits = self.order.as_ref().is_none_or(|o| o.shape == [self.k] && o.dtype == "I32");
-        let whole = self.group * (groups - 1) < self.k
-            && !(matches!(self.layout, Layout::Gptq { .. } | Layout::Awq) && self.n % p != 0);
+        let whole_words = self.n.is_multiple_of(p) || !self.layout.is_by_column();
+        let whole = whole_words && self.group * (groups - 1) < self.k;
         if codes.shape == stored && zeros_fit && order_fits && whole {
             return Ok(());
         }
@@ -196,7 +203,7 @@ impl Grouped {
         rows: Range<usize>,
     ) -> Result<Bytes> {
         let all = async |info: &TensorInfo| source.read(&info.file, info.range.clone()).await;
-        let by_column = matches!(self.layout, Layout::Gptq { .. } | Layout::Awq);
+        let by_column = self.layout.is_by_column();
         // A row of a matrix that is stored by columns is everywhere in it.
         let (stored, first) = if by_column {
             (all(codes).await?, 0)
@@ -326,7 +333,7 @@ impl Matrix<'_> {
     fn group(&self, row: usize, group: usize) -> (f32, f32) {
         let Grouped { bits, n, k, group: width, .. } = *self.of;
         let (p, groups) = (32 / bits, k.div_ceil(width));
-        let by_column = matches!(self.of.layout, Layout::Gptq { .. } | Layout::Awq);
+        let by_column = self.of.layout.is_by_column();
         let scale = self.scales[if by_column { group * n + row } else { row * groups + group }];
         let Some(zeros) = &self.zeros else { return (scale, (1u32 << (bits - 1)) as f32) };
         let zero = match self.of.layout {
