@@ -40,11 +40,13 @@ struct Maker {
     act: DType,
     state: DType,
     step: Step<Fake>,
+    /// Whether weights are in every format, else in two.
+    every_format: bool,
 }
 
 impl Maker {
-    fn new(act: DType, state: DType, bucket: Bucket) -> Self {
-        Self { next: 2, act, state, step: Step::new(Fake(1), bucket) }
+    fn new(act: DType, state: DType, bucket: Bucket, every_format: bool) -> Self {
+        Self { next: 2, act, state, step: Step::new(Fake(1), bucket), every_format }
     }
 
     fn of(&mut self, dtype: DType, dims: &[usize]) -> Tensor<Fake> {
@@ -174,7 +176,7 @@ const OTHERS: &[Shape] = &[
 
 /// Whether the planner takes attention of 4 heads of `hd`, 2 of them for keys.
 pub fn takes_heads_of(hd: usize) -> bool {
-    let mut maker = Maker::new(DType::Bf16, DType::F32, Bucket::holding(4, 4, 4, 4, 16));
+    let mut maker = Maker::new(DType::Bf16, DType::F32, Bucket::holding(4, 4, 4, 4, 16), true);
     let mut found = Vec::new();
     attention(&mut maker, &mut found, 4, 2, hd);
     let device = device("sm_80", 163 << 10, true);
@@ -183,7 +185,7 @@ pub fn takes_heads_of(hd: usize) -> bool {
 
 /// Kernels of both halves of Nemotron-3-Nano's experts with the activation in between, for `tokens` tokens.
 pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
-    let mut m = Maker::new(DType::Bf16, DType::F32, Bucket::holding(tokens, 1, 1, 1, 1));
+    let mut m = Maker::new(DType::Bf16, DType::F32, Bucket::holding(tokens, 1, 1, 1, 1), true);
     let (d, inner, ids) = (2688, 1856, m.of(DType::U32, &[tokens, 6]));
     let up = experts(&mut m, 128, inner, d, &ids);
     let mid = m.act(&[tokens * 6, inner]);
@@ -226,17 +228,17 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> BTreeSet<Spec> {
     let mut found = BTreeSet::from([Spec::new(File::Empty)]);
     found.extend(random);
     // The numbers of all formats.
-    found.extend((1..=13).map(|format| Spec::new(File::CodesArrange).int("FORMAT", format).int("UNITS", 16)));
-    found.extend(specs_of(&BASE, arch, shared));
+    found.extend((1..=15).map(|format| Spec::new(File::CodesArrange).int("FORMAT", format).int("UNITS", 16)));
+    found.extend(specs_of(&BASE, arch, shared, all));
     let rest = if all { OTHERS } else { &OTHERS[..1] };
     for shape in rest {
         let taken: BTreeSet<File> = found.iter().map(Spec::file).collect();
-        found.extend(specs_of(shape, arch, shared).into_iter().filter(|s| all || !taken.contains(&s.file())));
+        found.extend(specs_of(shape, arch, shared, all).into_iter().filter(|s| all || !taken.contains(&s.file())));
     }
     found
 }
 
-fn specs_of(shape: &Shape, arch: &str, shared: usize) -> Vec<Spec> {
+fn specs_of(shape: &Shape, arch: &str, shared: usize, every_format: bool) -> Vec<Spec> {
     let buckets = [
         Bucket::holding(1, 1, 1, 1, 64),
         Bucket::holding(4, 4, 4, 4, 16),
@@ -247,7 +249,7 @@ fn specs_of(shape: &Shape, arch: &str, shared: usize) -> Vec<Spec> {
     let mut found = Vec::new();
     for (act, state) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::Bf16, DType::Bf16)] {
         for (bucket, tuned) in buckets.iter().flat_map(|b| [(*b, true), (*b, false)]) {
-            let mut maker = Maker::new(act, state, bucket);
+            let mut maker = Maker::new(act, state, bucket, every_format);
             let device = device(arch, shared, tuned);
             for op in ops(shape, &mut maker) {
                 op.check();
@@ -409,7 +411,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
 /// row, a few and many, else one.
 fn formats(s: &Shape, m: &Maker) -> Vec<Format> {
     let all = s.width == BASE.width && m.act == DType::Bf16 && m.state == DType::F32;
-    let all = all && [1, 4, 256].contains(&m.step.bucket.tokens);
+    let all = all && m.every_format && [1, 4, 256].contains(&m.step.bucket.tokens);
     let whole = |f: &Format| f.block().is_some_and(|(n, _)| [s.width, s.mlp].iter().all(|k| k.is_multiple_of(n)));
     let formats = Format::CODED.into_iter().chain(Format::SCALED);
     formats.filter(|f| all || [Format::Q5_0, Format::Q4K].contains(f)).filter(whole).collect()
