@@ -40,21 +40,23 @@ const QUIET = ["background-networking", "component-update", "sync", "quic"].map(
 export const FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", ...QUIET];
 const WEBGPU = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"];
 
+// Browsers of different numbers are processes of their own, each with its own GPU process.
 const browsers = new Map();
-export async function browser({ webgpu = true } = {}) {
-  if (!browsers.has(webgpu)) {
+export async function browser({ webgpu = true, number = 0 } = {}) {
+  const key = `${webgpu} ${number}`;
+  if (!browsers.has(key)) {
     const args = [...FLAGS, ...(webgpu ? WEBGPU : [])];
     const ignoreDefaultArgs = ["--disable-gpu", "--enable-unsafe-swiftshader"];
     const started = chromium.launch({ executablePath: CHROMIUM, args, ignoreDefaultArgs });
-    browsers.set(webgpu, started);
+    browsers.set(key, started);
     atEnd(async () => (await started).close());
   }
-  return browsers.get(webgpu);
+  return browsers.get(key);
 }
 
 // A new profile: no storage, no cache. `errors` collects what the console and uncaught exceptions say.
-export async function profile({ webgpu = true, ...options } = {}) {
-  const context = await (await browser({ webgpu })).newContext(options);
+export async function profile({ webgpu = true, number = 0, ...options } = {}) {
+  const context = await (await browser({ webgpu, number })).newContext(options);
   const errors = [];
   context.on("console", (message) => {
     if (message.type() === "error") errors.push(`${message.text()} (${message.location().url})`);
