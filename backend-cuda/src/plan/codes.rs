@@ -166,7 +166,7 @@ mod tests {
                         let f = shape(m, n, &layout, unit, &device).expect("a common shape");
                         let fixed = 2 * f.warps * m * TILE * 4 + 2048;
                         assert!(f.shared + fixed <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
-                        assert!(f.stages >= 2 && f.warps % f.share == 0 && f.share <= layout.units);
+                        assert!(f.stages >= 2 && f.warps.is_multiple_of(f.share) && f.share <= layout.units);
                         // The order of the sums is the same for all numbers of rows.
                         let one = shape(1, n, &layout, unit, &device).expect("a common shape");
                         assert_eq!((f.share, f.warps), (one.share, one.warps));
