@@ -158,6 +158,7 @@ fn the_counters_of_a_run_are_what_happened() {
         "tokens_reused": 2 * 256,
         "tokens_recomputed": 0,
         "tokens_generated": 5 * 3,
+        "drafts": { "rows": 0, "tokens": 0, "accepted": 0, "accepted_at": [0, 0, 0, 0, 0, 0, 0] },
         "captures": 3,
         "captures_skipped": 0,
         "evictions": { "slots": 1, "nodes": 0 },
