@@ -127,14 +127,15 @@ fn cases(args: &BenchSpeculateArgs, file: bool) -> Vec<Case> {
 #[derive(Clone)]
 struct Rated {
     own: Arc<[u32]>,
-    most: usize,
+    /// How many fewer than it is asked for: the engine also asks for tokens that it has not read yet.
+    fewer: usize,
     /// Percent that are right.
     right: u64,
 }
 
 impl Drafter for Rated {
     fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32> {
-        let next = self.own.iter().enumerate().skip(known.len()).take(most.min(self.most));
+        let next = self.own.iter().enumerate().skip(known.len()).take(most.saturating_sub(self.fewer));
         next.map(|(at, id)| if Random(at as u64).next() % 100 < self.right { *id } else { another(*id) }).collect()
     }
     fn boxed_clone(&self) -> Box<dyn Drafter> {
@@ -222,8 +223,8 @@ async fn measure(
 /// A request whose drafter knows the model's `own` text, prompt and answer.
 fn request(args: &BenchSpeculateArgs, text: &[u32], own: Arc<[u32]>, guesses: Guesses) -> Request {
     let drafter: Box<dyn Drafter> = match guesses {
-        Guesses::Off => Box::new(Rated { own, most: 0, right: 0 }),
-        Guesses::Rated(most, right) => Box::new(Rated { own, most, right }),
+        Guesses::Off => Box::new(Rated { own, fewer: usize::MAX, right: 0 }),
+        Guesses::Rated(count, right) => Box::new(Rated { own, fewer: args.drafts - count, right }),
         Guesses::Ngram => Box::new(Shadow { own, text: text.to_vec(), ngram: Ngram::default() }),
     };
     let prompt = text[..args.prompt_tokens].to_vec();
