@@ -117,7 +117,7 @@ impl ChatTemplate {
             let [bytes, said, most] = [bytes, said, most].map(thousands);
             let file = &self.file;
             let why = format!(
-                "the chat template of {file} makes {bytes} bytes of text of {said} bytes of messages; at most {most} fit"
+                "the chat template of {file} makes {bytes} bytes of text of {said} bytes of messages; at most {most} fit; correct it, or use the prompt as it is (raw)"
             );
             return Err(Error::TooLong { why, tokens: None });
         }

@@ -435,7 +435,8 @@ impl Config {
 
 /// Parses a JSON object as Python writes it, i.e. with `Infinity` and `NaN`.
 pub(crate) fn parse_object(file: &str, bytes: &[u8]) -> Result<Map<String, Value>> {
-    let text = std::str::from_utf8(bytes).map_err(|e| Error::model(file, format!("not UTF-8: {e}")))?;
+    let text = std::str::from_utf8(bytes)
+        .map_err(|e| Error::model(file, format!("not UTF-8: {e}; correct the file, or download it again")))?;
     let value = serde_json::from_str(&quote_floats(text.trim_start_matches('\u{feff}')));
     match value
         .map_err(|e| Error::model(file, format!("not valid JSON: {e}; correct the file, or download it again")))?

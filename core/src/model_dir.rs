@@ -293,8 +293,9 @@ async fn chat_template(
     const JINJA: &str = "chat_template.jinja";
     const JSON: &str = "chat_template.json";
     if let Some(bytes) = read_small(source, JINJA, MAX_JSON).await? {
-        let text =
-            std::str::from_utf8(&bytes).map_err(|e| Error::model(source.path(JINJA), format!("not UTF-8: {e}")))?;
+        let text = std::str::from_utf8(&bytes).map_err(|e| {
+            Error::model(source.path(JINJA), format!("not UTF-8: {e}; correct the file, or download it again"))
+        })?;
         return Ok(Some((JINJA, text.to_owned())));
     }
     if let Some(bytes) = read_small(source, JSON, MAX_JSON).await? {
