@@ -6,7 +6,7 @@ use selkie_core::{
     backend::{Backend, Caps, DeviceInfo},
     cpu::CpuBackend,
     engine::{AnyEngine, Engine, EngineOptions},
-    format::{Format, Products},
+    format::Products,
     model_dir::ModelFiles,
     models, session,
     step::Bucket,
@@ -58,11 +58,6 @@ impl Opened {
     /// See [`Backend::free_memory`].
     pub fn free_memory(&self) -> Option<u64> {
         on!(self, b => b.free_memory())
-    }
-
-    /// See [`Backend::multiplies`].
-    pub fn multiplies(&self, format: Format) -> bool {
-        on!(self, b => b.multiplies(format))
     }
 }
 

@@ -127,7 +127,7 @@ impl Inspect {
         let (caps, free) = (backend.caps(), backend.free_memory());
         let mut formats = self.absent;
         if formats.len() == 1 {
-            formats.extend(fit::coded(self.spec.parameters, backend));
+            formats.extend(fit::coded(self.spec.parameters));
         }
         let fit = Fit::new(&self.spec, &formats, &self.options, caps, free);
         // States get the memory that the weights leave.

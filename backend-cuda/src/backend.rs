@@ -286,10 +286,6 @@ impl Backend for Cuda {
         Buf::alloc(&self.context, &self.stream, label, bytes)
     }
 
-    fn multiplies(&self, _: Format) -> bool {
-        true
-    }
-
     fn coded_bytes(&self, format: Format, dims: &[usize]) -> u64 {
         codes::bytes(format, dims)
     }

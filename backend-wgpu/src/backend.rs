@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use selkie_core::backend::{Backend, Caps, Handle, Ops};
 use selkie_core::error::{Error, Result};
-use selkie_core::format::Format;
 use selkie_core::ops::Op;
 use selkie_core::source::Bytes;
 use selkie_core::tensor::{DType, Tensor};
@@ -298,10 +297,6 @@ impl Backend for WgpuBackend {
 
     fn adopt(&self, _: &Bytes) -> Option<Buf> {
         None
-    }
-
-    fn multiplies(&self, _: Format) -> bool {
-        true
     }
 
     fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {

@@ -87,10 +87,6 @@ pub trait Backend: Sized + 'static {
     }
     /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
     fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;
-    /// Whether products, expert products and the embedding take weights of a format.
-    fn multiplies(&self, format: Format) -> bool {
-        format == Format::Plain
-    }
     /// Bytes of a buffer for coded rows: `dims` are `[n, bytes]` or, for experts, `[E, n, bytes]`. Not fewer than are stored.
     fn coded_bytes(&self, format: Format, dims: &[usize]) -> u64 {
         let _ = format;

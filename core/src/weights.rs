@@ -201,24 +201,9 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.checkpoint.get(&self.full(name), shape).await
     }
 
-    /// The stored rows that a weight is made of, in formats that the backend multiplies.
+    /// The stored rows that a weight is made of.
     fn runs(&self, name: &str, shape: &[usize]) -> Result<Vec<Run>> {
-        let name = self.full(name);
-        let runs = self.checkpoint.runs(&name, shape)?;
-        runs.iter().try_for_each(|run| self.refuse_format(&name, run.tensor.format))?;
-        Ok(runs)
-    }
-
-    /// # Errors
-    /// [`Error::Unsupported`] for a format that the backend does not multiply.
-    fn refuse_format(&self, name: &str, format: Format) -> Result<()> {
-        if self.backend.multiplies(format) {
-            return Ok(());
-        }
-        Err(Error::Unsupported {
-            what: format!("tensor `{name}` of type {} on {}", format.name(), self.backend.caps().backend),
-            why: "this backend has no kernels for it; choose another one (--backend wgpu or --backend cpu)".into(),
-        })
+        self.checkpoint.runs(&self.full(name), shape)
     }
 
     /// The first of several prefixes, separated by `|`, that a stored tensor has; the first of all if none has.

@@ -3,7 +3,6 @@
 use selkie_core::{backend::Caps, config::Config, engine::EngineOptions, format::Format, models::ModelSpec};
 use serde_json::{Value, json};
 
-use crate::backend::Opened;
 use crate::terminal::{size, thousands};
 
 /// The sequences of the answer "how many": of this many tokens each, or of the whole context if that is shorter.
@@ -40,14 +39,13 @@ pub fn bytes(parameters: u64, format: &str) -> u64 {
     parameters.saturating_mul(if format == "F32" { 4 } else { 2 })
 }
 
-/// The common formats of GGUF files that the backend takes, and what so many weights would take in them.
-pub fn coded(parameters: u64, backend: &Opened) -> Vec<(String, u64)> {
-    let taken = [Format::Q8_0, Format::Q4K].into_iter().filter(|format| backend.multiplies(*format));
+/// The common formats of GGUF files, and what so many weights would take in them.
+pub fn coded(parameters: u64) -> Vec<(String, u64)> {
     let size = |format: Format| {
         let (elements, bytes) = format.block()?;
         Some((format!("{} (as GGUF)", format.name()), (parameters as f64 / elements as f64 * bytes as f64) as u64))
     };
-    taken.filter_map(size).collect()
+    [Format::Q8_0, Format::Q4K].into_iter().filter_map(size).collect()
 }
 
 impl Fit {

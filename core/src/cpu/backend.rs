@@ -8,7 +8,7 @@ use super::simd::Isa;
 use super::{Buf, par, view};
 use crate::backend::{Backend, Caps, Handle, Ops};
 use crate::error::{Error, Result};
-use crate::format::{Format, Products};
+use crate::format::Products;
 use crate::ops::Op;
 use crate::source::Bytes;
 use crate::tensor::{DType, Tensor};
@@ -105,10 +105,6 @@ impl Backend for CpuBackend {
     fn free_memory(&self) -> Option<u64> {
         let at_start = self.free_at_start?.saturating_sub(self.allocated.get());
         Some(system::memory()?.available.min(at_start))
-    }
-
-    fn multiplies(&self, _: Format) -> bool {
-        true
     }
 
     fn adopts(&self) -> bool {

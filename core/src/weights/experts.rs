@@ -92,9 +92,7 @@ impl<B: Backend> Loader<'_, B> {
             let (mut col, mut blocks) = (0, Vec::new());
             for (pattern, rows) in each {
                 let name = pattern.replace("{}", &e.to_string());
-                let full = self.full(&name);
-                let tensor = self.checkpoint.tensor(&full, &[*rows, k])?;
-                self.refuse_format(&full, tensor.format)?;
+                let tensor = self.checkpoint.tensor(&self.full(&name), &[*rows, k])?;
                 if self.backend.adopts() {
                     let (format, row) = (tensor.format, tensor.row_bytes() / tensor.dtype.bytes());
                     let w = self.adopt(tensor).await?;

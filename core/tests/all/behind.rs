@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use selkie_core::backend::{Backend, Caps};
 use selkie_core::cpu::{Buf, CpuBackend, Rec, Tape};
 use selkie_core::error::Result;
-use selkie_core::format::{Format, Products};
+use selkie_core::format::Products;
 use selkie_core::ops::Op;
 use selkie_core::source::Bytes;
 use selkie_core::tensor::Tensor;
@@ -55,9 +55,6 @@ impl Backend for Behind {
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
         self.note("alloc");
         self.cpu.alloc(label, bytes)
-    }
-    fn multiplies(&self, format: Format) -> bool {
-        self.cpu.multiplies(format)
     }
     fn adopts(&self) -> bool {
         true
