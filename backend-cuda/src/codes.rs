@@ -30,11 +30,16 @@ pub struct Layout {
     pub units: usize,
 }
 
+/// Elements of a unit of a row; `None` for plain ones.
+pub fn unit(format: Format) -> Option<usize> {
+    Some(format.block()?.0.max(64))
+}
+
 impl Layout {
     /// Of rows of `k` elements; `None` for plain ones.
     pub fn of(format: Format, k: usize) -> Option<Self> {
         let (block, bytes) = format.block()?;
-        let unit = block.max(64);
+        let unit = unit(format)?;
         Some(Self { format: number(format), unit_bytes: TILE * unit / block * bytes, units: k.div_ceil(unit) })
     }
 

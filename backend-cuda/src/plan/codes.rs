@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     arguments::{At, CodesDecode, Rows},
-    codes::{Layout, TILE, UNIT_WARPS},
+    codes::{Layout, TILE, UNIT_WARPS, unit},
     launch::{Address, Launch},
     spec::{File, Spec},
 };
@@ -27,6 +27,7 @@ const FEWEST_WARPS: usize = 12;
 const WARPS: usize = 16;
 /// Bytes of a stage at which a warp's part of a tile is cut, the best first: much shorter copies are slower.
 const STAGE_BYTES: [usize; 2] = [3 << 10, 1 << 10];
+
 /// How a block is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
@@ -54,10 +55,10 @@ fn teams(tiles: usize, units: usize, most_warps: usize, sms: usize) -> (usize, u
     all.min_by_key(|&(share, teams)| (cost(share, teams), (share * teams).abs_diff(WARPS), teams)).unwrap_or((1, 1))
 }
 
-/// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits.
+/// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits. `unit`: elements of one.
 fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
     let tiles = n.div_ceil(TILE);
-    // So many that two stages of one unit fit beside the sums of any number of rows.
+    // As many as leave room for two stages of one unit and the sums of any number of rows.
     let warps = device.shared.saturating_sub(SMEM_LEFT_FREE + SUMS_BYTES) / (2 * layout.unit_bytes);
     let (share, teams) = teams(tiles, layout.units, warps.clamp(1, MOST_WARPS), device.sms);
     let (warps, blocks) = (share * teams, tiles.min(device.sms));
@@ -82,12 +83,11 @@ fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> O
 
 /// How the kernel that reads codes is cut, if it takes the product.
 fn cut<B: Address>(p: &Product<B>, device: &Device) -> Option<(Layout, Shape)> {
-    let layout = Layout::of(p.w.format, p.k())?;
-    let (unit, _) = p.w.format.block()?;
+    let (layout, unit) = (Layout::of(p.w.format, p.k())?, unit(p.w.format)?);
     if !(device.tuned && p.m() <= SKINNY_ROWS && wide(&[&p.op.x])) {
         return None;
     }
-    Some((layout, shape(p.m(), p.n(), &layout, unit.max(64), device)?))
+    Some((layout, shape(p.m(), p.n(), &layout, unit, device)?))
 }
 
 /// Whether the product is computed from the codes.
@@ -160,7 +160,7 @@ mod tests {
             let device = Device::like_h200(shared);
             for format in Format::CODED.into_iter().chain(Format::SCALED) {
                 for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (2048, 2048), (100, 1024), (64, 256)] {
-                    let unit = format.block().expect("a coded format").0.max(64);
+                    let unit = unit(format).expect("a coded format");
                     let layout = Layout::of(format, k).expect("a coded format");
                     for m in 1..=SKINNY_ROWS {
                         let f = shape(m, n, &layout, unit, &device).expect("a common shape");

@@ -138,35 +138,28 @@ pub(super) fn multiply<B: Address>(
     let (k, n, top, experts) = (a.x.row_len(), a.out.row_len(), a.ids.row_len(), block.w.rows());
     let (stages, shared) = form.shared();
     let (tiles, order) = table_args(a, arena);
+    // Both forms whose blocks of threads take 128 columns and `bm` pairs.
+    let constants = |spec: Spec, bm: usize| {
+        spec.int("K", k)
+            .int("N", n)
+            .int("BM", bm)
+            .int("STAGES", stages)
+            .int("TOP", top)
+            .flag("X_PER_PAIR", a.combine.is_some())
+            .ty("out_t", out_t)
+    };
+    let grid = |bm: usize| [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
     let launch = match form {
         Form::Warps(bm) => {
-            let spec = Spec::new(File::ExpertGrouped)
-                .int("K", k)
-                .int("N", n)
-                .int("BM", bm)
-                .int("STAGES", stages)
-                .int("TOP", top)
-                .flag("X_PER_PAIR", a.combine.is_some())
-                .ty("out_t", out_t);
             let args = arguments::ExpertGrouped { x: (&a.x).into(), w: (&block.w).into(), tiles, order, out };
-            let grid = [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
-            Launch::new(spec, grid, 128, &args)
+            Launch::new(constants(Spec::new(File::ExpertGrouped), bm), grid(bm), 128, &args)
         }
         Form::Codes(bm) => {
             let layout = Layout::of(block.format, k).expect("rows of codes");
-            let spec = Spec::new(File::ExpertGroupedCodes)
-                .int("FORMAT", layout.format)
-                .int("K", k)
-                .int("N", n)
-                .int("BM", bm)
-                .int("STAGES", stages)
-                .int("TOP", top)
-                .flag("X_PER_PAIR", a.combine.is_some())
-                .ty("out_t", out_t);
+            let spec = Spec::new(File::ExpertGroupedCodes).int("FORMAT", layout.format);
             let w = Rows { at: address(&block.w), stride: layout.bytes(n) as u64 };
             let args = arguments::ExpertGroupedCodes { x: (&a.x).into(), w, tiles, order, out };
-            let grid = [n.div_ceil(128), a.ids.len().div_ceil(bm) + experts.min(a.ids.len()), 1];
-            Launch::new(spec, grid, 128, &args)
+            Launch::new(constants(spec, bm), grid(bm), 128, &args)
         }
         Form::Warpgroups(columns) => {
             let spec = Spec::new(File::ExpertWgmma)
