@@ -224,7 +224,7 @@ impl Checkpoint {
     /// The same with the integers that a recipe stores as `layout` says.
     ///
     /// # Errors
-    /// [`Error::BadModel`] naming a tensor that does not fit those beside it.
+    /// [`Error::BadModel`] naming a matrix whose tensors do not fit one another.
     pub(crate) fn with_integers(self, layout: Layout) -> Result<Self> {
         let Kind::Files { source, tensors, asked } = self.kind else { return Ok(self) };
         let mut tensors = Arc::unwrap_or_clone(tensors);

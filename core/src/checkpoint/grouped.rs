@@ -17,7 +17,7 @@ use std::{collections::BTreeMap, ops::Range, sync::Arc};
 use super::{
     TensorInfo,
     header::known_dtype,
-    scaled::{Kind, Scaled},
+    scaled::{Kind, Scaled, room},
 };
 use crate::{
     Error, Result,
@@ -228,10 +228,7 @@ impl Grouped {
             },
         };
         let (dtype, format) = self.format(self.k);
-        let size = rows.len() * format.bytes(self.k, dtype.bytes());
-        let mut out = Vec::new();
-        let why = || Error::OutOfMemory { what: "rows of scaled weights".into(), asked: size as u64, free: 0 };
-        out.try_reserve_exact(size).map_err(|_| why())?;
+        let mut out = room(rows.len() * format.bytes(self.k, dtype.bytes()))?;
         let mut tile = vec![0; TILE.min(rows.len()) * self.k];
         for start in rows.clone().step_by(TILE) {
             let part = start..rows.end.min(start + TILE);

@@ -123,6 +123,15 @@ async fn floats(source: &dyn Source, info: &TensorInfo, range: Range<usize>) -> 
     Ok(dtype.to_f32(&bytes))
 }
 
+/// Memory for rows of `bytes` bytes, which a file may claim to have.
+pub(super) fn room(bytes: usize) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    match out.try_reserve_exact(bytes) {
+        Ok(()) => Ok(out),
+        Err(_) => Err(Error::OutOfMemory { what: "rows of scaled weights".into(), asked: bytes as u64, free: 0 }),
+    }
+}
+
 impl Scaled {
     /// The scales and, if there is one, the factor.
     pub(super) fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
@@ -166,10 +175,7 @@ impl Scaled {
         let at = |row: usize| weight.range.start + (row * stored) as u64;
         let codes = source.read(&weight.file, at(rows.start)..at(rows.end)).await?;
         let (dtype, format) = self.format(k);
-        let mut out = Vec::new();
-        let size = rows.len() * format.bytes(k, dtype.bytes());
-        let why = || Error::OutOfMemory { what: "rows of scaled weights".into(), asked: size as u64, free: 0 };
-        out.try_reserve_exact(size).map_err(|_| why())?;
+        let mut out = room(rows.len() * format.bytes(k, dtype.bytes()))?;
         match &self.kind {
             Kind::Integers(_) => unreachable!("returned above"),
             Kind::Eight { rows: high, columns } => {
