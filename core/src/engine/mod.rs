@@ -238,8 +238,9 @@ impl<B: Backend> Engine<B> {
     /// probabilities are read per step, so requests with either do not draft.
     fn choose_drafter(&self, request: &mut Request, rules: bool) {
         let plain = !rules && request.prompt_logprobs.is_none() && request.sampling.repetition_penalty == 1.0;
-        let drafter = request.drafter.take().unwrap_or_else(|| Box::new(Ngram::default()));
-        request.drafter = (plain && self.speculate != Speculate::Off).then_some(drafter);
+        let given = request.drafter.take();
+        let drafts = plain && self.speculate != Speculate::Off;
+        request.drafter = drafts.then(|| given.unwrap_or_else(|| Box::new(Ngram::default())));
     }
 
     /// Ends a request at any moment; its `Finished` event comes with the next step. Unknown ids are ignored.

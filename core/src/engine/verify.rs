@@ -101,9 +101,8 @@ impl Scheduler {
             let seq = &mut self.running[i];
             let drafts = seq.guess(self.limits.drafts, self.limits.draft_cost);
             if !drafts.is_empty() {
-                let in_place = row.chunks.first().is_some_and(|chunk| chunk.src == Src::Slot(chunk.dst));
                 let left = (seq.pages.len() * GRID).saturating_sub(seq.done);
-                guesses.push(Guess { row: at, drafts, gauge: seq.gauge.clone(), in_place, left });
+                guesses.push(Guess { row: at, drafts, gauge: seq.gauge.clone(), in_place: in_place(row), left });
             }
         }
         guesses
@@ -135,6 +134,11 @@ impl Scheduler {
         self.stats.drafts.rows += 1;
         self.stats.drafts.tokens += drafts.len() as u64;
     }
+}
+
+/// Whether a row of one token writes the slot that it reads.
+fn in_place(row: &Row) -> bool {
+    row.chunks.first().is_some_and(|chunk| chunk.src == Src::Slot(chunk.dst))
 }
 
 fn count(plan: &Plan, of: fn(&Row) -> usize) -> usize {
@@ -177,7 +181,7 @@ impl Sequence {
             Arc::make_mut(&mut row.pages).push(page);
         }
         let mut take = || cache.take_free_slot().expect("there is room");
-        if row.chunks.first().is_some_and(|chunk| chunk.src == Src::Slot(chunk.dst)) {
+        if in_place(row) {
             // A row of several chunks does not write what it reads.
             self.spare = Some(std::mem::replace(&mut self.cur, take()));
             row.chunks[0].dst = self.cur;
