@@ -60,12 +60,7 @@ fn make(args: &MakeArgs) -> Outcome {
     };
     let files = model::open(&args.model)?;
     let model = model::load(&args.model.backend, &files, &model::engine_options(&args.pool, 1))?;
-    let encoded = model.encode(prompt, WhenFull::Error, Some(1))?;
-    let ask = Ask { prompt: Prompt::Encoded(encoded.clone()), max_tokens: Some(1), ..Ask::default() };
-    let done = model.submit(ask)?.finish();
-    if let Some(e) = done.end.error {
-        return Err(e.into());
-    }
+    let encoded = compute(&model, prompt)?;
     let saved = save(&model, &files, &args.output, encoded, None, String::new(), args.states)?;
     terminal::dim_note(saved_line(&saved, &args.output));
     Ok(())
@@ -75,6 +70,16 @@ fn stdin() -> Outcome<String> {
     let bytes = input_file::read(std::io::stdin().lock(), MAX_TEXT_BYTES as u64);
     let bytes = bytes.map_err(|e| Failure::Other(format!("standard input: {e}")))?;
     String::from_utf8(bytes).map_err(|_| Failure::Other("standard input: not UTF-8".into()))
+}
+
+/// Has a prompt computed, so that the cache has it.
+pub fn compute(model: &Model, prompt: Prompt) -> Outcome<Encoded> {
+    let encoded = model.encode(prompt, WhenFull::Error, Some(1))?;
+    let ask = Ask { prompt: Prompt::Encoded(encoded.clone()), max_tokens: Some(1), ..Ask::default() };
+    match model.submit(ask)?.finish().end.error {
+        Some(e) => Err(e.into()),
+        None => Ok(encoded),
+    }
 }
 
 /// The prompt of a conversation up to the end of its last message.
@@ -172,17 +177,17 @@ pub fn open(path: &Path) -> Outcome<Reader<'static>> {
     Ok(Reader::open(BufReader::with_capacity(READ_BYTES, file), &name)?)
 }
 
-/// Puts a bundle, whose head was read, into the empty namespace of a loaded model.
-pub fn insert(
-    model: &Model,
-    files: &Arc<ModelFiles>,
-    mut bundle: Reader<'static>,
-    exact_only: bool,
-) -> Outcome<Imported> {
-    let (file, tokens) = (bundle.file().to_owned(), bundle.head().tokens.len());
-    let into = Import { model: identity(files)?, namespace: String::new(), exact_only };
+/// Reads a bundle, whose head was read, into the empty namespace of the model with this identity.
+pub fn read(model: &Model, identity: Identity, mut bundle: Reader<'static>, exact_only: bool) -> Outcome<Imported> {
+    let into = Import { model: identity, namespace: String::new(), exact_only };
     let work = model.with(move |engine| engine.import(&mut bundle, &into));
-    let imported = work.wait()??;
+    Ok(work.wait()??)
+}
+
+/// [`read`] for a loaded model; says on stderr what came of it.
+pub fn insert(model: &Model, files: &Arc<ModelFiles>, bundle: Reader<'static>, exact_only: bool) -> Outcome<Imported> {
+    let (file, tokens) = (bundle.file().to_owned(), bundle.head().tokens.len());
+    let imported = read(model, identity(files)?, bundle, exact_only)?;
     let kind = match imported.origin.as_str() {
         "" => "exact".to_owned(),
         origin => format!("converted from `{origin}`"),

@@ -4,9 +4,10 @@ use std::path::Path;
 
 use selkie_core::{
     Error, Result,
-    engine::{Exported, Import, Imported},
+    bundle::Identity,
+    engine::{Exported, Imported},
     model_dir::ModelFiles,
-    session::{Ask, Model, Prompt, WhenFull},
+    session::{Model, Prompt},
     state::Realm,
 };
 
@@ -26,12 +27,8 @@ pub fn save_state(model: &Model, files: &ModelFiles, prompt: Prompt, path: impl 
         Prompt::Messages(messages) => bundle::whole(messages),
         other => other,
     };
-    let encoded = model.encode(prompt, WhenFull::Error, Some(1))?;
-    let ask = Ask { prompt: Prompt::Encoded(encoded.clone()), max_tokens: Some(1), ..Ask::default() };
-    if let Some(e) = model.submit(ask)?.finish().error() {
-        return Err(Error::BadRequest(e.to_string()));
-    }
-    let identity = pollster::block_on(files.identity(&mut |_| {}))?;
+    let encoded = bundle::compute(model, prompt).map_err(plain)?;
+    let identity = identity(files)?;
     let what = bundle::export(identity, files.name.clone(), encoded, None, Realm::default(), STATES);
     bundle::write(model, path.as_ref(), what).map_err(plain)
 }
@@ -41,16 +38,19 @@ pub fn save_state(model: &Model, files: &ModelFiles, prompt: Prompt, path: impl 
 /// # Errors
 /// [`Error::BadRequest`] for another model or other numerics; [`Error::BadModel`] for a file that is damaged; [`Error::Io`].
 pub fn load_state(model: &Model, files: &ModelFiles, path: impl AsRef<Path>) -> Result<Imported> {
-    let mut bundle = bundle::open(path.as_ref()).map_err(plain)?;
-    let identity = pollster::block_on(files.identity(&mut |_| {}))?;
-    let into = Import { model: identity, namespace: String::new(), exact_only: true };
-    let work = model.with(move |engine| engine.import(&mut bundle, &into));
-    work.wait().map_err(|e| Error::BadRequest(e.to_string()))?
+    let saved = bundle::open(path.as_ref()).map_err(plain)?;
+    bundle::read(model, identity(files)?, saved, true).map_err(plain)
+}
+
+/// Digests of the model's files; the first call reads all weights.
+fn identity(files: &ModelFiles) -> Result<Identity> {
+    pollster::block_on(files.identity(&mut |_| {}))
 }
 
 fn plain(failure: Failure) -> Error {
     match failure {
         Failure::Engine(e) => e,
+        Failure::Shared(e) => Error::BadRequest(e.to_string()),
         other => Error::BadRequest(other.message().unwrap_or_default()),
     }
 }
