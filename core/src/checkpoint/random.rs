@@ -56,13 +56,11 @@ pub(super) fn tensor(seed: u64, name: &str, shape: &[usize], format: Format) -> 
         (*k, spread.dtype) = (format.bytes(*k, 1), DType::U8);
     }
     let bytes = stored.iter().try_fold(spread.dtype.bytes(), |n, d| n.checked_mul(*d));
-    let mut data = Vec::<u8>::new();
-    let fits = bytes.is_some_and(|n| data.try_reserve_exact(n).is_ok());
-    let (true, Some(bytes)) = (fits, bytes) else {
+    // Memory that the system supplies zeroed is committed by the threads that fill it.
+    let Some(mut data) = bytes.and_then(|n| bytemuck::allocation::try_zeroed_vec::<u8>(n).ok()) else {
         let asked = stored.iter().fold(spread.dtype.bytes() as u64, |n, d| n.saturating_mul(*d as u64));
         return Err(Error::OutOfMemory { what: format!("random tensor `{name}` {shape:?}"), asked, free: 0 });
     };
-    data.resize(bytes, 0);
     fill(&mut data, key(seed, name), &spread);
     if let Some(k) = shape.last() {
         recipe::tame(format, *k, &mut data);

@@ -28,25 +28,30 @@ fn sum<S: Simd>(s: S, x: &[f32]) -> f32 {
 
 /// Bytes per second that `threads` threads read from memory together: the best of several passes over 512 MiB.
 pub fn read_bandwidth(threads: usize) -> f64 {
-    let data = vec![1f32; READ_BYTES / 4];
     let isa = Isa::best();
-    let share = data.len().div_ceil(threads.max(1));
+    let share = (READ_BYTES / 4).div_ceil(threads.max(1));
+    // Each thread commits the memory that it reads.
+    let mut parts = vec![Vec::new(); threads.max(1)];
+    each(&mut parts, |part| part.resize(share, 1f32));
     let mut best = f64::INFINITY;
     for _ in 0..5 {
         let start = Instant::now();
-        #[cfg(not(target_arch = "wasm32"))]
-        std::thread::scope(|scope| {
-            for part in data.chunks(share) {
-                scope.spawn(move || std::hint::black_box(dispatch!(isa, |s| sum(s, part))));
-            }
-        });
-        #[cfg(target_arch = "wasm32")]
-        for part in data.chunks(share) {
-            std::hint::black_box(dispatch!(isa, |s| sum(s, part)));
-        }
+        each(&mut parts, |part| drop(std::hint::black_box(dispatch!(isa, |s| sum(s, part)))));
         best = best.min(start.elapsed().as_secs_f64());
     }
-    READ_BYTES as f64 / best
+    (parts.len() * share * 4) as f64 / best
+}
+
+/// Does `work` for each part in a thread of its own; in a browser one after the other.
+fn each(parts: &mut [Vec<f32>], work: impl Fn(&mut Vec<f32>) + Sync) {
+    #[cfg(not(target_arch = "wasm32"))]
+    std::thread::scope(|scope| {
+        for part in parts {
+            scope.spawn(|| work(part));
+        }
+    });
+    #[cfg(target_arch = "wasm32")]
+    parts.iter_mut().for_each(work);
 }
 
 /// Floating-point operations per second of selkie's own matrix product, f32 `[512, 2048] x [2048, 2048]` on all threads:
