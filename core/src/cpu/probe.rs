@@ -36,7 +36,7 @@ pub fn read_bandwidth(threads: usize) -> f64 {
     let mut best = f64::INFINITY;
     for _ in 0..5 {
         let start = Instant::now();
-        each(&mut parts, |part| drop(std::hint::black_box(dispatch!(isa, |s| sum(s, part)))));
+        each(&mut parts, |part| _ = std::hint::black_box(dispatch!(isa, |s| sum(s, part))));
         best = best.min(start.elapsed().as_secs_f64());
     }
     (parts.len() * share * 4) as f64 / best
