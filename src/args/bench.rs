@@ -103,7 +103,7 @@ pub struct BenchOpsArgs {
 pub struct BenchSpeculateArgs {
     #[command(flatten)]
     pub target: BenchTarget,
-    /// Also guess as if this text were prompts and answers
+    /// Guess as if this text, and not made-up ids, were prompts and answers
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
     /// When rows with guesses are planned: always, or where it should pay

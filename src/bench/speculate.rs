@@ -37,8 +37,7 @@ pub fn run(args: &BenchSpeculateArgs) -> Outcome {
     let text = args.text.as_deref().map(|path| text(path, &files)).transpose()?;
     let mut engine = load(args, &files)?;
     let texts = texts(args, engine.spec().vocab, text)?;
-    let cases = cases(args, texts.len() > 1);
-    let measured = pollster::block_on(measure(&mut *engine, args, &texts, &cases))?;
+    let measured = pollster::block_on(measure(&mut *engine, args, &texts, &cases(args)))?;
     let mut out = Output::new();
     let device = format!("{} ({})", engine.caps().backend, engine.caps().device);
     match args.target.json {
@@ -77,26 +76,18 @@ fn text(path: &Path, files: &ModelFiles) -> Outcome<Vec<u32>> {
     Ok(demo.tokenizer()?.encode_plain(&text)?)
 }
 
-/// What the sequences of a run are: prompt and, after it, what the drafter takes for the answer.
-struct Texts {
-    name: &'static str,
-    of: Vec<Vec<u32>>,
-}
-
-/// Made-up ids and, if there is one, parts of the file.
-fn texts(args: &BenchSpeculateArgs, vocab: usize, file: Option<Vec<u32>>) -> Outcome<Vec<Texts>> {
+/// What the sequences of a run are, prompts and what the drafter takes for the answers: parts of the file, else made-up ids.
+fn texts(args: &BenchSpeculateArgs, vocab: usize, file: Option<Vec<u32>>) -> Outcome<Vec<Vec<u32>>> {
     let (length, mut random) = (args.prompt_tokens + args.decode_tokens, Random(SEED));
-    let made_up = (0..args.batch).map(|_| random.ids(length, vocab)).collect();
-    let mut all = vec![Texts { name: "made-up ids", of: made_up }];
-    let Some(ids) = file else { return Ok(all) };
+    let Some(ids) = file else {
+        return Ok((0..args.batch).map(|_| random.ids(length, vocab)).collect());
+    };
     if ids.len() < length || ids.iter().any(|id| *id as usize >= vocab) {
         let why = format!("the text has {} tokens of {} that are needed, or ids beyond {vocab}", ids.len(), length);
         return Err(Failure::Usage(format!("--text: {why}; give a longer one, or fewer tokens")));
     }
     let spread = (ids.len() - length) / args.batch;
-    let parts = (0..args.batch).map(|i| ids[i * spread..][..length].to_vec());
-    all.push(Texts { name: "the text", of: parts.collect() });
-    Ok(all)
+    Ok((0..args.batch).map(|i| ids[i * spread..][..length].to_vec()).collect())
 }
 
 /// What the drafters of a run do.
@@ -108,19 +99,11 @@ enum Guesses {
     Ngram,
 }
 
-/// Drafts of the texts, by their place.
-struct Case {
-    text: usize,
-    guesses: Guesses,
-}
-
-fn cases(args: &BenchSpeculateArgs, file: bool) -> Vec<Case> {
-    let counts = [1, 3, 7].into_iter().filter(|count| *count <= args.drafts);
+/// A text says nothing about guesses of a given quality, so these are measured without one.
+fn cases(args: &BenchSpeculateArgs) -> Vec<Guesses> {
+    let counts = [1, 3, 7].into_iter().filter(|count| *count <= args.drafts && args.text.is_none());
     let rated = counts.flat_map(|count| RIGHT.map(|right| Guesses::Rated(count, right)));
-    let made_up = [Guesses::Off].into_iter().chain(rated).chain([Guesses::Ngram]);
-    let of_file = [Guesses::Off, Guesses::Ngram].into_iter().filter(|_| file);
-    let case = |text| move |guesses| Case { text, guesses };
-    made_up.map(case(0)).chain(of_file.map(case(1))).collect()
+    [Guesses::Off].into_iter().chain(rated).chain([Guesses::Ngram]).collect()
 }
 
 /// Guesses the model's own answer.
@@ -177,31 +160,26 @@ struct Speed {
 }
 
 struct Measured {
-    text: &'static str,
     guesses: Guesses,
     speed: Speed,
-    /// The rate of no guesses with this text.
+    /// The rate without guesses.
     off: f64,
 }
 
 async fn measure(
     engine: &mut dyn AnyEngine,
     args: &BenchSpeculateArgs,
-    texts: &[Texts],
-    cases: &[Case],
+    texts: &[Vec<u32>],
+    cases: &[Guesses],
 ) -> Result<Vec<Measured>> {
-    let mut answers = Vec::new();
-    for texts in texts {
-        let silent = texts.of.iter().map(|text| request(args, text, Arc::default(), Guesses::Off)).collect();
-        answers.push(decode(engine, silent).await?.1);
-    }
+    let silent = texts.iter().map(|text| request(args, text, Arc::default(), Guesses::Off)).collect();
+    let answers = decode(engine, silent).await?.1;
     let mut best = vec![Speed::default(); cases.len()];
     for run in 0..=args.runs {
         for (case, best) in cases.iter().zip(&mut best) {
-            let sequences = texts[case.text].of.iter().zip(&answers[case.text]);
-            let requests = sequences.map(|(text, own)| request(args, text, own.clone(), case.guesses));
+            let requests = texts.iter().zip(&answers).map(|(text, own)| request(args, text, own.clone(), *case));
             let (speed, found) = decode(engine, requests.collect()).await?;
-            if engine.caps().backend == "cpu" && found != answers[case.text] {
+            if engine.caps().backend == "cpu" && found != answers {
                 let why = "an answer with drafts differs from the one without";
                 return Err(Error::Device { op: "bench".into(), why: why.into() });
             }
@@ -210,14 +188,8 @@ async fn measure(
             }
         }
     }
-    let mut off = 0.0;
-    let measured = cases.iter().zip(best).map(|(case, speed)| {
-        if let Guesses::Off = case.guesses {
-            off = speed.rate;
-        }
-        Measured { text: texts[case.text].name, guesses: case.guesses, speed, off }
-    });
-    Ok(measured.collect())
+    let off = best[0].rate;
+    Ok(cases.iter().zip(best).map(|(guesses, speed)| Measured { guesses: *guesses, speed, off }).collect())
 }
 
 /// A request whose drafter knows the model's `own` text, prompt and answer.
@@ -280,10 +252,9 @@ fn as_text(args: &BenchSpeculateArgs, model: &str, device: &str, all: &[Measured
     text +=
         &format!("(prompts of {prompt_tokens} tokens, answers of {decode_tokens}, {batch} at once; best of {runs})\n");
     text += &format!("{:<36}{:>10}{:>14}{:>12}{:>9}\n", "", "tokens/s", "tokens/step", "accepted", "of off");
-    for Measured { text: of, guesses, speed, off } in all {
+    for Measured { guesses, speed, off } in all {
         let right = speed.right.map_or(String::new(), |right| format!("{:.0} %", 100.0 * right));
-        let name = format!("{of}: {}", guesses.name());
-        let (rate, gain) = (thousands(speed.rate), speed.rate / off);
+        let (name, rate, gain) = (guesses.name(), thousands(speed.rate), speed.rate / off);
         text += &format!("{name:<36}{rate:>10}{:>14.2}{right:>12}{gain:>9.2}\n", speed.per_step);
     }
     text
@@ -292,7 +263,6 @@ fn as_text(args: &BenchSpeculateArgs, model: &str, device: &str, all: &[Measured
 fn as_json(args: &BenchSpeculateArgs, model: &str, device: &str, all: &[Measured]) -> Value {
     let one = |m: &Measured| {
         json!({
-            "text": m.text,
             "guesses": m.guesses.name(),
             "tokens_per_second": m.speed.rate,
             "tokens_per_step": m.speed.per_step,
