@@ -37,6 +37,8 @@ mod ops {
 }
 mod overhead;
 mod prefix;
+#[cfg(feature = "serve")]
+mod serve;
 mod speculate;
 mod speed;
 mod traffic;
@@ -63,6 +65,8 @@ pub fn run(args: &BenchArgs) -> Outcome {
     match &args.what {
         BenchCommand::Model(args) => speed::run(args),
         BenchCommand::Ops(args) => ops::run(args),
+        #[cfg(feature = "serve")]
+        BenchCommand::Serve(args) => serve::run(args),
         BenchCommand::Speculate(args) => speculate::run(args),
         BenchCommand::Prefix(args) if args.traffic => traffic::run(args),
         BenchCommand::Prefix(args) if args.overhead => overhead::run(args),

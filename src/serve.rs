@@ -27,6 +27,8 @@ use crate::{
 use answer::{Read, generate};
 use app::{App, Limits, Phase};
 use host::Hosts;
+use listen::Connections;
+pub use local::Local;
 
 #[cfg(test)]
 mod fault_tests;
@@ -43,6 +45,7 @@ mod info;
 mod keys;
 mod kv_events;
 mod listen;
+mod local;
 mod metrics;
 mod ollama;
 mod openai;
@@ -125,7 +128,8 @@ pub fn page_only(listener: TcpListener, port: u16, site: Site) -> Outcome {
     let app = Arc::new(app);
     let router = finish(Router::new(), &app);
     runtime()?.block_on(async {
-        listen::serve(on_runtime(listener)?, router, PAGE_CONNECTIONS, false, app.phase.subscribe()).await;
+        let rules = Connections { many: false, ..Connections::new(PAGE_CONNECTIONS) };
+        listen::serve(on_runtime(listener)?, router, rules, app.phase.subscribe()).await;
         Ok(())
     })
 }
@@ -144,9 +148,9 @@ async fn live(
     interrupt: Interrupt,
     load: impl FnOnce() -> Outcome<Model> + Send + 'static,
 ) -> Outcome {
-    let most = args.server.max_connections;
+    let rules = Connections::new(args.server.max_connections);
     let phase = app.phase.subscribe();
-    let mut server = tokio::spawn(listen::serve(on_runtime(listener)?, router(app.clone()), most, true, phase));
+    let mut server = tokio::spawn(listen::serve(on_runtime(listener)?, router(app.clone()), rules, phase));
     let events = kv_events::Publisher::bind(&args.server).await?;
     let mut loading = tokio::task::spawn_blocking(load);
     let model = loop {

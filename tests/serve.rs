@@ -2,6 +2,8 @@
 
 #[path = "serve/attack.rs"]
 mod attack;
+#[path = "serve/bench.rs"]
+mod bench;
 mod binary;
 #[path = "serve/client.rs"]
 mod client;

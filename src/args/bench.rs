@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use selkie_core::engine::{MOST_BATCH, MOST_DRAFTS, MOST_STEP_TOKENS};
 
+#[cfg(feature = "serve")]
+use super::PoolArgs;
 use super::{
     BackendArgs, ModelArgs, SpeculateArg,
     values::{one_to, parse_size},
@@ -23,7 +25,8 @@ pub const MAX_TOKENS: usize = 1 << 24;
   selkie bench ops matmul
   selkie bench prefix
   selkie bench prefix --traffic --svg traffic.svg
-  selkie bench speculate --text README.md")]
+  selkie bench speculate --text README.md
+  selkie bench serve")]
 pub struct BenchArgs {
     /// What to measure.
     #[command(subcommand)]
@@ -39,9 +42,26 @@ pub enum BenchCommand {
     Ops(BenchOpsArgs),
     /// How much the prefix cache reuses: in a fixed scenario, or in realistic traffic
     Prefix(BenchPrefixArgs),
+    /// What HTTP, idle connections and structured output cost, against the same requests without them
+    #[cfg(feature = "serve")]
+    #[command(after_help = BENCH_SERVE)]
+    Serve(BenchServeArgs),
     /// What guessed tokens gain, by the number of them and by how many are right, and with a text
     Speculate(BenchSpeculateArgs),
 }
+
+/// What `selkie bench serve --help` ends with.
+#[cfg(feature = "serve")]
+const BENCH_SERVE: &str = "Model, server and load generator are one process. The cases take turns; each round has the same requests and begins
+with an empty prefix cache. On the CPU the answers of all cases are compared. Random weights (--config) get a made-up
+tokenizer. The load generator is one thread, whose processor time is reported.
+
+Examples:
+  selkie bench serve
+  selkie bench serve --clients 4 --no-stream
+  selkie bench serve --idle-connections 1000
+  selkie bench serve --clients 8 --schema
+  selkie bench serve --config models/configs/granite-4.0-h-1b.json --clients 64 --runs 3 --json";
 
 /// The model of a benchmark.
 #[derive(Clone, Debug, Args)]
@@ -124,6 +144,47 @@ pub struct BenchSpeculateArgs {
     /// Alternating runs of all cases after a warm-up; the best of each is reported
     #[arg(long, value_name = "N", default_value = "3", value_parser = one_to(1000))]
     pub runs: usize,
+}
+
+/// Arguments of `bench serve`.
+#[cfg(feature = "serve")]
+#[derive(Debug, Args)]
+pub struct BenchServeArgs {
+    #[command(flatten)]
+    pub target: BenchTarget,
+    /// Clients at a time, each with one connection and one request at a time
+    #[arg(long, value_name = "C", default_value = "8", value_parser = one_to(MOST_BATCH))]
+    pub clients: usize,
+    /// Requests of a round (default: four a client; with --schema one)
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_TOKENS))]
+    pub requests: Option<usize>,
+    /// Tokens with which all prompts begin
+    #[arg(long, value_name = "N", default_value = "1000")]
+    pub shared_tokens: usize,
+    /// Tokens that each prompt has to itself
+    #[arg(long, value_name = "N", default_value = "100", value_parser = one_to(MAX_TOKENS))]
+    pub own_tokens: usize,
+    /// Tokens that each request generates
+    #[arg(long, value_name = "N", default_value = "128", value_parser = one_to(MAX_TOKENS))]
+    pub decode_tokens: usize,
+    /// Answers come whole instead of in pieces
+    #[arg(long)]
+    pub no_stream: bool,
+    /// Only without HTTP: what the other cases are compared with
+    #[arg(long)]
+    pub no_http: bool,
+    /// Also measure beside so many connections that are silent
+    #[arg(long, value_name = "K", default_value = "0", conflicts_with = "no_http")]
+    pub idle_connections: usize,
+    /// Also measure with answers that are held to a JSON schema, one request a client: compares the decoding
+    #[arg(long, conflicts_with_all = ["no_http", "no_stream", "requests"])]
+    pub schema: bool,
+    /// Alternating rounds of all cases after a warm-up; medians are reported
+    #[arg(long, value_name = "N", default_value = "5", value_parser = one_to(1000))]
+    pub runs: usize,
+    /// Memory and scheduling.
+    #[command(flatten)]
+    pub pool: PoolArgs,
 }
 
 /// Arguments of `bench prefix`.

@@ -24,7 +24,7 @@ use tower_service::Service;
 
 use super::app::Phase;
 
-/// How long the head of a request may take, and a connection may be idle.
+/// How long the head of a request may take, and a connection may be idle, in a server.
 const HEAD_TIME: Duration = Duration::from_secs(10);
 /// How long a client may take none of an answer.
 const STALL_TIME: Duration = Duration::from_secs(30);
@@ -56,10 +56,27 @@ fn affordable(most: usize) -> usize {
     most
 }
 
-/// Answers connections, `most` at a time, until the server drains; then waits until all of them have ended. `many`: a
-/// connection may have many requests.
-pub async fn serve(listener: TcpListener, router: Router, most: usize, many: bool, phase: watch::Receiver<Phase>) {
-    let most = affordable(most);
+/// What connections may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Connections {
+    /// How many there are at a time; more wait.
+    pub most: usize,
+    /// Each may have many requests.
+    pub many: bool,
+    /// How long the head of a request may take, and a connection may be idle.
+    pub silence: Duration,
+}
+
+impl Connections {
+    /// Those of a server: many requests, a few seconds of silence.
+    pub fn new(most: usize) -> Self {
+        Self { most, many: true, silence: HEAD_TIME }
+    }
+}
+
+/// Answers connections until the server drains; then waits until all of them have ended.
+pub async fn serve(listener: TcpListener, router: Router, rules: Connections, phase: watch::Receiver<Phase>) {
+    let most = affordable(rules.most);
     let places = Arc::new(Semaphore::new(most));
     let mut draining = phase.clone();
     loop {
@@ -67,7 +84,7 @@ pub async fn serve(listener: TcpListener, router: Router, most: usize, many: boo
             next = accept(&listener, &places) => next,
             _ = draining.wait_for(|now| *now >= Phase::Draining) => break,
         };
-        tokio::spawn(connection(stream, router.clone(), many, phase.clone(), place));
+        tokio::spawn(connection(stream, router.clone(), rules, phase.clone(), place));
     }
     drop(listener);
     // All places: no connection is left.
@@ -92,7 +109,7 @@ async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> (TcpStream, 
 async fn connection(
     stream: TcpStream,
     router: Router,
-    many: bool,
+    rules: Connections,
     mut phase: watch::Receiver<Phase>,
     place: OwnedSemaphorePermit,
 ) {
@@ -101,8 +118,8 @@ async fn connection(
     let service =
         service_fn(move |request: Request<hyper::body::Incoming>| router.clone().call(request.map(Body::new)));
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(MAX_HEAD).max_headers(MAX_HEADERS);
-    builder.keep_alive(many);
+    builder.timer(TokioTimer::new()).header_read_timeout(rules.silence).max_buf_size(MAX_HEAD).max_headers(MAX_HEADERS);
+    builder.keep_alive(rules.many);
     let mut connection = std::pin::pin!(builder.serve_connection(io, service));
     // What `wait_for` returns is a lock, which must not be held.
     let drains = async { drop(phase.wait_for(|now| *now >= Phase::Draining).await) };
