@@ -196,12 +196,12 @@ impl Answering {
                 () = &mut ending => Err(Refusal::new(503, "the server is shutting down")),
             };
             match news.inspect_err(|_| self.failed = true)? {
-                Some(News::Said { choice, events, ids, logprobs }) => {
+                Some(News::Said { choice, events, ids, logprobs, prompt_logprobs }) => {
                     if let Some(before) = last[choice].replace(Instant::now()) {
                         self.app.metrics.token(before.elapsed());
                     }
                     if let Some(out) = out {
-                        self.voice.said(out, choice, &events, Tokens { ids: &ids, logprobs });
+                        self.voice.said(out, choice, &events, Tokens { ids: &ids, logprobs, prompt_logprobs });
                     }
                 }
                 Some(News::Ended(choice, ended)) => {

@@ -45,7 +45,8 @@ impl Extras {
 /// If it is not one that can be answered.
 pub fn chat(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
     let mut wanted = Wanted::openai(fields)?;
-    fields.refuse_unless(&[("echo", "false"), ("prompt_logprobs", "0")])?;
+    fields.refuse_unless(&[("echo", "false")])?;
+    wanted.prompt_logprobs = fields.count("prompt_logprobs", 0, MOST_TOP as u64)?.map(|top| top as u8);
     wanted.tools = ToolUse::openai(fields)?;
     wanted.structure = structure(fields)?;
     wanted.tools.allow(wanted.structure.as_ref(), fields)?;
@@ -93,10 +94,6 @@ pub fn completion(fields: &Fields<'_>) -> Result<(Wanted, Extras), Refusal> {
     };
     wanted.echo = fields.flag("echo")?;
     wanted.prompt_logprobs = fields.count("prompt_logprobs", 0, MOST_TOP as u64)?.map(|top| top as u8);
-    if wanted.stream && (wanted.echo || wanted.prompt_logprobs.is_some()) {
-        let name = if wanted.echo { "echo" } else { "prompt_logprobs" };
-        return Err(fields.refuse(name, "is not supported in a stream; leave out `stream`"));
-    }
     if fields.raw("top_logprobs").is_some() {
         return Err(fields.refuse("top_logprobs", "is for chats; here the number is `logprobs`"));
     }
@@ -180,6 +177,11 @@ impl OpenAi {
             said["token_ids"] = of.ids.into();
         }
         let mut piece = self.object(true);
+        if let Some(list) = of.prompt_logprobs {
+            // Where vLLM has it in whole answers.
+            let place = if self.chat { &mut piece } else { &mut said };
+            place["prompt_logprobs"] = list;
+        }
         piece["choices"] = json!([said]);
         if self.extras.running_usage {
             let (prompt, completion) = (self.head.prompt_tokens, self.tokens.iter().sum());
@@ -246,7 +248,8 @@ impl Voice for OpenAi {
             out.data(&self.piece(choice, delta, None, std::mem::take(&mut tokens)));
         }
         // Tokens whose text is held back, or is none.
-        if tokens.logprobs.is_some() || (self.extras.ids && !tokens.ids.is_empty()) {
+        if tokens.logprobs.is_some() || tokens.prompt_logprobs.is_some() || (self.extras.ids && !tokens.ids.is_empty())
+        {
             let nothing = if self.chat { json!({ "content": "" }) } else { "".into() };
             out.data(&self.piece(choice, nothing, None, tokens));
         }
@@ -284,7 +287,7 @@ impl Voice for OpenAi {
                 said["text"] = (&*ended.said.content).into();
             }
             said["logprobs"] = ended.logprobs.clone().into();
-            if let Some(list) = &ended.prompt_logprobs {
+            if let Some(list) = ended.prompt_logprobs.as_ref().filter(|_| !self.chat) {
                 said["prompt_logprobs"] = list.clone();
             }
             said["finish_reason"] = finish.into();
@@ -295,6 +298,10 @@ impl Voice for OpenAi {
         };
         let mut all = self.object(false);
         all["choices"] = answers.iter().enumerate().map(choice).collect();
+        // The choices of a chat have one prompt.
+        if let Some(list) = answers.first().and_then(|a| a.prompt_logprobs.as_ref()).filter(|_| self.chat) {
+            all["prompt_logprobs"] = list.clone();
+        }
         all["usage"] = Usage::of(answers, self.head.n).openai();
         all["selkie"] = extension(answers);
         all

@@ -77,8 +77,13 @@ impl Ready {
                         None if wanted.echo => model.text().tokenizer()?.decode(&encoded.ids)?,
                         None => String::new(),
                     };
-                    let (ids, own) = (encoded.ids.clone(), wanted.prompt_logprobs);
-                    echo = Some(Echo { ids, text: wanted.echo.then_some(text), own, listed: wanted.controls.logprobs });
+                    echo = Some(Echo {
+                        ids: encoded.ids.clone(),
+                        text: wanted.echo.then_some(text),
+                        own: wanted.prompt_logprobs,
+                        listed: wanted.controls.logprobs,
+                        stream: wanted.stream,
+                    });
                 }
                 (Prompt::Encoded(encoded), waits, tail)
             };
@@ -128,6 +133,8 @@ pub enum News {
         ids: Vec<u32>,
         /// Their log probabilities, if they were asked for.
         logprobs: Option<Value>,
+        /// Those of the prompt, once in a stream, if they were asked for.
+        prompt_logprobs: Option<Value>,
     },
     /// A choice has ended.
     Ended(usize, Box<Ended>),
@@ -168,6 +175,8 @@ struct Echo {
     own: Option<u8>,
     /// Most likely tokens in the list of all tokens.
     listed: Option<u8>,
+    /// With the first tokens, or else at the end.
+    stream: bool,
 }
 
 impl Echo {
@@ -263,11 +272,22 @@ impl Run {
             self.send((choice + 1..choice + self.n).collect());
         }
         match update {
-            Update::Text { text, tokens } => {
+            Update::Text { text, mut tokens } => {
                 let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
-                let report = self.choices[choice].report.as_mut();
-                let logprobs = report.and_then(|report| report.add(tokens, self.model.text()));
-                Ok(Some(News::Said { choice, events: self.hear(choice, text, &ids), ids, logprobs }))
+                let mut events = self.hear(choice, text, &ids);
+                let Choice { answer, report, echo, .. } = &mut self.choices[choice];
+                let mut prompt_logprobs = None;
+                // A stream says what it says of the prompt with the first token, as vLLM's does.
+                if let (Some(echo), Some(answer)) = (echo.take_if(|echo| echo.stream), answer) {
+                    let scored = answer.prompt_logprobs();
+                    prompt_logprobs = echo.list(scored, self.model.text());
+                    if let Some(text) = &echo.text {
+                        events.insert(0, Event::Content(text.clone()));
+                        tokens.splice(0..0, echo.tokens(scored));
+                    }
+                }
+                let logprobs = report.as_mut().and_then(|report| report.add(tokens, self.model.text()));
+                Ok(Some(News::Said { choice, events, ids, logprobs, prompt_logprobs }))
             }
             Update::Done(completion) => {
                 let ended = self.ended(choice, completion)?;

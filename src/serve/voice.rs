@@ -149,6 +149,8 @@ pub struct Tokens<'a> {
     pub ids: &'a [u32],
     /// Their log probabilities in OpenAI's form, if they were asked for.
     pub logprobs: Option<Value>,
+    /// Those of the prompt in vLLM's form, with the first tokens, if they were asked for.
+    pub prompt_logprobs: Option<Value>,
 }
 
 /// Says answers in the words of a protocol, in pieces or as a whole.
@@ -215,8 +217,8 @@ pub mod tests {
         let ended = ended("17 + 25", FinishReason::Stop);
         voice.begin(&out, 1);
         let part = |text: &str| [Event::Content(text.into())];
-        voice.said(&out, 0, &part("17 +"), Tokens { ids: &[1, 2], logprobs: None });
-        voice.said(&out, 0, &part(" 25"), Tokens { ids: &[3], logprobs: None });
+        voice.said(&out, 0, &part("17 +"), Tokens { ids: &[1, 2], ..Tokens::default() });
+        voice.said(&out, 0, &part(" 25"), Tokens { ids: &[3], ..Tokens::default() });
         voice.end(&out, 0, &ended);
         voice.finish(&out, &[ended]);
         let text = out.take();

@@ -39,6 +39,55 @@ fn rules_are_obeyed() {
     assert_eq!(refused.status, 400, "{}", refused.text());
 }
 
+/// What a stream says of the prompt comes with the first token, and is what a whole answer says.
+#[test]
+fn prompts_are_scored_in_pieces() {
+    let server = Server::start(&[]);
+    let body = |stream: bool| {
+        json!({ "prompt": ["Once upon a time", "The fox"], "n": 2, "seed": 7, "max_tokens": 5, "logprobs": 2, "echo": true,
+            "prompt_logprobs": 1, "stream": stream })
+    };
+    let whole = server.post("/v1/completions", &body(false)).json();
+    let events = server.post("/v1/completions", &body(true)).events(true);
+    for (i, whole) in whole["choices"].as_array().unwrap().iter().enumerate() {
+        let pieces: Vec<&Value> = events.iter().map(|e| &e["choices"][0]).filter(|c| c["index"] == i).collect();
+        let text: String = pieces.iter().filter_map(|c| c["text"].as_str()).collect();
+        assert_eq!(whole["text"], text);
+        assert!(pieces[0]["text"].as_str().unwrap().starts_with(if i < 2 { "Once upon a time" } else { "The fox" }));
+        for field in ["tokens", "token_logprobs", "text_offset", "top_logprobs"] {
+            let parts = pieces.iter().filter_map(|c| c["logprobs"][field].as_array()).flatten();
+            assert_eq!(whole["logprobs"][field], Value::from(parts.cloned().collect::<Vec<Value>>()), "{field} of {i}");
+        }
+        assert_eq!(pieces[0]["prompt_logprobs"], whole["prompt_logprobs"]);
+        assert!(pieces[1..].iter().all(|c| c.get("prompt_logprobs").is_none()));
+    }
+    // An echo alone.
+    let plain = json!({ "prompt": "The fox", "max_tokens": 3, "echo": true, "stream": true, "return_token_ids": true });
+    let events = server.post("/v1/completions", &plain).events(true);
+    assert!(events[0]["choices"][0]["text"].as_str().unwrap().starts_with("The fox"), "{}", events[0]);
+    let ids = events.iter().filter_map(|e| e["choices"][0]["token_ids"].as_array()).flatten().count();
+    assert!(ids == 3 && events[0]["choices"][0].get("prompt_logprobs").is_none());
+}
+
+#[test]
+fn prompts_of_chats_are_scored() {
+    let server = Server::start(&[]);
+    let messages = json!([{ "role": "user", "content": "What is 17 + 25?" }]);
+    let ids = server.post("/v1/chat/completions/render", &json!({ "messages": messages })).json()["token_ids"].clone();
+    let same = server.post("/v1/completions", &json!({ "prompt": ids, "prompt_logprobs": 2, "max_tokens": 1 })).json();
+    let body = |stream: bool| json!({ "messages": messages, "prompt_logprobs": 2, "n": 2, "temperature": 0, "stream": stream });
+    let whole = server.post("/v1/chat/completions", &body(false)).json();
+    assert_eq!(whole["prompt_logprobs"].as_array().unwrap().len(), ids.as_array().unwrap().len());
+    assert_eq!(whole["prompt_logprobs"], same["choices"][0]["prompt_logprobs"]);
+    assert_eq!(whole["choices"][1]["message"]["content"], "17 + 25 = 42.");
+    assert!(whole["choices"][0].get("prompt_logprobs").is_none() && whole["choices"][0]["logprobs"].is_null());
+    let events = server.post("/v1/chat/completions", &body(true)).events(true);
+    let lists: Vec<&Value> = events.iter().filter_map(|e| e.get("prompt_logprobs")).collect();
+    assert_eq!(lists, [&whole["prompt_logprobs"]; 2], "one for each choice");
+    let refused = server.post("/v1/chat/completions", &json!({ "messages": messages, "prompt_logprobs": 21 }));
+    assert_eq!((refused.status, refused.param().as_deref()), (400, Some("prompt_logprobs")));
+}
+
 /// A prompt that is echoed has the log probabilities that the same tokens have when they are generated.
 #[test]
 fn prompts_are_scored() {
@@ -81,12 +130,7 @@ fn prompts_are_scored() {
     let plain = ask(json!({ "prompt": ids, "max_tokens": 1, "echo": true, "logprobs": null })).json();
     assert!(plain["selkie"]["reused_tokens"].as_u64().unwrap() >= 64, "{plain}");
     assert!(plain["choices"][0].get("prompt_logprobs").is_none() && plain["choices"][0]["logprobs"].is_null());
-    for (more, param) in [
-        (json!({ "echo": 1 }), "echo"),
-        (json!({ "echo": true, "stream": true }), "echo"),
-        (json!({ "prompt_logprobs": 21 }), "prompt_logprobs"),
-        (json!({ "prompt_logprobs": 1, "stream": true }), "prompt_logprobs"),
-    ] {
+    for (more, param) in [(json!({ "echo": 1 }), "echo"), (json!({ "prompt_logprobs": 21 }), "prompt_logprobs")] {
         let refused = ask(more.clone());
         assert_eq!((refused.status, refused.param().as_deref()), (400, Some(param)), "{more}");
     }

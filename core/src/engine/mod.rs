@@ -68,6 +68,8 @@ struct Live {
     scores: Option<u8>,
     /// Those of the prompt so far.
     scored: Vec<Logprobs>,
+    /// All of them, from the first token on.
+    prompt_logprobs: Option<Arc<[Logprobs]>>,
     prompt_tokens: usize,
     completion_tokens: usize,
     submitted: f64,
@@ -224,6 +226,7 @@ impl<B: Backend> Engine<B> {
             guide,
             scores,
             scored: Vec::new(),
+            prompt_logprobs: None,
             prompt_tokens,
             completion_tokens: 0,
             submitted: (self.clock)(),
@@ -435,7 +438,7 @@ impl<B: Backend> Engine<B> {
                 prefill_ms: first - admitted,
                 decode_ms: now - first,
             },
-            prompt_logprobs: live.scored,
+            prompt_logprobs: live.prompt_logprobs.unwrap_or_else(|| live.scored.into()),
             error: error.map(Arc::new),
         })
     }

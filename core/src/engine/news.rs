@@ -45,7 +45,7 @@ pub struct Finished {
     /// Where its time went.
     pub timing: Timing,
     /// At the places of the prompt's tokens from the second one on, with [`Request::prompt_logprobs`](super::Request::prompt_logprobs).
-    pub prompt_logprobs: Vec<Logprobs>,
+    pub prompt_logprobs: Arc<[Logprobs]>,
     /// The error if `reason` is [`FinishReason::Failed`], else `None`.
     pub error: Option<Arc<Error>>,
 }
@@ -63,6 +63,8 @@ pub enum Event {
         logits: Option<Box<[f32]>>,
         /// With [`Controls::logprobs`](crate::controls::Controls::logprobs).
         logprobs: Option<Box<Logprobs>>,
+        /// With the first token: [`Finished::prompt_logprobs`], if the request asked for them.
+        prompt_logprobs: Option<Arc<[Logprobs]>>,
     },
     /// A request has ended.
     Finished(Finished),

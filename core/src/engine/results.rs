@@ -1,5 +1,7 @@
 //! What a step's results mean for its requests.
 
+use std::mem;
+
 use super::{
     Engine, Event, FinishReason, SeqId,
     flight::{Flight, Incoming, Output},
@@ -79,13 +81,17 @@ impl<B: Backend> Engine<B> {
             return;
         };
         let Some(commit) = self.scheduler.commit(id, tokens) else { return };
+        if live.first_token.is_none() && live.scores.is_some() {
+            live.prompt_logprobs = Some(mem::take(&mut live.scored).into());
+        }
+        let mut prompt_logprobs = live.prompt_logprobs.clone().filter(|_| live.first_token.is_none());
         live.first_token.get_or_insert(now);
         live.completion_tokens += tokens.len();
         for (i, &token) in (at..).zip(tokens) {
             let logits = results.row(&results.logits, i).map(Into::into);
             let report = results.row(&results.reports, i);
             let logprobs = live.guide.as_ref().zip(report).and_then(|(guide, report)| guide.logprobs(report));
-            events.push(Event::Token { id, token, logits, logprobs });
+            events.push(Event::Token { id, token, logits, logprobs, prompt_logprobs: prompt_logprobs.take() });
         }
         let stop = live.stop_ids.contains(last);
         let over = match &mut live.guide {
@@ -101,10 +107,10 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Compares logits with the token of the prompt at `target`. After a pre-emption they come again.
+    /// Compares logits with the token of the prompt at `target`. After a pre-emption they come again, maybe after the first token.
     fn score(&mut self, id: SeqId, target: usize, logits: &[f32]) {
         if let (Some(live), Some(tokens)) = (self.live.get_mut(&id), self.scheduler.tokens(id))
-            && let Some(n) = live.scores
+            && let Some(n) = live.scores.filter(|_| live.prompt_logprobs.is_none())
             && live.scored.len() + 1 == target
         {
             live.scored.push(Logprobs::of_logits(logits, tokens[target], n));

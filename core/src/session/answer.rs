@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     Error,
+    controls::Logprobs,
     engine::{FinishReason, Finished, SeqId, Timing},
 };
 
@@ -25,13 +26,15 @@ pub(super) struct Reading {
     reader: Reader,
     ticket: u64,
     inner: Arc<Inner>,
+    /// Log probabilities of the prompt, once they are known.
+    prompt_logprobs: Arc<[Logprobs]>,
     /// The last event has come.
     over: bool,
 }
 
 impl Reading {
     pub fn new(reader: Reader, ticket: u64, inner: Arc<Inner>) -> Self {
-        Self { reader, ticket, inner, over: false }
+        Self { reader, ticket, inner, prompt_logprobs: Arc::default(), over: false }
     }
 
     /// Takes an event and passes on what it tells.
@@ -43,6 +46,10 @@ impl Reading {
                     self.cancel();
                 }
                 return tell(update);
+            }
+            Event::Prompt(scored) => {
+                self.prompt_logprobs = scored;
+                return;
             }
             Event::End(end) => *end,
             Event::Failed(e) => self.failed(e),
@@ -66,7 +73,7 @@ impl Reading {
             completion_tokens: 0,
             cache: None,
             timing: Timing::default(),
-            prompt_logprobs: Vec::new(),
+            prompt_logprobs: self.prompt_logprobs.clone(),
             error: Some(e),
         }
     }
@@ -119,6 +126,12 @@ impl Answer {
     /// Ends the request early, before the engine's next step. Its tokens up to then and [`Update::Done`] still come.
     pub fn cancel(&self) {
         self.reading.cancel();
+    }
+
+    /// At the places of the prompt's tokens from the second one on, with [`Ask::prompt_logprobs`](super::Ask::prompt_logprobs).
+    /// They are there from the first token on, and none before it.
+    pub fn prompt_logprobs(&self) -> &[Logprobs] {
+        &self.reading.prompt_logprobs
     }
 
     /// Whether nothing follows.

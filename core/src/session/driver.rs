@@ -15,6 +15,7 @@ use futures_channel::mpsc::{TryRecvError, UnboundedReceiver, UnboundedSender};
 use super::{Snapshot, Token};
 use crate::{
     Error, Result,
+    controls::Logprobs,
     engine::{self, AnyEngine, Finished, Request, SeqId},
     state::CacheEvent,
 };
@@ -55,6 +56,8 @@ pub(super) type News = (u64, Event);
 /// News of a request for its reader: small, since readers may be slow.
 pub(super) enum Event {
     Token(Token),
+    /// Log probabilities of the prompt, before the first token, if the request asked for them.
+    Prompt(Arc<[Logprobs]>),
     /// The last one.
     End(Box<Finished>),
     /// The last one too: the request, or the engine, failed.
@@ -202,8 +205,11 @@ impl Driver {
     /// Sends an event of the engine to its reader, who may be gone.
     fn deliver(&mut self, event: engine::Event) {
         match event {
-            engine::Event::Token { id, token, logprobs, .. } => {
+            engine::Event::Token { id, token, logprobs, prompt_logprobs, .. } => {
                 if let Some(live) = self.live.get(&id) {
+                    if let Some(scored) = prompt_logprobs {
+                        let _ = live.events.unbounded_send((live.ticket, Event::Prompt(scored)));
+                    }
                     let (logprob, top) = logprobs.map(|l| (l.chosen, l.top)).unzip();
                     let token = Token { id: token, logprob, top: top.unwrap_or_default() };
                     let _ = live.events.unbounded_send((live.ticket, Event::Token(token)));

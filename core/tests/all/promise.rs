@@ -208,13 +208,17 @@ pub(super) struct Output(
     Vec<Box<[f32]>>,
     Vec<Option<Box<Logprobs>>>,
     Option<FinishReason>,
-    Vec<Logprobs>,
+    Arc<[Logprobs]>,
 );
 
 impl Output {
     pub fn take(&mut self, event: Event) {
         match event {
-            Event::Token { token, logits, logprobs, .. } => {
+            Event::Token { token, logits, logprobs, prompt_logprobs, .. } => {
+                if let Some(scored) = prompt_logprobs {
+                    assert!(self.0.is_empty(), "log probabilities of a prompt come with the first token");
+                    self.4 = scored;
+                }
                 self.0.push(token);
                 self.1.push(logits.unwrap());
                 self.2.push(logprobs);
@@ -418,7 +422,11 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [u
                         assert_eq!(Some(end.reason), expected.3, "{label}: end of request {index}");
                     }
                     let scored = &end.prompt_logprobs;
-                    assert_eq!(*scored, expected.4[..scored.len()], "{label}: log probabilities of prompt {index}");
+                    assert_eq!(**scored, expected.4[..scored.len()], "{label}: log probabilities of prompt {index}");
+                    assert!(
+                        n == 0 || output.4 == *scored,
+                        "{label}: those of prompt {index} come with its first token"
+                    );
                     let whole = request.prompt_logprobs.is_some() && n > 0;
                     assert!(!whole || scored.len() + 1 == request.prompt.len(), "{label}: {} scored", scored.len());
                     assert_eq!(output.2, expected.2[..n], "{label}: log probabilities of request {index}");
