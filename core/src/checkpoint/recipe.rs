@@ -20,12 +20,13 @@ impl std::str::FromStr for Recipe {
         match name.to_ascii_lowercase().as_str() {
             "q4_k_m" => of(Format::Q4K, Format::Q6K),
             "q5_k_m" => of(Format::Q5K, Format::Q6K),
+            "fp8" => of(Format::F8, Format::F8),
             other => match Format::CODED.into_iter().find(|f| f.name().eq_ignore_ascii_case(other)) {
                 Some(format) => of(format, format),
                 None => {
                     let known = Format::CODED.map(|f| f.name().to_ascii_lowercase()).join(" ");
                     let why = "no format of weights has this name";
-                    Err(Error::BadRequest(format!("{name}: {why}; there are q4_k_m q5_k_m {known}")))
+                    Err(Error::BadRequest(format!("{name}: {why}; there are q4_k_m q5_k_m fp8 {known}")))
                 }
             },
         }
@@ -51,6 +52,7 @@ impl Recipe {
             (Format::Q4K, _) => Format::Q5_0,
             (Format::Q5K, _) => Format::Q5_1,
             (Format::Q6K, _) => Format::Q8_0,
+            (Format::F8, _) => Format::Plain,
             _ => Format::Q4_0,
         }
     }
@@ -62,6 +64,8 @@ pub(super) fn tame(format: Format, k: usize, bytes: &mut [u8]) {
     let size = 1.0 / (k as f32).sqrt();
     // The standard deviation of uniform codes of 4, 5, 6 and 8 bits, and of twice E2M1's values.
     let (four, five, six, eight, e2m1) = (4.61, 9.23, 18.47, 73.9, 5.85);
+    // That of E4M3 numbers below 2, which are no NaN.
+    let e4m3 = 0.598;
     // A scale of 32 and an offset of 32 in each of the packed fields.
     let fields = [0xa0, 0xa0, 0xa0, 0xa0, 0xa0, 0xa0, 0xa0, 0xa0, 0, 0, 0, 0];
     for b in bytes.chunks_exact_mut(block) {
@@ -88,7 +92,11 @@ pub(super) fn tame(format: Format, k: usize, bytes: &mut [u8]) {
             Format::Mxfp4 => b[0] = (128.0 + (size / e2m1).log2().round()) as u8,
             // Subnormal E4M3 numbers, multiples of 2^-9, which count half.
             Format::Nvfp4 => b[..4].fill((1024.0 * size / e2m1).round().clamp(1.0, 7.0) as u8),
-            Format::Plain | Format::F4 | Format::F8 | Format::I4 | Format::I8 => {}
+            Format::F8 => {
+                b[..4].copy_from_slice(&(size / e4m3).to_le_bytes());
+                b[4..].iter_mut().for_each(|code| *code &= 0xbf);
+            }
+            Format::Plain | Format::F4 | Format::I4 | Format::I8 => {}
         }
     }
 }
@@ -108,13 +116,15 @@ mod tests {
         assert_eq!(format("q8_0", "model.layers.2.mlp.gate.weight", 512), Format::Plain);
         assert_eq!(format("q8_0", "model.layers.2.mlp.gate_proj.weight", 512), Format::Q8_0);
         assert_eq!(format("q8_0", "model.layers.2.mlp.gate_proj.weight", 48), Format::Plain);
+        assert_eq!(format("fp8", "model.layers.2.mlp.gate_proj.weight", 512), Format::F8);
+        assert_eq!(format("fp8", "model.layers.2.mlp.gate_proj.weight", 192), Format::Plain);
         let error = "q3_k_xl".parse::<Recipe>().unwrap_err().to_string();
         assert!(error.contains("q3_k_xl") && error.contains("q4_k_m") && error.contains("iq4_nl"), "{error}");
     }
 
     #[test]
     fn values_are_those_of_random_weights() {
-        for format in Format::CODED {
+        for format in Format::CODED.into_iter().chain([Format::F8]) {
             let k = 1024;
             let mut bytes: Vec<u8> =
                 (0..format.bytes(64 * k, 0) as u32).map(|i| (i.wrapping_mul(2_654_435_769) >> 13) as u8).collect();
