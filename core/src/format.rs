@@ -232,6 +232,7 @@ pub(crate) fn f16_to_f32(h: u16) -> f32 {
 }
 
 pub mod blocks;
+mod encode;
 
 #[cfg(test)]
 mod tests;
