@@ -117,6 +117,19 @@ Examples:
   selkie inspect config.json
   selkie inspect -m DIR --json | jq .slot_bytes")]
     Inspect(InspectArgs),
+    /// Write a model as a GGUF file, with smaller weights if wanted
+    #[command(
+        after_help = "The model is a folder, a GGUF file or a name. The table has the error of each tensor: the root of the mean squared
+difference, relative to its elements. A mix (q4_k_m, q5_k_m) gives more bits to the matrices where errors do most harm.
+Widths that are no multiple of a type's block get the next larger type with smaller blocks.
+
+Examples:
+  selkie convert -m DIR -o model-q4_k_m.gguf --type q4_k_m
+  selkie convert -m ibm-granite/granite-4.0-h-350m -o granite.gguf --type q8_0
+  selkie convert -m model-bf16.gguf -o model-q6_k.gguf --type q6_k
+  selkie convert -m DIR -o model.gguf --type q4_k_m --json | jq '.types'"
+    )]
+    Convert(ConvertArgs),
     /// Fetch a model by its name on Hugging Face, or what is new in it
     #[command(after_help = PULL)]
     Pull(PullArgs),

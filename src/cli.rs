@@ -6,7 +6,7 @@ use tracing_subscriber::{EnvFilter, fmt::format::debug_fn};
 
 use crate::{
     args::{self, Cli, Command},
-    batch, bench, bundle, chat, devices,
+    batch, bench, bundle, chat, convert, devices,
     failure::Outcome,
     generate, hub, inspect, logits, render, settings, shell, terminal,
 };
@@ -41,6 +41,7 @@ pub fn run(args: Vec<OsString>) -> u8 {
         Command::Bundle(args) => bundle::run(&args),
         Command::Logits(args) => logits::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Convert(args) => convert::run(&args),
         Command::Pull(args) => hub::pull::run(&args),
         Command::List(args) => hub::list::run(&args),
         Command::Remove(args) => hub::remove::run(&args),

@@ -27,6 +27,7 @@ mod bundle;
 mod chat;
 #[doc(hidden)]
 pub mod cli;
+mod convert;
 mod devices;
 mod embedded;
 mod failure;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules of selkie-core, lowest first, and what each may import. `backend` and `ops` are one layer, the boundary.
-const CORE: [(&str, &str); 36] = [
+const CORE: [(&str, &str); 37] = [
     ("fnv", ""),
     ("cache_dir", ""),
     ("digest", ""),
@@ -41,6 +41,7 @@ const CORE: [(&str, &str); 36] = [
     ("chat", "error survive tokenizer units"),
     ("grammar", "controls error reply survive tokenizer"),
     ("model_dir", "bundle chat checkpoint config digest error fnv generation gguf source tokenizer"),
+    ("convert", "blocks checkpoint config cpu error format gguf model_dir models ops rope tensor weights"),
     (
         "session",
         "backend chat controls engine error generation model_dir models sample state stop survive tokenizer units weights",

@@ -297,6 +297,14 @@ impl Checkpoint {
         }
     }
 
+    /// Names of the stored tensors that were requested so far.
+    pub fn asked(&self) -> BTreeSet<String> {
+        match &self.kind {
+            Kind::Files { asked, .. } => locked(asked).clone(),
+            Kind::Random { .. } => BTreeSet::new(),
+        }
+    }
+
     /// Whether [`Checkpoint::get`] can find `name`; a random checkpoint has every tensor.
     pub fn contains(&self, name: &str) -> bool {
         self.is_random() || self.info(name).is_some()
@@ -526,7 +534,10 @@ impl RawTensor {
 }
 
 /// A tensor of a GGUF file.
-fn stored_tensor(source: &Arc<dyn Source>, name: &str, stored: &Stored) -> Result<StoredTensor> {
+///
+/// # Errors
+/// [`Error::Unsupported`] for a type that is not read; `name` is how the message calls it.
+pub(crate) fn stored_tensor(source: &Arc<dyn Source>, name: &str, stored: &Stored) -> Result<StoredTensor> {
     let Some((format, bytes)) = stored.format else {
         return Err(Error::Unsupported {
             what: format!("{}: tensor `{name}` of type {}", source.path(&stored.file), stored.kind),

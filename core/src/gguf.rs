@@ -12,13 +12,17 @@ use crate::{
 
 mod arch;
 mod container;
+mod inverse;
 mod meta;
 mod vocabulary;
+mod write;
 
-use arch::{Facts, How, Pick, Rule};
+use arch::{Facts, How, Rule};
 pub use container::Stored;
-use meta::Meta;
-pub use vocabulary::TokenizerFiles;
+pub use inverse::{Part, parts};
+pub use meta::{Meta, Value as MetaValue};
+pub use vocabulary::{GPT_2, TokenizerFiles, pre};
+pub use write::{Header, Kind};
 
 /// Most files of a model.
 const MAX_FILES: usize = 1000;
@@ -66,6 +70,15 @@ impl Change {
             Self::None => x,
             Self::NegLog => (-x).ln(),
             Self::MinusOne => x - 1.0,
+        }
+    }
+
+    /// The stored element for one.
+    pub fn undo(self, x: f32) -> f32 {
+        match self {
+            Self::None => x,
+            Self::NegLog => -x.exp(),
+            Self::MinusOne => x + 1.0,
         }
     }
 }
@@ -127,6 +140,27 @@ impl Gguf {
         &self.path
     }
 
+    /// A file that is to be written, so that it can be read as one that is there. Its tensors lie nowhere.
+    pub fn planned(path: &str, meta: Meta, tensors: BTreeMap<String, Stored>, rope_factors: Option<Vec<f32>>) -> Self {
+        let arch = meta.text("general.architecture").unwrap_or_default().to_owned();
+        Self { path: path.into(), arch, meta, tensors, rope_factors }
+    }
+
+    /// `general.architecture`.
+    pub fn arch(&self) -> &str {
+        &self.arch
+    }
+
+    /// All keys.
+    pub fn meta(&self) -> &Meta {
+        &self.meta
+    }
+
+    /// All tensors, by their names in the file.
+    pub fn tensors(&self) -> &BTreeMap<String, Stored> {
+        &self.tensors
+    }
+
     fn facts(&self) -> Facts<'_> {
         Facts {
             path: &self.path,
@@ -134,6 +168,7 @@ impl Gguf {
             meta: &self.meta,
             tensors: &self.tensors,
             rope_factors: self.rope_factors.as_deref(),
+            own_order: false,
         }
     }
 
@@ -240,41 +275,26 @@ fn copy(stored: &Stored) -> Made {
 /// The weight of a rule out of its sources.
 fn make(rule: &Rule, stored: &[&Stored]) -> Result<Made, String> {
     let mut made = copy(stored[0]);
-    let n = rows_of(&stored[0].shape);
-    match &rule.how {
-        How::Copy => {}
-        How::NegLog => made.change = Change::NegLog,
-        How::MinusOne => made.change = Change::MinusOne,
-        How::Flat => made.shape = vec![made.shape.iter().product()],
-        How::Join => made.rows = stored.iter().map(|s| copy(s).rows.remove(0)).collect(),
-        How::Rows(picks) => made.rows = picks.iter().map(|p| pick(stored, p)).collect::<Result<_, _>>()?,
-        How::Unpermute(heads) => {
-            if *heads == 0 || !n.is_multiple_of(2 * heads) {
-                return Err(format!("{n} rows are not those of {heads} heads of an even size"));
-            }
-            let d = n / heads;
-            let halves = (0..2 * heads).map(|h| (h / 2 * d + h % 2, d / 2));
-            let pick = |(first, count)| Rows { from: stored[0].clone(), first, step: 2, count };
-            made.rows = halves.map(pick).collect();
-        }
+    made.change = rule.change;
+    if let How::Flat(_) = rule.how {
+        made.shape = vec![made.shape.iter().product()];
     }
+    let rows: Vec<usize> = stored.iter().map(|s| rows_of(&s.shape)).collect();
+    let run = |p: &arch::Pick| match p.count.checked_sub(1).map(|last| p.first + last * p.step) {
+        Some(last) if last < rows[p.source] => {
+            Ok(Rows { from: stored[p.source].clone(), first: p.first, step: p.step, count: p.count })
+        }
+        _ => Err(format!("{} rows, but {} from row {} are needed", rows[p.source], p.count, p.first)),
+    };
+    made.rows = rule.how.picks(&rows)?.iter().map(run).collect::<Result<_, _>>()?;
     let outer = |s: &Stored| (s.shape[..s.shape.len().saturating_sub(2)].to_vec(), s.shape.last().copied());
     if stored[0].shape.len() > 1 && stored.iter().any(|s| outer(s) != outer(stored[0])) {
         let shapes: Vec<_> = stored.iter().map(|s| &s.shape).collect();
         return Err(format!("parts of {shapes:?} do not fit together"));
     }
-    if !matches!(rule.how, How::Flat) {
+    if !matches!(rule.how, How::Flat(_)) {
         let axis = made.shape.len().saturating_sub(2);
         made.shape[axis] = made.rows.iter().map(|r| r.count).sum();
     }
     Ok(made)
-}
-
-fn pick(stored: &[&Stored], p: &Pick) -> Result<Rows, String> {
-    let from = stored[p.source];
-    let n = rows_of(&from.shape);
-    match p.count.checked_sub(1).map(|last| p.first + last * p.step) {
-        Some(last) if last < n => Ok(Rows { from: from.clone(), first: p.first, step: p.step, count: p.count }),
-        _ => Err(format!("{n} rows, but {} from row {} are needed", p.count, p.first)),
-    }
 }

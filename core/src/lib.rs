@@ -12,6 +12,8 @@ pub mod chat;
 pub mod checkpoint;
 pub mod config;
 pub mod controls;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod convert;
 pub mod cpu;
 pub mod digest;
 pub mod engine;

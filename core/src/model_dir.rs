@@ -19,6 +19,9 @@ use crate::{
 };
 
 mod recipe;
+mod texts;
+
+pub use texts::Texts;
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";

@@ -1,9 +1,11 @@
-//! Arguments of the subcommands that show things: `logits`, `inspect`, `devices`, `web`, `config`, `completions`, `man`.
+//! Arguments of the subcommands that show or write things: `logits`, `inspect`, `convert`, `devices`, `web`, `config`,
+//! `completions`, `man`.
 
 use std::{net::IpAddr, path::PathBuf};
 
 use clap::Args;
 use clap_complete::Shell;
+use selkie_core::convert::Target;
 
 use super::{ModelArgs, PoolArgs};
 
@@ -36,6 +38,25 @@ pub struct InspectArgs {
     pub json: bool,
     #[command(flatten)]
     pub pool: PoolArgs,
+}
+
+/// Arguments of `convert`.
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// The GGUF file to write
+    #[arg(short, long, value_name = "FILE.gguf")]
+    pub output: PathBuf,
+    /// Type of the matrices: f32, bf16, q8_0, q6_k, q5_k_m, q4_k_m, iq4_nl or q4_0
+    #[arg(long = "type", value_name = "TYPE")]
+    pub kind: Target,
+    /// Write the file even if other programs do not know the model's tokenizer
+    #[arg(long)]
+    pub selkie_only: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `devices`.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::{Stored, meta::Meta};
+use super::{Change, Stored, meta::Meta};
 use crate::{Error, Result};
 
 mod falcon_h1;
@@ -59,18 +59,55 @@ pub(super) fn find(path: &str, name: &str) -> Result<&'static Arch> {
 pub(super) enum How {
     /// As it is.
     Copy,
-    /// As a vector.
-    Flat,
+    /// As a vector, stored in rows of this many elements.
+    Flat(usize),
     /// Rows of several, one after the other.
     Join,
     /// Rows, by source.
     Rows(Vec<Pick>),
     /// The halves of this many heads, whose rows were interleaved.
     Unpermute(usize),
-    /// `ln(-x)` of every element.
-    NegLog,
-    /// `x - 1` of every element.
-    MinusOne,
+    /// The columns of the one source are these of the weight. Readers keep the order of the file instead, because blocks hold
+    /// several columns.
+    Columns(Vec<usize>),
+}
+
+impl How {
+    /// Rows of the sources of a weight with `n` rows, if there are `sources`.
+    pub fn rows(&self, n: usize, sources: usize) -> Vec<usize> {
+        match self {
+            Self::Join => vec![n / sources; sources],
+            Self::Rows(picks) => {
+                let of = |s| {
+                    picks
+                        .iter()
+                        .filter(move |p| p.source == s)
+                        .map(|p| p.first + p.count.saturating_sub(1) * p.step + 1)
+                };
+                (0..sources).map(|s| of(s).max().unwrap_or(0)).collect()
+            }
+            _ => vec![n],
+        }
+    }
+
+    /// The rows of a weight in order, out of sources with these numbers of them.
+    pub fn picks(&self, rows: &[usize]) -> Result<Vec<Pick>, String> {
+        let all = |source: usize| Pick { source, first: 0, step: 1, count: rows[source] };
+        match self {
+            Self::Copy | Self::Flat(_) | Self::Columns(_) => Ok(vec![all(0)]),
+            Self::Join => Ok((0..rows.len()).map(all).collect()),
+            Self::Rows(picks) => Ok(picks.clone()),
+            Self::Unpermute(heads) => {
+                let n = rows[0];
+                if *heads == 0 || !n.is_multiple_of(2 * heads) {
+                    return Err(format!("{n} rows are not those of {heads} heads of an even size"));
+                }
+                let d = n / heads;
+                let half = |h| Pick { source: 0, first: h / 2 * d + h % 2, step: 2, count: d / 2 };
+                Ok((0..2 * heads).map(half).collect())
+            }
+        }
+    }
 }
 
 /// Every `step`th row of a source.
@@ -88,11 +125,18 @@ pub(super) struct Rule {
     pub name: String,
     pub sources: Vec<String>,
     pub how: How,
+    pub change: Change,
 }
 
 impl Rule {
     pub fn new(name: impl Into<String>, sources: &[&str], how: How) -> Self {
-        Self { name: name.into(), sources: sources.iter().map(|s| (*s).to_owned()).collect(), how }
+        let sources = sources.iter().map(|s| (*s).to_owned()).collect();
+        Self { name: name.into(), sources, how, change: Change::None }
+    }
+
+    /// The same with a change of its elements.
+    pub fn changed(self, change: Change) -> Self {
+        Self { change, ..self }
     }
 }
 
@@ -133,12 +177,15 @@ pub(super) fn attention(rules: &mut Vec<Rule>, f: &Facts<'_>, prefix: &str, perm
 }
 
 /// A Mamba-2 mixer.
-pub(super) fn mamba2(rules: &mut Vec<Rule>, prefix: &str) {
+pub(super) fn mamba2(rules: &mut Vec<Rule>, f: &Facts<'_>, prefix: &str) -> Result<()> {
     copies(rules, prefix, &[("in_proj", "ssm_in"), ("conv1d", "ssm_conv1d"), ("out_proj", "ssm_out")]);
     rules.push(Rule::new(format!("{prefix}dt_bias"), &["blk.{}.ssm_dt.bias"], How::Copy));
-    rules.push(Rule::new(format!("{prefix}A_log"), &["blk.{}.ssm_a"], How::NegLog));
-    rules.push(Rule::new(format!("{prefix}D"), &["blk.{}.ssm_d"], How::Copy));
-    rules.push(Rule::new(format!("{prefix}norm.weight"), &["blk.{}.ssm_norm.weight"], How::Flat));
+    rules.push(Rule::new(format!("{prefix}A_log"), &["blk.{}.ssm_a"], How::Flat(1)).changed(Change::NegLog));
+    rules.push(Rule::new(format!("{prefix}D"), &["blk.{}.ssm_d"], How::Flat(1)));
+    let groups = f.opt("ssm.group_count")?.filter(|n| *n > 0).unwrap_or(1);
+    let group = f.opt("ssm.inner_size")?.unwrap_or(0) / groups;
+    rules.push(Rule::new(format!("{prefix}norm.weight"), &["blk.{}.ssm_norm.weight"], How::Flat(group)));
+    Ok(())
 }
 
 /// A Mamba-1 mixer.
@@ -154,7 +201,7 @@ pub(super) fn mamba1(rules: &mut Vec<Rule>, prefix: &str) {
         ("c_layernorm", "ssm_c_norm"),
     ];
     copies(rules, prefix, &pairs);
-    rules.push(Rule::new(format!("{prefix}A_log"), &["blk.{}.ssm_a"], How::NegLog));
+    rules.push(Rule::new(format!("{prefix}A_log"), &["blk.{}.ssm_a"], How::Copy).changed(Change::NegLog));
     rules.push(Rule::new(format!("{prefix}D"), &["blk.{}.ssm_d"], How::Copy));
 }
 
@@ -166,11 +213,11 @@ pub(super) fn experts(rules: &mut Vec<Rule>, input: &str, output: &str) {
 }
 
 /// Embedding, output matrix and the final norm.
-pub(super) fn ends(embedding: &str, norm: &str, how: How) -> Vec<Rule> {
+pub(super) fn ends(embedding: &str, norm: &str, change: Change) -> Vec<Rule> {
     vec![
         Rule::new(embedding, &["token_embd.weight"], How::Copy),
         Rule::new("lm_head.weight", &["output.weight"], How::Copy),
-        Rule::new(norm, &["output_norm.weight"], how),
+        Rule::new(norm, &["output_norm.weight"], How::Copy).changed(change),
     ]
 }
 
@@ -191,6 +238,8 @@ pub(super) struct Facts<'a> {
     pub tensors: &'a BTreeMap<String, Stored>,
     /// `rope_freqs.weight`, by which frequencies are divided.
     pub rope_factors: Option<&'a [f32]>,
+    /// The weights stand in the order of the family's own files even where readers keep another one.
+    pub own_order: bool,
 }
 
 impl Facts<'_> {

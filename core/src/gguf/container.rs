@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// First bytes of a file.
-const MAGIC: &[u8; 4] = b"GGUF";
+pub(super) const MAGIC: &[u8; 4] = b"GGUF";
 /// Bytes of a header that are read at first; most fit, those with long vocabularies take a second attempt.
 const FIRST_READ: u64 = 16 << 20;
 /// Most bytes of a header: what stands before the data.
@@ -48,7 +48,7 @@ pub(super) struct File {
 }
 
 /// Name, elements and bytes of a block of each type by its number; no bytes for those that are not defined any more.
-const TYPES: [(&str, u64, u64); 43] = [
+pub(super) const TYPES: [(&str, u64, u64); 43] = [
     ("F32", 1, 4),
     ("F16", 1, 2),
     ("Q4_0", 32, 18),
@@ -318,7 +318,7 @@ fn place(
     }
 }
 
-fn format_of(kind: u32, bytes: u64) -> Option<(Format, usize)> {
+pub(super) fn format_of(kind: u32, bytes: u64) -> Option<(Format, usize)> {
     let format = match kind {
         0 | 1 | 30 => Format::Plain,
         2 => Format::Q4_0,

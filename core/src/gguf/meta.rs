@@ -20,6 +20,51 @@ pub enum Value {
     Texts(Vec<String>),
 }
 
+impl Value {
+    fn one(kind: u32, bytes: &[u8]) -> Self {
+        Self::Numbers { kind, one: true, bytes: bytes.to_vec() }
+    }
+
+    fn list<const N: usize>(kind: u32, numbers: impl Iterator<Item = [u8; N]>) -> Self {
+        Self::Numbers { kind, one: false, bytes: numbers.flatten().collect() }
+    }
+
+    /// An integer without sign, of 32 bits.
+    pub fn u32(n: u32) -> Self {
+        Self::one(4, &n.to_le_bytes())
+    }
+
+    /// A float of 32 bits.
+    pub fn f32(x: f32) -> Self {
+        Self::one(6, &x.to_le_bytes())
+    }
+
+    /// A switch.
+    pub fn bool(b: bool) -> Self {
+        Self::one(7, &[u8::from(b)])
+    }
+
+    /// A string.
+    pub fn text(text: impl Into<String>) -> Self {
+        Self::Text(text.into())
+    }
+
+    /// An array of integers without sign.
+    pub fn u32s(numbers: &[u32]) -> Self {
+        Self::list(4, numbers.iter().map(|n| n.to_le_bytes()))
+    }
+
+    /// An array of integers.
+    pub fn i32s(numbers: &[i32]) -> Self {
+        Self::list(5, numbers.iter().map(|n| n.to_le_bytes()))
+    }
+
+    /// An array of switches.
+    pub fn bools(switches: &[bool]) -> Self {
+        Self::list(7, switches.iter().map(|b| [u8::from(*b)]))
+    }
+}
+
 /// Bytes of a number of a type.
 pub(super) fn number_size(kind: u32) -> Option<usize> {
     Some(match kind {
@@ -40,6 +85,21 @@ pub struct Meta {
 impl Meta {
     pub(super) fn new(values: BTreeMap<String, Value>) -> Self {
         Self { values }
+    }
+
+    /// Sets a key.
+    pub fn set(&mut self, key: impl Into<String>, value: Value) {
+        self.values.insert(key.into(), value);
+    }
+
+    /// All keys with their values, in alphabetical order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&String, &Value)> {
+        self.values.iter()
+    }
+
+    /// Removes the keys for which `keep` is false.
+    pub fn retain(&mut self, keep: impl Fn(&str) -> bool) {
+        self.values.retain(|key, _| keep(key));
     }
 
     /// Whether a key is there.

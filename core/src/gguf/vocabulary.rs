@@ -32,7 +32,8 @@ struct Pre {
 }
 
 const CONTRACTED: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// The split of byte-level BPE in its first form, which the tokenizer library has built in.
+pub const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 const PRES: &[Pre] = &[
     Pre {
@@ -87,6 +88,12 @@ const PRES: &[Pre] = &[
         add_bos: false,
     },
 ];
+
+/// The rules of other programs that split texts as `patterns`, one after the other, do: the name by which files ask for them.
+pub fn pre(patterns: &[&str], ignore_merges: bool) -> Option<&'static str> {
+    let same = |p: &&Pre| p.patterns == patterns && p.ignore_merges == ignore_merges;
+    PRES.iter().find(same).map(|p| p.names[0])
+}
 
 /// Ids of the tokens that end a text.
 pub(super) fn ends(meta: &Meta) -> Vec<u32> {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends, mamba2};
+use super::{Arch, Change, Facts, How, Rule, attention, copies, ends, mamba2};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["falcon-h1"], config, rules };
@@ -27,10 +27,10 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.final_layernorm.weight", How::Copy);
+    let mut rules = ends("model.embed_tokens.weight", "model.final_layernorm.weight", Change::None);
     let prefix = "model.layers.{}.";
     attention(&mut rules, f, &format!("{prefix}self_attn."), false)?;
-    mamba2(&mut rules, &format!("{prefix}mamba."));
+    mamba2(&mut rules, f, &format!("{prefix}mamba."))?;
     let pairs = [
         ("input_layernorm", "attn_norm"),
         ("pre_ff_layernorm", "ffn_norm"),
@@ -38,8 +38,8 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
         ("feed_forward.up_proj", "ffn_up"),
         ("feed_forward.down_proj", "ffn_down"),
     ];
-    copies(&mut rules, prefix, &pairs);
-    // The converter drops the suffix of this one.
+    // Converters drop the suffix of this one.
     rules.push(Rule::new(format!("{prefix}pre_ff_layernorm.weight"), &["blk.{}.ffn_norm"], How::Copy));
+    copies(&mut rules, prefix, &pairs);
     Ok(rules)
 }

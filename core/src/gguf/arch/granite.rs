@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends, experts, mamba2};
+use super::{Arch, Change, Facts, How, Rule, attention, copies, ends, experts, mamba2};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["granitehybrid", "granite", "granitemoe"], config, rules };
@@ -57,16 +57,20 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", How::Copy);
+    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", Change::None);
     let prefix = "model.layers.{}.";
     copies(&mut rules, prefix, &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")]);
     attention(&mut rules, f, &format!("{prefix}self_attn."), true)?;
-    mamba2(&mut rules, &format!("{prefix}mamba."));
+    mamba2(&mut rules, f, &format!("{prefix}mamba."))?;
     copies(&mut rules, &format!("{prefix}block_sparse_moe."), &[("router.layer", "ffn_gate_inp")]);
     let moe = |leaf: &str| format!("{prefix}block_sparse_moe.{leaf}.weight");
     experts(&mut rules, &moe("input_linear"), &moe("output_linear"));
-    // The only feed-forward part of a model without experts.
-    for suffix in ["_shexp", ""] {
+    // Without experts it is the only feed-forward part. The first rule that fits is the one by which files are written.
+    let mut suffixes = ["", "_shexp"];
+    if f.opt("expert_count")?.is_some_and(|n| n > 0) {
+        suffixes.reverse();
+    }
+    for suffix in suffixes {
         let stored = |leaf: &str| format!("blk.{{}}.ffn_{leaf}{suffix}.weight");
         let input = format!("{prefix}shared_mlp.input_linear.weight");
         rules.push(Rule::new(input, &[&stored("gate"), &stored("up")], How::Join));

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends, experts, mamba1};
+use super::{Arch, Change, Facts, Rule, attention, copies, ends, experts, mamba1};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["jamba"], config, rules };
@@ -45,7 +45,7 @@ fn period(f: &Facts<'_>, c: &mut Map<String, Value>, name: &str, leaf: &str) -> 
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.final_layernorm.weight", How::Copy);
+    let mut rules = ends("model.embed_tokens.weight", "model.final_layernorm.weight", Change::None);
     let prefix = "model.layers.{}.";
     attention(&mut rules, f, &format!("{prefix}self_attn."), false)?;
     mamba1(&mut rules, &format!("{prefix}mamba."));

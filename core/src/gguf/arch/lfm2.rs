@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends, experts};
+use super::{Arch, Change, Facts, How, Rule, attention, copies, ends, experts};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["lfm2", "lfm2moe"], config, rules };
@@ -27,9 +27,9 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.embedding_norm.weight", How::Copy);
     // Despite its name it is the norm after the last layer.
-    rules.push(Rule::new("model.embedding_norm.weight", &["token_embd_norm.weight"], How::Copy));
+    let mut rules = vec![Rule::new("model.embedding_norm.weight", &["token_embd_norm.weight"], How::Copy)];
+    rules.extend(ends("model.embed_tokens.weight", "model.embedding_norm.weight", Change::None));
     let prefix = "model.layers.{}.";
     attention(&mut rules, f, &format!("{prefix}self_attn."), false)?;
     let pairs = [

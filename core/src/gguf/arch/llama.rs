@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends};
+use super::{Arch, Change, Facts, Rule, attention, copies, ends};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["llama"], config, rules };
@@ -20,7 +20,7 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", How::Copy);
+    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", Change::None);
     layer(&mut rules);
     attention(&mut rules, f, "model.layers.{}.self_attn.", true)?;
     Ok(rules)

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, copies, ends, mamba1, mamba2};
+use super::{Arch, Change, Facts, Rule, copies, ends, mamba1, mamba2};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["mamba"], config, rules };
@@ -37,14 +37,14 @@ fn config_2(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-fn rules_2(_: &Facts<'_>) -> Result<Vec<Rule>> {
+fn rules_2(f: &Facts<'_>) -> Result<Vec<Rule>> {
     let mut rules = around();
-    mamba2(&mut rules, PREFIX);
+    mamba2(&mut rules, f, PREFIX)?;
     Ok(rules)
 }
 
 fn around() -> Vec<Rule> {
-    let mut rules = ends("backbone.embeddings.weight", "backbone.norm_f.weight", How::Copy);
+    let mut rules = ends("backbone.embeddings.weight", "backbone.norm_f.weight", Change::None);
     copies(&mut rules, "backbone.layers.{}.", &[("norm", "attn_norm")]);
     rules
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends, mamba2};
+use super::{Arch, Change, Facts, How, Rule, attention, copies, ends, mamba2};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["nemotron_h", "nemotron_h_moe"], config, rules };
@@ -42,11 +42,11 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("backbone.embeddings.weight", "backbone.norm_f.weight", How::Copy);
+    let mut rules = ends("backbone.embeddings.weight", "backbone.norm_f.weight", Change::None);
     let prefix = "backbone.layers.{}.mixer.";
     copies(&mut rules, "backbone.layers.{}.", &[("norm", "attn_norm")]);
-    mamba2(&mut rules, prefix);
-    if f.any("attn_q.weight")? {
+    mamba2(&mut rules, f, prefix)?;
+    if f.opt("attention.head_count")?.is_some_and(|n| n > 0) {
         attention(&mut rules, f, prefix, true)?;
     }
     let pairs = [

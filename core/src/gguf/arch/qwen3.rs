@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Rule, attention, copies, ends, llama};
+use super::{Arch, Change, Facts, Rule, attention, copies, ends, llama};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["qwen3"], config, rules };
@@ -14,7 +14,7 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", How::Copy);
+    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", Change::None);
     llama::layer(&mut rules);
     attention(&mut rules, f, "model.layers.{}.self_attn.", false)?;
     let norms = [("q_norm", "attn_q_norm"), ("k_norm", "attn_k_norm")];

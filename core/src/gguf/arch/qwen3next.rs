@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Facts, How, Pick, Rule, attention, copies, ends, experts};
+use super::{Arch, Change, Facts, How, Pick, Rule, attention, copies, ends, experts};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["qwen3next", "qwen35", "qwen35moe"], config, rules };
@@ -71,7 +71,7 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 }
 
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
-    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", How::MinusOne);
+    let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", Change::MinusOne);
     let layer = |leaf: &str| format!("model.layers.{{}}.{leaf}");
     for (name, stored) in [
         ("input_layernorm", "attn_norm"),
@@ -80,7 +80,7 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
         ("self_attn.k_norm", "attn_k_norm"),
     ] {
         let stored = format!("blk.{{}}.{stored}.weight");
-        rules.push(Rule::new(layer(&format!("{name}.weight")), &[&stored], How::MinusOne));
+        rules.push(Rule::new(layer(&format!("{name}.weight")), &[&stored], How::Copy).changed(Change::MinusOne));
     }
     // What is called `attn_qkv` here is a projection of another mixer.
     let mut own = Vec::new();
@@ -88,7 +88,6 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
     rules.extend(own.into_iter().filter(|rule| rule.how == How::Copy));
     let pairs = [
         ("linear_attn.norm", "ssm_norm"),
-        ("linear_attn.out_proj", "ssm_out"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
@@ -100,15 +99,52 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
     ];
     copies(&mut rules, &layer(""), &pairs);
     experts(&mut rules, &layer("mlp.experts.gate_up_proj"), &layer("mlp.experts.down_proj"));
-    rules.push(Rule::new(layer("linear_attn.A_log"), &["blk.{}.ssm_a"], How::NegLog));
-    rules.push(Rule::new(layer("linear_attn.dt_bias"), &["blk.{}.ssm_dt.bias"], How::Copy));
     let d = Delta::read(f)?;
-    if tiled(f) {
-        tiled_heads(&mut rules, &d, layer)
-    } else {
-        per_key_head(&mut rules, &d, layer)
+    match tiled(f) {
+        true if f.own_order => grouped_heads(&mut rules, &d, layer),
+        true => tiled_heads(&mut rules, &d, layer),
+        false => per_key_head(&mut rules, &d, layer),
     }
     Ok(rules)
+}
+
+/// What has an entry per value head and stands in the order of the file.
+fn decays(rules: &mut Vec<Rule>, layer: impl Fn(&str) -> String) {
+    rules.push(Rule::new(layer("linear_attn.A_log"), &["blk.{}.ssm_a"], How::Copy).changed(Change::NegLog));
+    rules.push(Rule::new(layer("linear_attn.dt_bias"), &["blk.{}.ssm_dt.bias"], How::Copy));
+    copies(rules, &layer("linear_attn."), &[("out_proj", "ssm_out")]);
+}
+
+/// The order of the family's own files: the value heads of the first key head, those of the second, and so on.
+fn grouped_heads(rules: &mut Vec<Rule>, d: &Delta, layer: impl Fn(&str) -> String) {
+    // The place in the file of every value head.
+    let places = || (0..d.value_heads).map(|v| v % d.per_key() * d.key_heads + v / d.per_key());
+    let keys = 2 * d.key_heads * d.key_dim;
+    let heads = |first: usize, rows: usize| {
+        let pick = move |p| Pick { source: 0, first: first + p * rows, step: 1, count: rows };
+        let before = (first > 0).then_some(Pick { source: 0, first: 0, step: 1, count: first });
+        How::Rows(before.into_iter().chain(places().map(pick)).collect())
+    };
+    for (name, stored, how) in [
+        ("in_proj_qkv.weight", "attn_qkv.weight", heads(keys, d.value_dim)),
+        ("conv1d.weight", "ssm_conv1d.weight", heads(keys, d.value_dim)),
+        ("in_proj_z.weight", "attn_gate.weight", heads(0, d.value_dim)),
+        ("in_proj_b.weight", "ssm_beta.weight", heads(0, 1)),
+        ("in_proj_a.weight", "ssm_alpha.weight", heads(0, 1)),
+        ("dt_bias", "ssm_dt.bias", heads(0, 1)),
+    ] {
+        rules.push(Rule::new(layer(&format!("linear_attn.{name}")), &[&format!("blk.{{}}.{stored}")], how));
+    }
+    let decay = Rule::new(layer("linear_attn.A_log"), &["blk.{}.ssm_a"], heads(0, 1));
+    rules.push(decay.changed(Change::NegLog));
+    let mut columns = vec![0; d.value_heads * d.value_dim];
+    for (head, place) in places().enumerate() {
+        for i in 0..d.value_dim {
+            columns[place * d.value_dim + i] = head * d.value_dim + i;
+        }
+    }
+    let name = layer("linear_attn.out_proj.weight");
+    rules.push(Rule::new(name, &["blk.{}.ssm_out.weight"], How::Columns(columns)));
 }
 
 /// q and k of every value head, then v; the rest is in the same order.
@@ -124,6 +160,7 @@ fn tiled_heads(rules: &mut Vec<Rule>, d: &Delta, layer: impl Fn(&str) -> String)
     }
     let pairs = [("in_proj_z", "attn_gate"), ("in_proj_b", "ssm_beta"), ("in_proj_a", "ssm_alpha")];
     copies(rules, &layer("linear_attn."), &pairs);
+    decays(rules, layer);
 }
 
 /// The rows of a key head together: q, k, its values, its z.
@@ -142,4 +179,5 @@ fn per_key_head(rules: &mut Vec<Rule>, d: &Delta, layer: impl Fn(&str) -> String
     // Older files have them as they were.
     rules.push(Rule::new(name, &["blk.{}.ssm_in.weight"], How::Copy));
     copies(rules, &layer("linear_attn."), &[("in_proj_ba", "ssm_ba"), ("conv1d", "ssm_conv1d")]);
+    decays(rules, layer);
 }

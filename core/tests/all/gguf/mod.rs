@@ -6,6 +6,7 @@ mod families;
 mod quantised;
 mod tokenizers;
 mod writer;
+mod written;
 
 use std::{
     collections::HashMap,
