@@ -44,5 +44,6 @@ pub mod timer;
 pub mod tokenizer;
 pub mod units;
 pub mod weights;
+mod zeroed;
 
 pub use error::{Error, Result};

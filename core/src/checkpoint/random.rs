@@ -1,9 +1,11 @@
 //! Random tensors, for measuring the speed of a model without its weights.
 
+use std::sync::Arc;
+
 use half::bf16;
 
 use super::{RawTensor, recipe};
-use crate::{Error, Result, format::Format, tensor::DType};
+use crate::{Error, Result, format::Format, source::Bytes, tensor::DType, zeroed::Zeroed};
 
 /// Distribution of a tensor's values: uniform in `mid ± half`, or the logarithm of such a value.
 struct Spread {
@@ -56,8 +58,8 @@ pub(super) fn tensor(seed: u64, name: &str, shape: &[usize], format: Format) -> 
         (*k, spread.dtype) = (format.bytes(*k, 1), DType::U8);
     }
     let bytes = stored.iter().try_fold(spread.dtype.bytes(), |n, d| n.checked_mul(*d));
-    // Memory that the system supplies zeroed is committed by the threads that fill it.
-    let Some(mut data) = bytes.and_then(|n| bytemuck::allocation::try_zeroed_vec::<u8>(n).ok()) else {
+    // Committed by the threads that fill it.
+    let Some(mut data) = bytes.and_then(Zeroed::new) else {
         let asked = stored.iter().fold(spread.dtype.bytes() as u64, |n, d| n.saturating_mul(*d as u64));
         return Err(Error::OutOfMemory { what: format!("random tensor `{name}` {shape:?}"), asked, free: 0 });
     };
@@ -65,7 +67,7 @@ pub(super) fn tensor(seed: u64, name: &str, shape: &[usize], format: Format) -> 
     if let Some(k) = shape.last() {
         recipe::tame(format, *k, &mut data);
     }
-    Ok(RawTensor { dtype: spread.dtype, shape: stored, bytes: data.into() })
+    Ok(RawTensor { dtype: spread.dtype, shape: stored, bytes: Bytes::new(Arc::new(data)) })
 }
 
 /// Bytes that one task fills, from a generator of its own: the split over threads does not matter.

@@ -1,17 +1,14 @@
 //! Host memory with a counted handle, and a lease that keeps views of it from aliasing.
 
-use std::alloc::Layout;
 use std::cell::Cell;
 use std::rc::Rc;
 
 use crate::backend::Handle;
 use crate::source::Bytes;
+use crate::zeroed::Zeroed;
 
 /// Alignment of buffers: a cache line, and the widest vector.
 const ALIGN: usize = 64;
-/// Alignment requested from the allocator. Up to this alignment the system supplies zeroed memory that is not committed
-/// yet. For larger ones Rust's allocator writes the zeros itself, which would commit every page of a pool at load.
-const LAZY_ALIGN: usize = 16;
 
 /// A counted handle to host bytes: an allocation of the backend, or bytes adopted where they lie (read-only).
 ///
@@ -28,8 +25,8 @@ struct Inner {
 }
 
 enum Owner {
-    /// Freed with its start and layout; the total of its backend is reduced by the length.
-    Heap(*mut u8, Layout, Rc<Cell<u64>>),
+    /// An allocation, and the total of its backend, which is reduced by the length in the end.
+    Own { _bytes: Zeroed, total: Rc<Cell<u64>> },
     /// Keeps the bytes alive.
     Adopted { _bytes: Bytes },
 }
@@ -38,16 +35,12 @@ impl Buf {
     /// `len` zeroed bytes, committed by the system when they are first touched; `None` if there are not that many.
     /// `total` counts the bytes that are alive.
     pub(super) fn zeroed(len: usize, total: &Rc<Cell<u64>>) -> Option<Self> {
-        let layout = Layout::from_size_align(len.checked_add(ALIGN)?, LAZY_ALIGN).ok()?;
-        // SAFETY: the size is not 0.
-        let start = unsafe { std::alloc::alloc_zeroed(layout) };
-        if start.is_null() {
-            return None;
-        }
+        let mut bytes = Zeroed::new(len.checked_add(ALIGN)?)?;
+        let start = bytes.as_mut_ptr();
         // SAFETY: the size has room for this.
         let ptr = unsafe { start.add(start.align_offset(ALIGN)) };
         total.set(total.get() + len as u64);
-        let owner = Owner::Heap(start, layout, total.clone());
+        let owner = Owner::Own { _bytes: bytes, total: total.clone() };
         Some(Self(Rc::new(Inner { ptr, len, owner, lease: Cell::new(0) })))
     }
 
@@ -91,10 +84,8 @@ impl std::fmt::Debug for Buf {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Owner::Heap(start, layout, total) = &self.owner {
+        if let Owner::Own { total, .. } = &self.owner {
             total.set(total.get() - self.len as u64);
-            // SAFETY: allocated in `zeroed` with this layout, and no handle is left.
-            unsafe { std::alloc::dealloc(*start, *layout) };
         }
     }
 }
