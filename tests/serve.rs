@@ -9,6 +9,9 @@ mod binary;
 mod client;
 #[path = "serve/controls.rs"]
 mod controls;
+#[cfg(target_os = "linux")]
+#[path = "serve/crowd.rs"]
+mod crowd;
 #[path = "serve/soak.rs"]
 mod soak;
 #[path = "serve/state.rs"]

@@ -128,7 +128,7 @@ impl Worker<'_> {
 
 /// Resident memory of the server in KiB.
 #[cfg(target_os = "linux")]
-fn memory(server: &Server) -> Option<u64> {
+pub fn memory(server: &Server) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).ok()?;
     status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?.trim().strip_suffix(" kB")?.parse().ok()
 }
