@@ -339,26 +339,27 @@ fn check(
     let got = models::read(&Config::from_keys(label, gguf.config()?))?;
     let refuse = |what: String| Error::Unsupported {
         what: format!("{label}: a GGUF file of architecture {arch:?} of this model"),
-        why: format!("such a file cannot say {what}; use the folder as it is"),
+        why: format!("such a file cannot say {what} as the model has it; use the folder as it is"),
     };
     let frequencies = |a: &Architecture| fold::attention_layers(a).flatten().find_map(|p| p.rope).map(|r| r.inv_freq());
     let near = |(a, b): (f32, f32)| (a / b - 1.0).abs() < 1e-5;
     let (a, b) = (frequencies(want).unwrap_or_default(), frequencies(&got).unwrap_or_default());
     if a.len() != b.len() || !a.into_iter().zip(b).all(near) {
-        return Err(refuse("its rule of rotations".into()));
+        return Err(refuse("the rule of rotations".into()));
     }
     let [want, got] = [want, &got].map(|a| format!("{:#?}", fold::as_read(a)));
     match want.lines().zip(got.lines()).position(|(a, b)| a != b) {
         None if want.len() == got.len() => Ok(()),
-        place => Err(refuse(said(&want, place.unwrap_or(0)))),
+        place => Err(refuse(field(&want, place.unwrap_or(0)))),
     }
 }
 
-/// The line of a printed architecture, with the name of what it belongs to.
-fn said(text: &str, place: usize) -> String {
+/// The field of a printed architecture that a line belongs to.
+fn field(text: &str, place: usize) -> String {
     let lines: Vec<&str> = text.lines().take(place + 1).collect();
-    let line = lines.last().copied().unwrap_or_default();
     let depth = |line: &str| line.len() - line.trim_start().len();
-    let above = lines.iter().rev().find(|l| depth(l) < depth(line) && l.contains(": ")).copied().unwrap_or_default();
-    format!("`{} {}`", above.trim(), line.trim().trim_end_matches(','))
+    let own = lines.last().map_or(0, |line| depth(line));
+    let named = |line: &&&str| depth(line) <= own && line.contains(": ");
+    let line = lines.iter().rev().find(named).copied().unwrap_or_default();
+    format!("`{}`", line.trim().split(": ").next().unwrap_or_default())
 }
