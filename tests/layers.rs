@@ -5,8 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules of selkie-core, lowest first, and what each may import. `backend` and `ops` are one layer, the boundary.
-const CORE: [(&str, &str); 37] = [
+const CORE: [(&str, &str); 38] = [
     ("fnv", ""),
+    ("zeroed", ""),
     ("cache_dir", ""),
     ("digest", ""),
     ("units", ""),
@@ -22,9 +23,9 @@ const CORE: [(&str, &str); 37] = [
     ("timer", "backend error tensor"),
     ("sample", "error ops step"),
     ("controls", "error ops sample"),
-    ("cpu", "backend error format ops sample source step tensor timer"),
+    ("cpu", "backend error format ops sample source step tensor timer zeroed"),
     ("gguf", "config error format source"),
-    ("checkpoint", "cache_dir digest error format gguf source tensor"),
+    ("checkpoint", "cache_dir digest error format gguf source tensor zeroed"),
     ("rope", "config error"),
     ("generation", "config error sample"),
     ("stop", "error"),
