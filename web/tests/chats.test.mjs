@@ -312,11 +312,14 @@ test("a download that was broken off is offered again", async () => {
   await page.waitForFunction(() => document.documentElement.dataset.engine === "failed");
   await page.reload();
   await ready(page);
-  assert.match(await notice(page), /The download of model stopped at 5\.\d MB\./);
+  // A connection that breaks may take bytes with it that the browser had not passed on.
+  const told = Number(/The download of model stopped at (\d+\.\d) MB\./.exec(await notice(page))?.[1]);
+  assert.ok(told > 0 && told < 5.5, `${told} MB`);
   delete host.rules.cut;
   await page.click("#notice button");
   await page.waitForFunction(() => document.getElementById("model-name").textContent === "model");
   await ready(page);
-  assert.ok(host.log.some((line) => /^GET model\.safetensors bytes=5\d+-$/.test(line)), host.log.join("\n"));
+  const from = host.log.map((line) => Number(/^GET model\.safetensors bytes=(\d+)-$/.exec(line)?.[1])).find(Boolean);
+  assert.ok(Math.abs(from / 1e6 - told) < 0.2, `${told} MB, but from ${from}: ${host.log.join("\n")}`);
   await context.close();
 });
