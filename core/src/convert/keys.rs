@@ -147,18 +147,17 @@ fn feed_forward(keys: &mut Keys, a: &Architecture) {
         layer.iter().flat_map(|s| &s.branches).find_map(of).unwrap_or(0)
     };
     let widths: Vec<usize> = a.layers.iter().map(width).collect();
-    let dense = || branches(a).find_map(|b| if let Plan::Mlp(p) = &b.plan { Some(p.inner) } else { None });
+    let mlp = |b: &Branch| if let Plan::Mlp(p) = &b.plan { Some(p.inner) } else { None };
+    let dense = || branches(a).find_map(mlp);
     match keys.arch {
         "nemotron_h" | "nemotron_h_moe" => keys.per_layer("feed_forward_length", &widths),
         // The first layers are dense, and their width is the one that counts.
         "lfm2moe" | "jamba" => keys.int("feed_forward_length", dense().unwrap_or(widths[0])),
         _ => keys.int("feed_forward_length", widths.first().copied().unwrap_or(0)),
     }
-    // What stands beside experts is a shared one.
+    // An MLP in a layer with experts is the shared expert.
     let steps = a.layers.iter().flatten().filter(|s| s.branches.iter().any(is_moe));
-    let shared =
-        steps.flat_map(|s| &s.branches).find_map(|b| if let Plan::Mlp(p) = &b.plan { Some(p.inner) } else { None });
-    if let Some(shared) = shared {
+    if let Some(shared) = steps.flat_map(|s| &s.branches).find_map(mlp) {
         keys.int("expert_shared_feed_forward_length", shared);
         keys.int("expert_shared_count", 1);
     }

@@ -406,7 +406,8 @@ fn q6_k(x: &[f32], out: &mut Vec<u8>) {
         }
         best = next;
     }
-    // 128 elements in four quarters: of the first two low nibbles, of the others high ones, and two bits of each beside.
+    // 128 elements in four quarters. The low nibbles are those of the first two, the high ones those of the others; two more
+    // bits of each element follow.
     let code = |h: usize, quarter: usize, j: usize| (best.codes[128 * h + 32 * quarter + j] + 32) as u8;
     for h in 0..2 {
         for low in 0..2 {
