@@ -173,7 +173,7 @@ pub struct BenchServeArgs {
     /// Only without HTTP: what the other cases are compared with
     #[arg(long)]
     pub no_http: bool,
-    /// Also measure beside so many connections that are silent
+    /// Also measure while so many other connections are open and silent
     #[arg(long, value_name = "K", default_value = "0", conflicts_with = "no_http")]
     pub idle_connections: usize,
     /// Also measure with answers that are held to a JSON schema, one request a client: compares the decoding
