@@ -12,6 +12,8 @@ mod golden;
 mod routing;
 #[path = "common/sessions.rs"]
 mod sessions;
+#[path = "common/shaders.rs"]
+mod shaders;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -482,6 +484,7 @@ fn main() {
     trials.extend(codes_on("wgpu", common::wgpu, WGPU));
     trials.extend(drafts::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() })));
     trials.extend(drafts::on("wgpu", common::wgpu));
+    trials.extend(shaders::on("wgpu", common::wgpu));
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));

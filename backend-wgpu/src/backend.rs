@@ -226,6 +226,11 @@ impl WgpuBackend {
         Ok(Tape { dispatches, ready: RefCell::default(), _bufs: bufs })
     }
 
+    /// Pipelines compiled so far.
+    pub fn compiled(&self) -> usize {
+        self.pipelines.borrow().len()
+    }
+
     /// Lines about pipelines and tapes for benchmark output.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn counts(&self) -> Vec<String> {
@@ -333,6 +338,11 @@ impl Backend for WgpuBackend {
             self.arena.replace(Some(self.alloc("scratch", bytes)?));
         }
         let kernels = lower_step(&self.measured.take(), &self.facts)?;
+        self.pipelines.borrow_mut().compile(kernels.iter().map(|k| &k.spec))
+    }
+
+    fn expect(&self, step: impl FnOnce(&mut Rec) -> Result<()>) -> Result<()> {
+        let kernels = self.lowered(step)?;
         self.pipelines.borrow_mut().compile(kernels.iter().map(|k| &k.spec))
     }
 

@@ -88,6 +88,19 @@ class FileShelf {
     return file && file.getFile();
   }
 
+  // The file for the engine, to be closed; null if it is open elsewhere. A blob's bytes come from another process, these do not.
+  async open(url, name) {
+    const folder = await this.#folder(url);
+    const file = await folder.getFileHandle(name);
+    const access = await file.createSyncAccessHandle({ mode: "read-only" }).catch(() => null);
+    if (!access) return null;
+    const read = async (offset, length) => {
+      const bytes = new Uint8Array(length);
+      return bytes.subarray(0, access.read(bytes, { at: offset }));
+    };
+    return { name, size: access.getSize(), read, close: () => access.close() };
+  }
+
   // The record is removed first, so that an interrupted removal leaves nothing that looks complete.
   async remove(url) {
     const folder = await this.#folder(url);

@@ -10,8 +10,7 @@ import { blobFile, checkWhole, fileUrl, look, modelName, remoteFile, remoteModel
 
 // The headers of weights larger than this are checked before the download.
 const LARGE_BYTES = 64 * 2 ** 20;
-// The most of a file, in bytes, that is downloaded again after a crash.
-const FLUSH_BYTES = 16 * 2 ** 20;
+// After a crash what came since the last flush is downloaded again. A flush takes milliseconds.
 const FLUSH_MS = 1000;
 // How long the check for a newer version may take before the stored version is used.
 const CHECK_MS = 2000;
@@ -25,13 +24,15 @@ function hold(url, mode, options = {}) {
   });
 }
 
-const opened = async (shelf, record, from, release) => ({
-  name: modelName(record.url),
-  files: await Promise.all(Object.keys(record.files).map(async (name) => blobFile(name, await shelf.blob(record.url, name)))),
-  from,
-  problem: shelf.problem,
-  release,
-});
+async function opened(shelf, { url, files: names }, from, release) {
+  const open = async (name) => (await shelf.open?.(url, name)) ?? blobFile(name, await shelf.blob(url, name));
+  const files = await Promise.all(Object.keys(names).map(open));
+  const close = () => {
+    for (const file of files) file.close?.();
+    release();
+  };
+  return { name: modelName(url), files, from, problem: shelf.problem, release: close };
+}
 
 // The model at the directory `url`: { name, files, from, problem, release }. Call `release` when the files have been read.
 // `progress({ file, loaded, total })` is called during a download, `check(files)` may stop it before large weights are loaded.
@@ -167,12 +168,10 @@ async function fillFile(shelf, record, name, count, reset) {
   const start = record.files[name] && !record.files[name].done ? record.files[name] : { size: 0, version: null };
   const writer = await shelf.writer(url, name, start.size);
   let at = writer.start;
-  let saved = at;
   let savedAt = performance.now();
   const keep = async (version) => {
     if (!shelf.resumes) return;
     writer.flush();
-    saved = at;
     savedAt = performance.now();
     record.files[name] = { size: at, version, done: false };
     await shelf.save(record);
@@ -186,14 +185,14 @@ async function fillFile(shelf, record, name, count, reset) {
       restart() {
         writer.restart();
         reset(name);
-        at = saved = 0;
+        at = 0;
       },
       async write(piece, version) {
         await writer.write(piece);
         at += piece.length;
         seen = version;
         count(name, piece.length);
-        if (at - saved >= FLUSH_BYTES || performance.now() - savedAt >= FLUSH_MS) await keep(version);
+        if (performance.now() - savedAt >= FLUSH_MS) await keep(version);
       },
     });
     if (!got) throw new SelkieError("missing_file", `${fileUrl(url, name)} is no longer there.`);

@@ -4,6 +4,7 @@
 // while loading, { updates: [...] } while generating, and { failed } when the engine can no longer be used.
 
 import init, { WasmEngine, inspect } from "../selkie_web.js";
+import { withPipelines } from "./device.js";
 import { SelkieError, asSelkieError, packError } from "./errors.js";
 import { pickedModel } from "./source.js";
 import { forget, storage, storedModel, visibleModel } from "./store.js";
@@ -112,7 +113,8 @@ async function load({ model, options }) {
     : { ...(await pickedModel(model.files)), from: "files", problem: null };
   try {
     await module();
-    engine = await WasmEngine.load(source.files, { ...options, label: source.name }, progress);
+    const load = () => WasmEngine.load(source.files, { ...options, label: source.name }, progress);
+    engine = await withPipelines(load, (loaded, total) => progress({ stage: "pipelines", loaded, total }));
   } finally {
     source.release?.();
   }

@@ -14,8 +14,8 @@ use crate::error::error;
 
 /// Bytes per call of `read`: small compared with the weights, large enough to hide the cost of a call.
 const PIECE: u64 = 4 << 20;
-/// Maximum bytes in flight to the GPU. The browser itself would buffer any amount.
-const IN_FLIGHT: u64 = 16 << 20;
+/// Bytes uploaded between two signals of the GPU. Twice as many may be in flight; the browser itself would buffer any amount.
+const WINDOW: u64 = 32 << 20;
 
 #[wasm_bindgen]
 extern "C" {
@@ -32,13 +32,22 @@ extern "C" {
     async fn read(this: &ModelFile, offset: f64, length: f64) -> std::result::Result<JsValue, JsValue>;
 }
 
+/// What was uploaded lately.
+#[derive(Default)]
+struct InFlight {
+    /// Bytes since the last signal.
+    bytes: u64,
+    /// Comes when the bytes before it have arrived.
+    signal: Option<LocalFuture<'static, ()>>,
+}
+
 /// The files of a model.
 pub struct Files {
     label: String,
     files: Vec<ModelFile>,
     /// The queue to which read bytes are uploaded.
     queue: RefCell<Option<Queue>>,
-    in_flight: RefCell<u64>,
+    in_flight: RefCell<InFlight>,
     /// The error of a failed `read`, which is returned to the caller unchanged.
     failed: RefCell<Option<JsValue>>,
     /// A requested shard that is missing.
@@ -103,15 +112,25 @@ impl Files {
     }
 
     async fn piece(&self, file: &ModelFile, at: u64, len: u64) -> std::result::Result<Uint8Array, JsValue> {
-        let queue = self.queue.borrow().clone();
-        if let Some(queue) = queue
-            && *self.in_flight.borrow() + len > IN_FLIGHT
-        {
-            queue.done().await;
-            self.in_flight.replace(0);
-        }
-        *self.in_flight.borrow_mut() += len;
+        self.make_room(len).await;
         file.read(at as f64, len as f64).await?.dyn_into()
+    }
+
+    /// Waits until `len` more bytes may be uploaded.
+    async fn make_room(&self, len: u64) {
+        let Some(queue) = self.queue.borrow().clone() else { return };
+        let earlier = {
+            let mut now = self.in_flight.borrow_mut();
+            now.bytes += len;
+            if now.bytes <= WINDOW {
+                return;
+            }
+            now.bytes = len;
+            now.signal.replace(Box::pin(queue.done()))
+        };
+        if let Some(earlier) = earlier {
+            earlier.await;
+        }
     }
 }
 

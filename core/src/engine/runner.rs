@@ -14,7 +14,7 @@ use crate::layer::LayerPools;
 use crate::models::Model;
 use crate::ops::{LANE_WORDS, Sample};
 use crate::sample::Sampling;
-use crate::step::{Bucket, NONE, Row, Step, bucket_of, encode};
+use crate::step::{Bucket, NONE, PAGE, Row, Step, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
 /// Largest step that a [`Runner`] must take.
@@ -131,8 +131,24 @@ impl<B: Backend> Runner<B> {
         };
         runner.reserve(limits)?;
         // A decode step follows a short prompt: its kernels are compiled concurrently with those of the prompt.
-        runner.backend.expect(|ops| runner.forward(ops, Bucket::holding(1, 1, 1, 1, 1)))?;
+        runner.expect(1)?;
         Ok(runner)
+    }
+
+    /// Announces the steps of one prompt, of up to `tokens` tokens, so that their kernels are there when they come: one of every
+    /// [bucket](bucket_of), since kernels of products depend on it.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn expect_prompts(&self, tokens: usize) -> Result<()> {
+        let few = (1..PAGE.ilog2()).map(|i| 1 << i);
+        few.chain((PAGE..=tokens).step_by(PAGE)).try_for_each(|tokens| self.expect(tokens))
+    }
+
+    /// Announces a step of the first `tokens` tokens of one prompt.
+    fn expect(&self, tokens: usize) -> Result<()> {
+        let pages = tokens.div_ceil(PAGE);
+        self.backend.expect(|ops| self.forward(ops, Bucket::holding(tokens, 1, pages, 1, pages)))
     }
 
     /// Sizes the scratch arena: the scratch of the largest decode and prefill buckets suffices for smaller ones.
