@@ -6,12 +6,14 @@ Reported are the median of the rounds' tokens per second, and the median time to
 """
 
 import argparse
+import functools
 import http.client
 import json
 import random
 import statistics
 import threading
 import time
+import urllib.request
 from urllib.parse import urlsplit
 
 TURNS, ANSWER, SYSTEM_WORDS, TURN_WORDS = 6, 64, 750, 36
@@ -23,11 +25,17 @@ def words(seed, count):
     return " ".join(pick.choice(WORDS) for _ in range(count))
 
 
+@functools.cache
+def model(server):
+    with urllib.request.urlopen(f"{server}/v1/models") as answer:
+        return json.load(answer)["data"][0]["id"]
+
+
 def turn(server, messages):
     """Streams one answer; returns (text, seconds to the first token, usage)."""
     url = urlsplit(server)
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=600)
-    body = dict(model="any", messages=messages, max_tokens=ANSWER, temperature=0, ignore_eos=True, stream=True,
+    body = dict(model=model(server), messages=messages, max_tokens=ANSWER, temperature=0, ignore_eos=True, stream=True,
                 stream_options=dict(include_usage=True))
     start, first, text, usage = time.perf_counter(), None, "", None
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
