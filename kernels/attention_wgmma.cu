@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
         for (int j = 0; j < KEYS / 16; j++)
 #pragma unroll
             for (int n = 0; n < HEAD_DIM; n += N)
-                wgmma_registers<N>(acc + n / 2, p[j], dv + j * 128 + n / 64 * KEYS * 8);
+                wgmma_registers<N, true>(acc + n / 2, p[j], dv + j * 128 + n / 64 * KEYS * 8);
         wgmma_commit();
     };
     // Scores to weights, in place, and the factor for the sums so far.

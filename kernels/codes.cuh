@@ -52,6 +52,10 @@ constexpr float BIAS = FORMAT == Q4_0                                ? 136.f
                                                                      : 0.f;
 constexpr bool BIASED = BIAS != 0.f;
 
+// The same for codes that are centred where they have an offset, and two bf16 of minus it.
+constexpr float MIDDLE = LOW_PLANES == 2 ? 2304.f : HIGH_BITS == 1 ? 144.f : 136.f;
+constexpr u32 MINUS_MIDDLE = LOW_PLANES == 2 ? 0xc510c510u : HIGH_BITS == 1 ? 0xc310c310u : 0xc308c308u;
+
 // a b + c of two bf16 each.
 DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 r;
@@ -290,4 +294,18 @@ DEV void elements(const Codes &codes, const Scales &scales, int sub, int j, int 
         v[2 * i] = __fsub_rn(__fmul_rn(scale, lo), offset);
         v[2 * i + 1] = __fsub_rn(__fmul_rn(scale, hi), offset);
     }
+}
+
+// The two elements that a pair stands for, in bf16 arithmetic: scale and offset are rounded, and the element is. An offset is taken from
+// the middle of the codes, where it is small.
+DEV u32 rounded(const Codes &codes, const Scales &scales, int sub, int j, int r, int pair) {
+    constexpr u32 ONE = 0x3f803f80u;
+    u32 code = codes.pair[j][r][LOW_PLANES - 1][pair];
+    // Codes of up to 8 bits are bf16 numbers.
+    if constexpr (BIASED) code = fma_bf16x2(code, ONE, MINUS_MIDDLE);
+    if constexpr (LOW_PLANES == 2) code = fma_bf16x2(code, ONE, codes.pair[j][r][0][pair]);
+    float scale = scales.scale(2 * sub + j, r, pair / 2);
+    if constexpr (!OFFSETS) return fma_bf16x2(code, pack_bf16(scale, scale), 0x80008000u);
+    float middle = __fmaf_rn(MIDDLE - BIAS, scale, -scales.offset(2 * sub + j, r));
+    return fma_bf16x2(code, pack_bf16(scale, scale), pack_bf16(middle, middle));
 }

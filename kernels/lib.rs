@@ -40,6 +40,7 @@ files![
     "logprobs.cu",
     "matmul_bias.cu",
     "matmul_codes.cu",
+    "matmul_codes_wgmma.cu",
     "matmul_plain.cu",
     "matmul_skinny.cu",
     "matmul_skinny_bulk.cu",

@@ -54,18 +54,19 @@ template <int N> DEV void wgmma(float *d, u64 a, u64 b, bool add) {
     WGMMA_COLUMNS(144, NAMES72, "%72", "%73", "%74", SUMS32(d, 0), SUMS32(d, 32), SUMS8(d, 64));
     WGMMA_COLUMNS(160, NAMES80, "%80", "%81", "%82", SUMS32(d, 0), SUMS32(d, 32), SUMS8(d, 64), SUMS8(d, 72));
 }
-// d [64, N] += a b, a in registers as for mma.m16n8k16, b [16, N] transposed in shared memory.
-template <int N> DEV void wgmma_registers(float *d, const u32 *a, u64 b) {
-    if constexpr (N == 128)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64
-                     "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                     : SUMS32(d, 0), SUMS32(d, 32)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES32
-                     "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                     : SUMS32(d, 0)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+// d [64, N] += a b, a in registers as for mma.m16n8k16, b in shared memory: [16, N] if TRANSPOSED, else [N, 16].
+#define WGMMA_REGISTERS(COUNT, NAMES, A, B, T, ...)                                                                            \
+    if constexpr (N == COUNT)                                                                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COUNT "k16.f32.bf16.bf16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, " T ";"   \
+                 : __VA_ARGS__                                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)TRANSPOSED))
+template <int N, bool TRANSPOSED> DEV void wgmma_registers(float *d, const u32 *a, u64 b) {
+    static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 128, "a case below");
+    WGMMA_REGISTERS(16, NAMES8, "%8, %9, %10, %11", "%12", "%13", SUMS8(d, 0));
+    WGMMA_REGISTERS(32, NAMES16, "%16, %17, %18, %19", "%20", "%21", SUMS8(d, 0), SUMS8(d, 8));
+    WGMMA_REGISTERS(48, NAMES24, "%24, %25, %26, %27", "%28", "%29", SUMS8(d, 0), SUMS8(d, 8), SUMS8(d, 16));
+    WGMMA_REGISTERS(64, NAMES32, "%32, %33, %34, %35", "%36", "%37", SUMS32(d, 0));
+    WGMMA_REGISTERS(128, NAMES64, "%64, %65, %66, %67", "%68", "%69", SUMS32(d, 0), SUMS32(d, 32));
 }
 
 // Makes this thread's writes to shared memory visible to wgmma.

@@ -426,6 +426,19 @@ arguments! {
         conv_out: At = "conv_t",
         state_unwritten: u32,
     }
+    /// Of `matmul_codes_wgmma.cu`; `n`: rows of w; `tickets`: a u32 of zero for every block, left as it was; `partial`: the
+    /// sums of a tile for every block.
+    MatmulCodesWgmma {
+        x: Rows = "const bf16",
+        w: At = "const u8",
+        n: i32,
+        columns: At = "const float",
+        bias: At = "const float",
+        out: Rows = "out_t",
+        scale: f32,
+        partial: At = "float",
+        tickets: At = "u32",
+    }
     /// Of `matmul_skinny.cu`; `n`: rows of w.
     MatmulSkinny {
         x: Rows = "const bf16",

@@ -127,6 +127,7 @@ kernels! {
     Logprobs "logprobs" Early Logprobs,
     MatmulBias "matmul_bias" Early MatmulBias,
     MatmulCodes "matmul_codes" Late FusedProduct,
+    MatmulCodesWgmma "matmul_codes_wgmma" Late MatmulCodesWgmma,
     MatmulPlain "matmul_plain" Early MatmulPlain,
     MatmulSkinny "matmul_skinny" Early MatmulSkinny,
     MatmulSkinnyBulk "matmul_skinny_bulk" Late FusedProduct,

@@ -68,7 +68,7 @@ fn main() {
 fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
     let mut absent = BTreeSet::new();
     if arch != "sm_90a" {
-        absent.extend([File::AttentionWgmma, File::ExpertWgmma]);
+        absent.extend([File::AttentionWgmma, File::ExpertWgmma, File::MatmulCodesWgmma]);
     }
     if arch.starts_with("sm_8") {
         // Bulk copies.
@@ -91,6 +91,7 @@ const SPILLS: &[(&str, usize)] = &[
     ("attention_prefill", 64),
     ("gated_delta", 32),
     ("gated_delta_prepare", 32),
+    ("matmul_codes_wgmma", 96),
     ("matmul_skinny_bulk", 32),
     ("sample", 128),
     ("selective_scan", 32),

@@ -95,6 +95,12 @@ pub(super) fn takes<B: Address>(p: &Product<B>, device: &Device) -> bool {
     cut(p, device).is_some()
 }
 
+/// Whether `n` rows are loaded with the evict-first policy. As for plain weights: those that exceed the L2, but not by far.
+pub(super) fn evict_first(layout: &Layout, n: usize, device: &Device) -> bool {
+    let bytes = layout.bytes(n);
+    bytes > (device.sms * 400) << 10 && bytes <= 256 << 20
+}
+
 /// The product of few rows of x, and its neighbours, straight from the codes.
 pub(super) fn launch<B: Address>(
     p: &Product<B>,
@@ -103,9 +109,6 @@ pub(super) fn launch<B: Address>(
     hazards: &Hazards,
 ) -> Option<Launch> {
     let (layout, shape) = cut(p, device).filter(|(_, shape)| shape.resident || neighbours.is_none())?;
-    let bytes = layout.bytes(p.n());
-    // As for plain weights: those that exceed the L2, but not by far.
-    let evict_first = bytes > (device.sms * 400) << 10 && bytes <= 256 << 20;
     let spec = Spec::new(File::MatmulCodes)
         .int("FORMAT", layout.format)
         .int("K", p.k())
@@ -115,7 +118,7 @@ pub(super) fn launch<B: Address>(
         .int("STAGES", shape.stages)
         .int("DEPTH", shape.depth)
         .flag("X_RESIDENT", shape.resident)
-        .flag("EVICT_FIRST", evict_first);
+        .flag("EVICT_FIRST", evict_first(&layout, p.n(), device));
     let spec = neighbours.constants(spec, p);
     let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * shape.warps, &neighbours.arguments(p, hazards));
     Some(launch.with_shared(shape.shared))

@@ -3,6 +3,7 @@
 
 mod attention;
 mod codes;
+mod codes_wgmma;
 mod experts;
 mod fused;
 mod gemv;

@@ -7,7 +7,7 @@ use selkie_core::{
     tensor::{DType, Tensor},
 };
 
-use super::{Arena, Device, Hazards, codes, fused::Neighbours, gemv, skinny, vector, wide};
+use super::{Arena, Device, Hazards, codes, codes_wgmma, fused::Neighbours, gemv, skinny, vector, wide};
 use crate::{
     arguments::{At, MatmulBias, MatmulPlain, Rows},
     launch::{Address, Gemm, Launch, Work, address},
@@ -262,7 +262,8 @@ fn coded_rows<B: Address>(
     arena: &Arena,
     hazards: &Hazards,
 ) -> Result<Vec<Work>> {
-    if let Some(launch) = codes::launch(product, &Neighbours::none(), device, hazards) {
+    let few = codes::launch(product, &Neighbours::none(), device, hazards);
+    if let Some(launch) = few.or_else(|| codes_wgmma::launch(product, device, arena)) {
         return Ok(vec![Work::Kernel(launch)]);
     }
     let mut work = Vec::new();
@@ -289,15 +290,16 @@ pub(super) fn matmul<B: Address>(
     Ok(work)
 }
 
-/// Bytes of the scratch memory that decoded weights take.
+/// Bytes of the scratch memory that decoded weights, or sums of their products, take.
 pub(super) fn scratch<B: Address>(op: &Matmul<B>, device: &Device) -> u64 {
     let bytes = |block: &RowBlock<B>| {
-        let takes = Product::with(op, Matrix::of(block), |product| codes::takes(&product, device));
-        if block.format == Format::Plain || takes {
-            0
-        } else {
-            codes::decoded_bytes(block.w.rows(), op.w.k, op.x.dtype)
-        }
+        Product::with(op, Matrix::of(block), |product| {
+            if block.format == Format::Plain || codes::takes(&product, device) {
+                return 0;
+            }
+            let decoded = || codes::decoded_bytes(product.n(), product.k(), op.x.dtype);
+            codes_wgmma::scratch(&product, device).unwrap_or_else(decoded)
+        })
     };
     op.w.blocks.iter().map(bytes).max().unwrap_or(0)
 }

@@ -408,10 +408,10 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
 }
 
 /// Formats of the weights of a shape whose rows are whole blocks: all where the base shape is computed in bf16 by the kernels for one
-/// row, a few and many, else one.
+/// row, a few, tens of them and many, else one.
 fn formats(s: &Shape, m: &Maker) -> Vec<Format> {
     let all = s.width == BASE.width && m.act == DType::Bf16 && m.state == DType::F32;
-    let all = all && m.every_format && [1, 4, 256].contains(&m.step.bucket.tokens);
+    let all = all && m.every_format && [1, 4, 64, 256].contains(&m.step.bucket.tokens);
     let whole = |f: &Format| f.block().is_some_and(|(n, _)| [s.width, s.mlp].iter().all(|k| k.is_multiple_of(n)));
     let formats = Format::CODED.into_iter().chain(Format::SCALED);
     formats.filter(|f| all || [Format::Q5_0, Format::Q4K].contains(f)).filter(whole).collect()

@@ -145,16 +145,19 @@ pub(super) fn cases(to: &mut Table) {
     // Rows of three blocks of the longest kind: none begins at a word where blocks are not whole words.
     for format in Format::CODED.into_iter().chain(Format::SCALED) {
         let coded = Product { format, k: 768, n: 37, ..base.clone() };
-        for m in [1, 5, 70] {
+        for m in [1, 5, 9, 15, 16, 17, 33, 48, 63, 64, 70] {
             to.add(&format!("{} weight, {m} rows", format.name()), Product { m, ..coded.clone() });
         }
         let all = Product { columns: true, scale: 0.22, bias: true, accumulate: true, ..coded };
         let all = Product { blocks: vec![(30, 7), (0, 4), (4, 26)], ..all };
-        to.add(&format!("{} weight, factors of columns, scale, bias, residual, row blocks", format.name()), all);
+        let name = format!("{} weight, factors of columns, scale, bias, residual, row blocks", format.name());
+        let fours = vec![(32, 4), (0, 4), (4, 28)];
+        to.add(&format!("{name}, 40 rows"), Product { m: 40, n: 36, blocks: fours, ..all.clone() });
+        to.add(&name, all);
     }
     // A row of which half of the last 64 elements is missing.
     for format in [Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1, Format::Q8_0, Format::Iq4Nl, Format::Mxfp4] {
-        for m in [1, 5, 12] {
+        for m in [1, 5, 12, 64] {
             let odd = Product { format, k: 96, m, ..base.clone() };
             to.add(&format!("{} weight, inner dim 96, {m} rows", format.name()), odd);
         }
@@ -268,14 +271,16 @@ pub(super) fn cases(to: &mut Table) {
     // Codes: several turns of all multiprocessors, rows that are shared unevenly, and an x that does not stay in shared memory.
     for format in Format::CODED.into_iter().chain(Format::SCALED) {
         let coded = Product { format, n: 4500, k: 2304, columns: true, bias: true, accumulate: true, ..base.clone() };
-        for m in [1, 8, 24] {
+        for m in [1, 8, 24, 64] {
             let name = format!("{} weight, {m} x 4500 x 2304", format.name());
             to.sized(Size::Bench, &name, Product { m, ..coded.clone() });
         }
     }
     for format in [Format::Q8_0, Format::Q4K] {
-        let long = Product { format, m: 6, n: 2200, k: 21504, out_f32: true, ..base.clone() };
-        to.sized(Size::Bench, &format!("{} weight, 6 x 2200 x 21504", format.name()), long);
+        for m in [6, 64] {
+            let long = Product { format, m, n: 2200, k: 21504, out_f32: true, ..base.clone() };
+            to.sized(Size::Bench, &format!("{} weight, {m} x 2200 x 21504", format.name()), long);
+        }
     }
     to.sized(Size::Bench, "256 x 4096 x 4096", Product { m: 256, n: 4096, k: 4096, ..base.clone() });
     to.sized(Size::Bench, "1 x 131072 x 2048", Product { m: 1, n: 131_072, k: 2048, out_f32: true, ..base });

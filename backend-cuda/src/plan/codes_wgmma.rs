@@ -1,0 +1,133 @@
+//! Products of 9 to 64 rows of x with coded weights, whose elements are decoded in registers for warpgroup products.
+
+use super::{
+    Arena, Device, SMEM_LEFT_FREE, codes,
+    pick::{Product, SKINNY_ROWS},
+    vector, wide,
+};
+use crate::{
+    arguments::{At, MatmulCodesWgmma},
+    codes::{Layout, unit},
+    launch::{Address, Launch},
+    spec::{File, Spec},
+};
+
+/// Most rows of x: each has sums in the registers of every warpgroup.
+const MOST_ROWS: usize = 64;
+/// Elements of the inner dimension in a slice, the best first.
+const SLICES: [usize; 3] = [256, 128, 64];
+/// Most stages of a ring, and of that of x, the best first.
+const MOST_STAGES: usize = 4;
+const X_STAGES: [usize; 2] = [3, 2];
+/// Barriers and alignment, in bytes.
+const FIXED_BYTES: usize = 2048;
+
+/// How a product is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    /// Warpgroups that multiply, 64 rows of W each.
+    groups: usize,
+    /// Units of a slice.
+    depth: usize,
+    stages: usize,
+    /// Stages of x.
+    x_stages: usize,
+    /// Dynamic shared memory, in bytes.
+    shared: usize,
+    blocks: usize,
+}
+
+/// Columns of a warpgroup product for `m` rows of x.
+fn columns(m: usize) -> usize {
+    m.next_multiple_of(16)
+}
+
+/// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits. `unit`: elements of one.
+fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
+    let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES)?;
+    // With few columns there are registers for one more.
+    let groups = if columns(m) <= 32 { 4 } else { 3 };
+    let cut = |elements: usize, x_stages: usize| {
+        let depth = (elements / unit).max(1).min(layout.units);
+        let (x, stage) = (2 * x_stages * columns(m) * depth * unit, 4 * groups * depth * layout.unit_bytes);
+        let stages = (room.checked_sub(x)? / stage).min(MOST_STAGES);
+        let (tiles, slices) = (n.div_ceil(64 * groups), layout.units.div_ceil(depth));
+        // To add the sums of many blocks takes as long as some slices do.
+        let least = slices.div_ceil(2).isqrt().max(1);
+        let blocks = (tiles * slices / least).clamp(1, device.sms);
+        let shared = x + stages * stage + 1024;
+        (stages >= 2).then_some(Shape { groups, depth, stages, x_stages, shared, blocks })
+    };
+    SLICES.into_iter().flat_map(|elements| X_STAGES.map(|x| (elements, x))).find_map(|(elements, x)| cut(elements, x))
+}
+
+/// How the kernel is cut, if it takes the product.
+fn cut<B: Address>(p: &Product<B>, device: &Device) -> Option<(Layout, Shape)> {
+    let (layout, unit) = (Layout::of(p.w.format, p.k())?, unit(p.w.format)?);
+    let rows = p.m() > SKINNY_ROWS && p.m() <= MOST_ROWS;
+    if !(device.tuned && device.wgmma && rows && wide(&[&p.op.x])) {
+        return None;
+    }
+    Some((layout, shape(p.m(), p.n(), &layout, unit, device)?))
+}
+
+/// Bytes of the scratch memory for sums of pieces of tiles, if the kernel takes the product.
+pub(super) fn scratch<B: Address>(p: &Product<B>, device: &Device) -> Option<u64> {
+    let (_, shape) = cut(p, device)?;
+    Some((shape.blocks * 64 * shape.groups * columns(p.m()) * 4) as u64)
+}
+
+/// The product, if the kernel takes it.
+pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device, arena: &Arena) -> Option<Launch> {
+    let (layout, shape) = cut(p, device)?;
+    let spec = Spec::new(File::MatmulCodesWgmma)
+        .int("FORMAT", layout.format)
+        .int("K", p.k())
+        .int("M", p.m())
+        .int("GROUPS", shape.groups)
+        .int("STAGES", shape.stages)
+        .int("DEPTH", shape.depth)
+        .int("X_STAGES", shape.x_stages)
+        .flag("FOURS", vector(4, &[p.out]) == 4)
+        .flag("EVICT_FIRST", codes::evict_first(&layout, p.n(), device))
+        .flag("ACCUMULATE", p.op.accumulate)
+        .flag("HAS_COLUMNS", p.op.columns.is_some())
+        .flag("HAS_BIAS", p.op.bias.is_some())
+        .ty("out_t", p.out.dtype);
+    let args = MatmulCodesWgmma {
+        x: (&p.op.x).into(),
+        w: At(p.w.at),
+        n: p.n() as i32,
+        columns: p.columns(),
+        bias: p.bias(),
+        out: p.out.into(),
+        scale: p.op.scale,
+        partial: At(arena.scratch),
+        tickets: At(arena.tickets),
+    };
+    Some(Launch::new(spec, [shape.blocks, 1, 1], 128 * (shape.groups + 1), &args).with_shared(shape.shared))
+}
+
+#[cfg(test)]
+mod tests {
+    use selkie_core::format::Format;
+
+    use super::*;
+
+    #[test]
+    fn blocks_fit_into_shared_memory() {
+        let device = Device::like_h200(227);
+        for format in Format::CODED.into_iter().chain(Format::SCALED) {
+            for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (37, 768), (64, 256)] {
+                let unit = unit(format).expect("a coded format");
+                let layout = Layout::of(format, k).expect("a coded format");
+                for m in SKINNY_ROWS + 1..=MOST_ROWS {
+                    let f = shape(m, n, &layout, unit, &device).expect("a common shape");
+                    assert!(f.shared + 1024 <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
+                    let slices = n.div_ceil(64 * f.groups) * layout.units.div_ceil(f.depth);
+                    assert!(f.stages >= 2 && (1..=slices.min(device.sms)).contains(&f.blocks));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,278 @@
+// Products of 9 to 64 rows of x with coded weights, compute capability 9.0: a lane decodes its part of an operand to bf16 elements in
+// registers, and warpgroups multiply them with x in shared memory. The layout of W is that of codes.cuh.
+//
+// A tile is ROWS rows of W, 16 for each warp, and is taken in slices of the inner dimension. Every warp copies its rows of a slice through
+// a ring of its own, before the previous kernels are complete. All share the slices of x, which another warpgroup brings into order.
+// The slices of all tiles are dealt evenly to the blocks, one after the other. Of a tile that is dealt to several blocks, the one
+// with the first slice, which takes it last, adds the sums that the others have left in `partial`, in the order of the slices.
+//
+// Grid: blocks that are on the device at once, since they wait for each other; at most the slices of all tiles.
+// Constants:
+//   FORMAT, K, M
+//   GROUPS          warpgroups that multiply
+//   STAGES, DEPTH   of a warp's ring; units of a slice
+//   X_STAGES        of the ring of slices of x
+//   FOURS           four columns of out can be read and written at once
+//   EVICT_FIRST, ACCUMULATE, HAS_COLUMNS, HAS_BIAS
+// Type: out_t.
+
+#include "codes.cuh"
+#include "wgmma.cuh"
+
+constexpr int UNITS = div_up(K, UNIT);
+constexpr int SLICE = DEPTH * UNIT;              // elements
+constexpr int SLICES = div_up(UNITS, DEPTH);     // of a tile
+constexpr int WARPS = 4 * GROUPS;                // that multiply
+constexpr int GROUP = 128;                       // threads of a warpgroup
+constexpr int THREADS = GROUP * (GROUPS + 1);
+constexpr int ROWS = TILE * WARPS;
+constexpr int STAGE_BYTES = DEPTH * UNIT_BYTES;
+constexpr int BATCHES = SLICE / 64;              // products of 64 elements
+constexpr int COLS = div_up(M, 16) * 16;         // columns of a product: rows of x, and some that reach no result
+constexpr int SUMS = COLS / 2;                   // of a thread
+constexpr u32 BATCH_BYTES = COLS * 128;          // 64 elements of all rows of x
+constexpr u32 X_BYTES = BATCHES * BATCH_BYTES;
+constexpr int EACH = div_up(M * 4, GROUP);       // a thread's pieces of a batch of x, of 16 elements
+
+// The pieces of a batch of x of a thread, on their way to shared memory.
+struct Pieces {
+    uint4 v[EACH][2];
+
+    DEV void fetch(const bf16 *x, i64 stride, int k) {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            int i = threadIdx.x % GROUP + e * GROUP;
+            k += e == 0 ? i % 4 * 16 : 0;
+            bool in = (M * 4 % GROUP == 0 || i < M * 4) && (K % SLICE == 0 || k < K);
+            const uint4 *at = reinterpret_cast<const uint4 *>(x + i / 4 * stride + k);
+            v[e][0] = in ? at[0] : make_uint4(0, 0, 0, 0);
+            v[e][1] = in ? at[1] : make_uint4(0, 0, 0, 0);
+        }
+    }
+    // In the order of elements that a lane's codes have: of 16, those of 4 q and 4 q + 1, then those of 4 q + 2 and 4 q + 3.
+    DEV void store(u32 to) const {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            int i = threadIdx.x % GROUP + e * GROUP;
+            if (M * 4 % GROUP != 0 && i >= M * 4) continue;
+            uint4 a = v[e][0], b = v[e][1];
+            store_shared16(to + swizzle<8>(i / 4, i % 4 * 2), make_uint4(a.x, a.z, b.x, b.z));
+            store_shared16(to + swizzle<8>(i / 4, i % 4 * 2 + 1), make_uint4(a.y, a.w, b.y, b.w));
+        }
+    }
+};
+
+// The ring of slices of x. Of each stage: it is there, it was read.
+struct RingOfX {
+    u32 tiles, full, empty;
+
+    DEV u32 tile(int job) const { return tiles + job % X_STAGES * X_BYTES; }
+    DEV void wait_full(int job) const { mbar_wait(full + job % X_STAGES * 8, job / X_STAGES & 1); }
+    DEV void wait_empty(int job) const { mbar_wait(empty + job % X_STAGES * 8, ~(job / X_STAGES) & 1); }
+    DEV void is_full(int job) const { mbar_arrive(full + job % X_STAGES * 8); }
+    DEV void is_empty(int job) const { mbar_arrive(empty + job % X_STAGES * 8); }
+};
+
+// Brings the slices of x of `jobs` jobs into the ring, each while the one before is waited for.
+DEV void copy_x(const bf16 *x, i64 stride, const RingOfX &ring, int slice, int jobs) {
+    Pieces next[BATCHES];
+#pragma unroll
+    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, slice * SLICE + b * 64);
+    for (int job = 0; job < jobs; job++) {
+        slice = slice + 1 < SLICES ? slice + 1 : 0;
+        ring.wait_empty(job);
+#pragma unroll
+        for (int b = 0; b < BATCHES; b++) {
+            next[b].store(ring.tile(job) + b * BATCH_BYTES);
+            if (job + 1 < jobs) next[b].fetch(x, stride, slice * SLICE + b * 64);
+        }
+        wgmma_publish();
+        ring.is_full(job);
+    }
+}
+
+// What warpgroups tell each other about the tiles that blocks share: sums that they leave, and how many have, 8 bits for each.
+struct Shared {
+    float *partial;
+    u32 *ticket;
+    int group;
+
+    DEV float4 *place(int block) const {
+        return reinterpret_cast<float4 *>(partial) + ((i64)block * GROUPS + group) * (SUMS / 4) * GROUP + threadIdx.x % GROUP;
+    }
+    DEV void leave(const float *sums) const {
+        float4 *to = place(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; i++)
+            to[i * GROUP] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+        named_sync(1 + group, GROUP);
+        if (threadIdx.x % GROUP == 0) {
+            __threadfence();
+            atomicAdd(ticket, 1u << 8 * group);
+        }
+    }
+    // Adds the sums of the `count` next blocks.
+    DEV void add(float *sums, int count) const {
+        if (threadIdx.x % GROUP == 0) {
+            while ((*reinterpret_cast<volatile u32 *>(ticket) >> 8 * group & 255) != count) {}
+            __threadfence();
+            atomicSub(ticket, (u32)count << 8 * group);
+        }
+        named_sync(1 + group, GROUP);
+        for (int b = 1; b <= count; b++) {
+            const float4 *from = place(blockIdx.x + b);
+#pragma unroll
+            for (int i = 0; i < SUMS / 4; i++) {
+                float4 v = __ldcg(from + i * GROUP);
+                sums[4 * i] += v.x;
+                sums[4 * i + 1] += v.y;
+                sums[4 * i + 2] += v.z;
+                sums[4 * i + 3] += v.w;
+            }
+        }
+    }
+};
+
+// Four columns of a row of out.
+struct Four {
+    out_t *at;
+    int count; // of them that are there
+
+    DEV Four(out_t *at, int count) : at(at), count(count) {}
+    DEV void get(float *v) const {
+        if (FOURS && count >= 4) return load<4>(at, v);
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[e] = e < count ? to_f32(at[e]) : 0.f;
+    }
+    DEV void put(const float *v) const {
+        if (FOURS && count >= 4) return store<4>(at, v);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (e < count) at[e] = from_f32<out_t>(v[e]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
+    extern __shared__ u8 shared[];
+    __shared__ __align__(8) u64 full[WARPS][STAGES], of_x[2][X_STAGES];
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    RingOfX ring_of_x = {(smem_addr(shared) + 1023) & ~1023u, smem_addr(of_x[0]), smem_addr(of_x[1])};
+    u8 *ring = shared + (ring_of_x.tiles - smem_addr(shared)) + X_STAGES * X_BYTES + warp * STAGES * STAGE_BYTES;
+    // Slices of this block, counted over all tiles.
+    i64 all = (i64)div_up(n, ROWS) * SLICES;
+    int begin = (int)(blockIdx.x * all / gridDim.x), jobs = (int)((blockIdx.x + 1) * all / gridDim.x) - begin;
+    auto block_of = [&](i64 slice) { return (int)(((slice + 1) * gridDim.x - 1) / all); };
+    u64 policy = evict_first();
+    auto units = [&](int job) { return min(DEPTH, UNITS - (begin + job) % SLICES * DEPTH); };
+    auto copy = [&](int job) {
+        if (lane != 0) return;
+        int tile = (begin + job) / SLICES * WARPS + warp, first = (begin + job) % SLICES * DEPTH;
+        u32 bytes = tile * TILE < n ? units(job) * UNIT_BYTES : 0;
+        u64 *bar = full[warp] + job % STAGES;
+        bulk_expect(bar, bytes);
+        if (bytes) bulk_load<EVICT_FIRST>(ring + job % STAGES * STAGE_BYTES, w + ((i64)tile * UNITS + first) * UNIT_BYTES, bytes, bar, policy);
+    };
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < X_STAGES; s++) {
+            barrier_init(of_x[0] + s, GROUP);
+            barrier_init(of_x[1] + s, WARPS);
+        }
+    }
+    if (lane == 0 && warp < WARPS) {
+        for (int s = 0; s < STAGES; s++) barrier_init(full[warp] + s, 1);
+        barrier_init_done();
+        // Weights do not wait for the previous kernels.
+        for (int job = 0; job < min(STAGES, jobs); job++) copy(job);
+    }
+    __syncthreads();
+    wait_for_inputs();
+    let_next_start();
+    // Of the 96 or 128 registers that a thread begins with, those who copy give some to the others.
+    if (warp >= WARPS) {
+        registers_lower<GROUPS == 4 ? 64 : 104>();
+        return copy_x(x, x_stride, ring_of_x, begin % SLICES, jobs);
+    }
+    registers_raise<GROUPS == 4 ? 104 : 136>();
+
+    float sums[SUMS] = {};
+    for (int job = 0; job < jobs; job++) {
+        int tile = (begin + job) / SLICES, slice = (begin + job) % SLICES;
+        barrier_wait(full[warp] + job % STAGES, job / STAGES & 1);
+        if (job > 0 && job - 1 + STAGES < jobs) copy(job - 1 + STAGES);
+        u8 *stage = ring + job % STAGES * STAGE_BYTES;
+        u64 desc = tile_desc(ring_of_x.tile(job), 0, 1024);
+        u32 operands[2][16];
+#pragma unroll
+        for (int u = 0; u < DEPTH; u++) {
+            Scales scales(stage + u * UNIT_BYTES, g);
+#pragma unroll
+            for (int sub = 0; sub < UNIT / 64; sub++) {
+                int batch = u * (UNIT / 64) + sub;
+                u32 *a = operands[batch % 2];
+                // Units after the inner dimension count as zeros.
+                if (UNITS % DEPTH == 0 || u < units(job)) {
+                    Codes codes(stage + u * UNIT_BYTES, sub, lane);
+#pragma unroll
+                    for (int i = 0; i < 16; i++) a[i] = rounded(codes, scales, sub, i / 8, i % 2, i / 2 % 4);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 16; i++) a[i] = 0;
+                }
+                if (batch == 0) ring_of_x.wait_full(job);
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    wgmma_registers<COLS, false>(sums, a + 4 * i, desc + batch * (BATCH_BYTES >> 4) + i * 2);
+                wgmma_commit();
+                // The other operands may be written from here on.
+                wgmma_wait<1>();
+                if (batch == 0 && job > 0 && lane == 0) ring_of_x.is_empty(job - 1);
+            }
+        }
+        __syncwarp();
+        if (slice + 1 < SLICES && job + 1 < jobs) continue;
+        wgmma_wait<0, SUMS>(sums);
+        int first_block = block_of((i64)tile * SLICES), blocks = block_of((i64)tile * SLICES + SLICES - 1) - first_block + 1;
+        Shared others = {partial, tickets + first_block, warp / 4};
+        if (blockIdx.x != first_block) {
+            others.leave(sums);
+        } else {
+            if (blocks > 1) others.add(sums, blocks - 1);
+            // Turned in shared memory, 8 rows of x at a time: the warp's part of the slice was read.
+            float *turned = reinterpret_cast<float *>(stage);
+            static_assert(STAGE_BYTES >= 8 * TILE * 4, "room for 8 columns of sums");
+            int row = (tile * WARPS + warp) * TILE + 4 * q;
+            float factor[4], bias_of[4], before[COLS / 8][4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                factor[e] = scale;
+                if constexpr (HAS_COLUMNS) factor[e] *= row + e < n ? columns[row + e] : 0.f;
+                bias_of[e] = HAS_BIAS && row + e < n ? bias[row + e] : 0.f;
+            }
+            auto four = [&](int i) { return Four(out + (8 * i + g) * out_stride + row, 8 * i + g < M ? n - row : 0); };
+#pragma unroll
+            for (int i = 0; i < COLS / 8; i++)
+                if constexpr (ACCUMULATE) four(i).get(before[i]);
+#pragma unroll
+            for (int i = 0; i < COLS / 8; i++) {
+                __syncwarp();
+#pragma unroll
+                for (int e = 0; e < 4; e++) turned[(2 * q + e % 2) * TILE + g + e / 2 * 8] = sums[4 * i + e];
+                __syncwarp();
+                float v[4];
+                load<4>(turned + g * TILE + 4 * q, v);
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    v[e] *= factor[e];
+                    if constexpr (HAS_BIAS) v[e] += bias_of[e];
+                    if constexpr (ACCUMULATE) v[e] += before[i][e];
+                }
+                four(i).put(v);
+            }
+            wgmma_publish();
+            __syncwarp();
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+    }
+}
