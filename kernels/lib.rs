@@ -20,6 +20,7 @@ files![
     "codes_decode.cu",
     "common.cuh",
     "conv1d.cu",
+    "copy_rows.cu",
     "embed.cu",
     "embed_codes.cu",
     "empty.cu",

@@ -151,7 +151,7 @@ fn the_counters_of_a_run_are_what_happened() {
         "requests": 5,
         "answered_before": 0,
         "failed": 0,
-        "reasons": { "off": 0, "prompt_logprobs": 0, "evicted": 0, "policy": 0, "no_state": 0, "full": 2, "first_sight": 3 },
+        "reasons": { "off": 0, "prompt_logprobs": 0, "host": 0, "disk": 0, "evicted": 0, "policy": 0, "no_state": 0, "full": 2, "first_sight": 3 },
         // A prompt is one step; the last of three tokens is never computed.
         "steps": 5 * 3,
         "tokens_prefilled": 3 * 300 + 2 * 44,

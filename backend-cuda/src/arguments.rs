@@ -198,6 +198,14 @@ arguments! {
         seed: u32,
         scale: f32,
     }
+    /// Of `copy_rows.cu`.
+    CopyRows {
+        tensors: At = "const u64",
+        row: u64,
+        first: u64,
+        bytes: u64,
+        packed: At = "u8",
+    }
     /// Of `codes_arrange.cu`; `stored`: `n` rows of `row_bytes` bytes.
     CodesArrange {
         stored: At = "const u8",

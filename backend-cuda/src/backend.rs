@@ -8,6 +8,7 @@ use selkie_core::{
     backend::{Backend, Caps, DeviceInfo, Handle},
     format::Format,
     ops::{Feature, Op, RowBlock},
+    saved::{HostMemory, Room, Saving},
     source::Bytes,
     tensor::{DType, Tensor},
     timer::Timer,
@@ -18,8 +19,10 @@ use crate::{
     blas::{self, Blas},
     codes,
     compiler::Compiler,
+    copies::Copies,
     driver::{self, Context, Event, Kernel, Stream, named},
     faults::Faults,
+    host::HostPool,
     launch::{Address, Gemm, Launch, Work, address},
     memory::{Buf, Pool, Read, Ring},
     nvrtc::{self, DiskCache},
@@ -99,6 +102,8 @@ fn describe(index: i32) -> std::result::Result<DeviceInfo, result::DriverError> 
 
 /// An open CUDA device. Fields are dropped in order: users of the stream before the stream, the context last.
 pub struct Cuda {
+    /// Once there is host memory for states and pages.
+    copies: RefCell<Option<Rc<Copies>>>,
     kernels: RefCell<HashMap<Spec, Rc<Kernel>>>,
     pub(crate) blas: Option<Blas>,
     ring: RefCell<Ring>,
@@ -147,6 +152,7 @@ impl Cuda {
         };
         let activations = if options.f32 { DType::F32 } else { DType::Bf16 };
         Ok(Self {
+            copies: RefCell::default(),
             kernels: RefCell::default(),
             ring: RefCell::new(Ring::new()?),
             pool: Pool::default(),
@@ -257,6 +263,25 @@ impl Cuda {
         Ok(kernel)
     }
 
+    /// Names late errors.
+    pub(crate) fn faults(&self) -> Rc<Faults> {
+        self.faults.clone()
+    }
+
+    /// Copies bytes to a buffer, in the order of the stream.
+    pub(crate) fn write_to(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        self.ring.borrow_mut().write(&self.stream, dst.address() + at, bytes)
+    }
+
+    fn copies(&self) -> Result<Rc<Copies>> {
+        if let Some(copies) = &*self.copies.borrow() {
+            return Ok(copies.clone());
+        }
+        let copies = Rc::new(Copies::new(self)?);
+        self.copies.replace(Some(copies.clone()));
+        Ok(copies)
+    }
+
     /// A launch outside of plans.
     fn own(&self, op: &'static str, launch: Launch) -> Result<Vec<(&'static str, Ready)>> {
         self.prepare(vec![(op, Work::Kernel(launch))])
@@ -313,8 +338,7 @@ impl Backend for Cuda {
 
     fn write(&self, dst: &Buf, at: u64, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() as u64 <= dst.bytes(), "write of {} bytes at {at} of {}", bytes.len(), dst.bytes());
-        let done = self.ring.borrow_mut().write(&self.stream, dst.address() + at, bytes);
-        done.map_err(|e| self.faults.name(e))
+        self.write_to(dst, at, bytes).map_err(|e| self.faults.name(e))
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
@@ -359,6 +383,23 @@ impl Backend for Cuda {
         assert!(src.is_contiguous(), "a read of a view with gaps");
         let bytes = src.len() * src.dtype.bytes();
         Read::start(&self.pool, &self.faults, &self.stream, address(src), bytes)
+    }
+
+    fn host_memory(&self, bytes: u64) -> Result<Box<dyn HostMemory>> {
+        self.copies()?;
+        Ok(Box::new(HostPool::new(&self.context, bytes)?))
+    }
+
+    fn save(&self, pools: &[Tensor<Buf>], row: usize, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
+        self.copies()?.save(self, pools, row, room).map_err(|e| self.faults.name(e))
+    }
+
+    fn restore(&self, saved: &Bytes, pools: &[Tensor<Buf>], row: usize) -> Result<()> {
+        self.copies()?.restore(self, saved, pools, row).map_err(|e| self.faults.name(e))
+    }
+
+    fn restored(&self) -> Option<(u64, f64)> {
+        Some(self.copies.borrow().as_ref().map_or((0, 0.0), |copies| copies.restored()))
     }
 }
 

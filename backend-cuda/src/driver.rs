@@ -35,6 +35,7 @@ pub fn named<T>(op: &str, r: std::result::Result<T, DriverError>) -> Result<T> {
 #[derive(Debug)]
 pub struct Context {
     device: sys::CUdevice,
+    raw: sys::CUcontext,
 }
 
 impl Context {
@@ -43,10 +44,18 @@ impl Context {
         let device = named("cuDeviceGet", result::device::get(ordinal as i32))?;
         // SAFETY: `device` is valid; released once, in `drop`.
         let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
-        let context = Rc::new(Self { device });
+        let context = Rc::new(Self { device, raw });
         // SAFETY: the context was just retained.
         named("cuCtxSetCurrent", unsafe { result::ctx::set_current(raw) })?;
         Ok(context)
+    }
+
+    /// Retains it once more, for an owner that may live on another thread.
+    pub fn retain(&self) -> Result<Retained> {
+        // SAFETY: `device` is valid; released once, in `drop`.
+        let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(self.device) })?;
+        debug_assert_eq!(raw, self.raw, "a device has one primary context");
+        Ok(Retained { device: self.device, raw })
     }
 
     /// A device attribute.
@@ -64,6 +73,33 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: retained once in `open`.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// A primary context that stays alive, on any thread.
+#[derive(Debug)]
+pub struct Retained {
+    device: sys::CUdevice,
+    raw: sys::CUcontext,
+}
+
+// SAFETY: the driver's handles are those of the process, and its calls may come from any thread.
+unsafe impl Send for Retained {}
+// SAFETY: as above.
+unsafe impl Sync for Retained {}
+
+impl Retained {
+    /// Makes it current on this thread.
+    pub fn enter(&self) -> Result<()> {
+        // SAFETY: the context is retained.
+        named("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.raw) })
+    }
+}
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        // SAFETY: retained once by the owner of this value.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }
@@ -86,6 +122,13 @@ impl Stream {
     pub fn new(context: &Rc<Context>) -> Result<Rc<Self>> {
         let raw = named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
         Ok(Rc::new(Self { raw, _context: context.clone() }))
+    }
+
+    /// What is enqueued from here on runs after the point that `event` marks.
+    pub fn follow(&self, event: &Event) -> Result<()> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both handles are alive.
+        named("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.raw, event.raw, flags) })
     }
 
     /// Waits for everything enqueued.
@@ -122,6 +165,15 @@ impl Event {
     pub fn record(&self, stream: &Stream) -> Result<()> {
         // SAFETY: both handles are alive.
         named("cuEventRecord", unsafe { result::event::record(self.raw, stream.raw) })
+    }
+
+    /// Whether the marked point is reached; an error of the device before it.
+    pub fn is_reached(&self, op: &str) -> Result<bool> {
+        // SAFETY: the event is alive.
+        match unsafe { result::event::query(self.raw) } {
+            Err(e) if e.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            reached => named(op, reached).map(|()| true),
+        }
     }
 
     /// Waits until the marked point is reached.

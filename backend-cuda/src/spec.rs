@@ -107,6 +107,7 @@ kernels! {
     CodesArrange "codes_arrange" Never CodesArrange,
     CodesDecode "codes_decode" Early CodesDecode,
     Conv1d "conv1d" Early Conv1d,
+    CopyRows "copy_rows" Never CopyRows,
     Embed "embed" Early Embed,
     EmbedCodes "embed_codes" Early Embed,
     Empty "empty" Never Empty,

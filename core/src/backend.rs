@@ -9,6 +9,7 @@ use std::future::Future;
 use crate::error::Result;
 use crate::format::Format;
 use crate::ops::{Feature, Op, RowBlock};
+use crate::saved::{Heap, HostMemory, Reads, Room, Saving};
 use crate::source::Bytes;
 use crate::tensor::{DType, Tensor};
 
@@ -137,6 +138,35 @@ pub trait Backend: Sized + 'static {
     fn play(&self, tape: &Self::Tape) -> Result<()>;
     /// Reads the elements of `src` (contiguous), after everything run before. A deferred device error fails it.
     fn read(&self, src: &Tensor<Self::Buf>) -> Self::Read;
+    /// Host memory for `bytes` bytes of copies that [`Backend::save`] makes. Called at load, before states and pages get what is
+    /// left of the device's memory.
+    fn host_memory(&self, bytes: u64) -> Result<Box<dyn HostMemory>> {
+        let _ = bytes;
+        Ok(Box::new(Heap))
+    }
+    /// Copies row `row` of each of some contiguous tensors, one after the other, into `room`, which has as many bytes: what
+    /// everything run before has left there, whatever is run later. Waits for nothing.
+    fn save(&self, pools: &[Tensor<Self::Buf>], row: usize, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
+        let reads = pools.iter().map(|pool| self.read(&pool.slice_rows(row, 1)));
+        // Reads are enqueued now, not when they are awaited.
+        Ok(Box::new(Reads::new(reads, room)))
+    }
+    /// Copies saved bytes back into row `row` of such tensors, ordered after everything run before and before everything run
+    /// later. Waits for nothing.
+    fn restore(&self, saved: &Bytes, pools: &[Tensor<Self::Buf>], row: usize) -> Result<()> {
+        let mut at = 0;
+        for pool in pools {
+            let bytes = pool.row_len() * pool.dtype.bytes();
+            self.write(&pool.buf, pool.slice_rows(row, 1).byte_offset() as u64, &saved[at..at + bytes])?;
+            at += bytes;
+        }
+        Ok(())
+    }
+    /// Bytes of the restores that the device has completed since the last call, and the milliseconds that they took it; `None` if a
+    /// restore takes the caller's time.
+    fn restored(&self) -> Option<(u64, f64)> {
+        None
+    }
 }
 
 /// An [`Ops`] that runs nothing and finds the largest scratch any op needs.

@@ -31,6 +31,7 @@ pub mod ops;
 pub mod reply;
 pub mod rope;
 pub mod sample;
+pub mod saved;
 pub mod session;
 pub mod source;
 pub mod state;
@@ -44,6 +45,6 @@ pub mod timer;
 pub mod tokenizer;
 pub mod units;
 pub mod weights;
-mod zeroed;
+pub mod zeroed;
 
 pub use error::{Error, Result};

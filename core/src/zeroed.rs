@@ -8,8 +8,10 @@ use std::ops::{Deref, DerefMut};
 const LARGE: usize = 64 << 20;
 
 /// Zeroed bytes, at any alignment.
-pub(crate) enum Zeroed {
+pub enum Zeroed {
+    /// A little.
     Heap(Vec<u8>),
+    /// Much.
     #[cfg(not(target_arch = "wasm32"))]
     Map(memmap2::MmapMut),
 }

@@ -30,7 +30,7 @@ class Completion:
     prompt_tokens: int
     reused: int
     """Prompt tokens that were not computed, since a prefix was in the cache."""
-    reason: Literal["off", "prompt_logprobs", "evicted", "policy", "no_state", "full", "first_sight"] | None
+    reason: Literal["off", "prompt_logprobs", "host", "disk", "evicted", "policy", "no_state", "full", "first_sight"] | None
     """Why reuse ended."""
     dropped: int
     """Messages left out with when_full="drop-oldest"."""

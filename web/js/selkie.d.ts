@@ -221,7 +221,7 @@ export interface GenerateRequest extends Sampling {
 }
 
 /** Why reuse ended: the first that applies. */
-export type Reason = "off" | "prompt_logprobs" | "evicted" | "policy" | "no_state" | "full" | "first_sight";
+export type Reason = "off" | "prompt_logprobs" | "host" | "disk" | "evicted" | "policy" | "no_state" | "full" | "first_sight";
 
 export interface Usage {
   promptTokens: number;

@@ -11,6 +11,8 @@ export function explain({ promptTokens, matched, reused, reason }) {
   if (promptTokens <= PAGE) return `Reuse starts at ${PAGE} tokens; this prompt has ${count(promptTokens)}.`;
   switch (reason) {
     case "evicted": return "More of it was cached before, but was removed for lack of room.";
+    case "host":
+    case "disk": return "More of it is kept, but computing it was faster than loading it.";
     case "policy": return "More of it is cached, but its state was replaced by a newer one.";
     case "no_state": return `${count(matched)} tokens are cached, but ${reused ? `the last state to continue from is at ${count(reused)}` : "no state to continue from was kept"}.`;
     case "full": return `Every whole block of ${PAGE} tokens was reused.`;

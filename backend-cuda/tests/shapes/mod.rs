@@ -227,6 +227,7 @@ pub fn specs(arch: &str, all: bool, shared: usize) -> BTreeSet<Spec> {
     let random = [DType::Bf16, DType::F32].map(|t| Spec::new(File::Fill).ty("out_t", t));
     let mut found = BTreeSet::from([Spec::new(File::Empty)]);
     found.extend(random);
+    found.extend([0, 1].map(|save| Spec::new(File::CopyRows).int("SAVE", save)));
     // The numbers of all formats.
     found.extend((1..=15).map(|format| Spec::new(File::CodesArrange).int("FORMAT", format).int("UNITS", 16)));
     found.extend(specs_of(&BASE, arch, shared, all));

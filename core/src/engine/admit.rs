@@ -61,6 +61,11 @@ impl Scheduler {
             if found.pending || self.running.iter().any(|other| other.will_capture(seq, found.hit, pages)) {
                 return Err(Admission::Later);
             }
+            found.reason = match seq.declined {
+                Some(Tier::Host) if found.reason != Reason::Full => Reason::Host,
+                Some(Tier::Disk) if found.reason != Reason::Full => Reason::Disk,
+                _ => found.reason,
+            };
         }
         let hit_node = found.hit.checked_sub(1).map(|i| found.nodes[i]);
         let hit_slot = hit_node.map_or(0, |id| self.cache.tree()[id].slot);

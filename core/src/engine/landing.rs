@@ -99,6 +99,8 @@ impl Scheduler {
         if waits || found.hit == pages {
             return None;
         }
+        // Those of the tree's pages are known.
+        seq.adopt_keys(found.nodes.iter().map_while(|id| self.cache.tree()[*id].key));
         Some(Sought { keys: seq.keys(root, pages).to_vec(), known: found.nodes.len(), hit: found.hit })
     }
 
@@ -121,6 +123,13 @@ impl Scheduler {
     pub(super) fn looked(&mut self, id: SeqId, lifted: Option<(Tier, usize, usize)>) {
         if let Some(seq) = self.queue.get_mut(&id) {
             (seq.looked, seq.lifted) = (true, lifted);
+        }
+    }
+
+    /// Computing was estimated to be faster than loading what this tier has of a request.
+    pub(super) fn declined(&mut self, id: SeqId, tier: Tier) {
+        if let Some(seq) = self.queue.get_mut(&id) {
+            seq.declined = Some(tier);
         }
     }
 

@@ -1,33 +1,44 @@
 //! The lower tiers of an engine: copies of what the tree evicts, and loads for requests that wait. `crate::tier` has the rules.
 
 use std::{
+    cell::Cell,
     collections::{HashMap, HashSet, VecDeque},
-    pin::pin,
-    task::{Context, Poll, Waker},
 };
 
-use super::{Engine, flight::Incoming, landing::Sought, plan::SeqId};
+use super::{Engine, landing::Sought, plan::SeqId};
 use crate::{
     backend::Backend,
     bundle::{Dtypes, Part, numerics, parts},
     error::Result,
+    layer::LayerState,
+    saved::{Heap, HostMemory, Room, Saving},
     state::{GRID, cache::Evicted},
     tier::{Content, Disk, Host, Loading, Name, Pace, Place, Rates, Tier, TierOptions, TierStats, Value},
 };
 
+/// Bytes of values on their way to or from a disk for which there is host memory besides that of the host tier.
+const TRANSIT: u64 = 256 << 20;
+
+/// Every so many times that computing seems faster, loading is tried, since a rate that was measured at a bad moment would last
+/// for ever.
+const TRIES: u64 = 16;
+
 /// The lower tiers and what is on its way to them or from them.
-pub(super) struct Lower<B: Backend> {
+pub(super) struct Lower {
+    memory: Box<dyn HostMemory>,
     host: Host,
     disk: Option<Disk>,
     fixed: Rates,
     copy: Pace,
     prompt: Pace,
+    /// Ways that were estimated to take longer than computing.
+    refused: Cell<u64>,
     /// When the last step landed.
     landed: f64,
     page: Layout,
     state: Layout,
     /// Copies from the device, in the order in which they were enqueued.
-    coming: VecDeque<Coming<B>>,
+    coming: VecDeque<Coming>,
     names: HashSet<Name>,
     load: Option<Load>,
     stats: TierStats,
@@ -42,10 +53,10 @@ struct Layout {
 }
 
 /// A copy from the device in flight.
-struct Coming<B: Backend> {
+struct Coming {
     name: Name,
     place: Place,
-    reads: Vec<Incoming<B::Read>>,
+    saving: Box<dyn Saving>,
 }
 
 /// What is read from disk for a request that waits.
@@ -87,9 +98,9 @@ enum Looked {
     Waits,
 }
 
-impl<B: Backend> Lower<B> {
+impl Lower {
     /// Empty tiers, or those of a directory; `None` without any.
-    pub fn open(options: &TierOptions, backend: &B, layers: &[crate::layer::LayerState]) -> Result<Option<Self>> {
+    pub fn open<B: Backend>(options: &TierOptions, backend: &B, layers: &[LayerState]) -> Result<Option<Self>> {
         if !options.any() {
             return Ok(None);
         }
@@ -101,16 +112,20 @@ impl<B: Backend> Lower<B> {
             let bytes = parts.iter().map(|p| p.row_bytes() as u64).sum();
             Layout { parts, bytes }
         };
+        let (page, state) = (layout(true), layout(false));
+        let transit = if options.disk.is_some() { TRANSIT.max(4 * (page.bytes + state.bytes)) } else { 0 };
         let disk = options.disk.as_ref().map(|disk| Disk::open(disk, &numerics(caps))).transpose()?;
         Ok(Some(Self {
+            memory: backend.host_memory(options.host + transit)?,
             host: Host::new(options.host),
             disk,
             fixed: options.rates,
             copy: Pace::default(),
             prompt: Pace::default(),
+            refused: Cell::default(),
             landed: 0.0,
-            page: layout(true),
-            state: layout(false),
+            page,
+            state,
             coming: VecDeque::new(),
             names: HashSet::new(),
             load: None,
@@ -135,32 +150,30 @@ impl<B: Backend> Lower<B> {
         self.host.takes(self.layout(name.content).bytes) || self.disk.is_some() && !on_disk
     }
 
+    /// Memory for a value, in the place of those that were not used for longest; `None` if what is on its way has all of it.
+    fn room(&mut self, bytes: usize) -> Option<Box<dyn Room>> {
+        loop {
+            if let Some(room) = self.memory.take(bytes) {
+                return Some(room);
+            }
+            let dropped = self.host.drop_oldest()?;
+            self.report_dropped([dropped]);
+        }
+    }
+
     /// Takes the copies that have arrived.
     fn collect(&mut self) -> Result<()> {
-        let mut context = Context::from_waker(Waker::noop());
-        while let Some(first) = self.coming.front_mut() {
-            for read in &mut first.reads {
-                match pin!(read.arrive()).poll(&mut context) {
-                    Poll::Ready(arrived) => arrived?,
-                    Poll::Pending => return Ok(()),
-                }
-            }
-            self.take_first();
+        while let Some(value) = self.coming.front_mut().and_then(|first| first.saving.take()) {
+            self.take_first(value?);
         }
         Ok(())
     }
 
-    /// Keeps the oldest copy, all of which has arrived.
-    fn take_first(&mut self) {
-        let Some(Coming { name, place, reads }) = self.coming.pop_front() else { return };
+    /// Keeps the oldest copy, which has arrived.
+    fn take_first(&mut self, value: Value) {
+        let Some(Coming { name, place, .. }) = self.coming.pop_front() else { return };
         self.names.remove(&name);
-        // States of large models have 100 MB: they are copied once.
-        let mut bytes = Vec::with_capacity(reads.iter().map(|read| read.bytes().len()).sum());
-        for read in reads {
-            bytes.extend_from_slice(read.bytes());
-        }
         self.stats.demoted += 1;
-        let value: Value = bytes.into();
         if let Some(disk) = &self.disk {
             disk.store(name, value.clone());
         }
@@ -174,9 +187,16 @@ impl<B: Backend> Lower<B> {
         if !had && self.host.has(&name) && self.is_end(&name) {
             self.news.push((place, true));
         }
-        let ends = dropped.into_iter().filter(|(name, _)| self.is_end(name));
-        let gone: Vec<_> = ends.map(|(_, place)| (place, false)).collect();
-        self.news.extend(gone);
+        self.report_dropped(dropped);
+    }
+
+    /// These values left host memory.
+    fn report_dropped(&mut self, dropped: impl IntoIterator<Item = (Name, Place)>) {
+        for (name, place) in dropped {
+            if self.is_end(&name) {
+                self.news.push((place, false));
+            }
+        }
     }
 
     /// Whether a request can go on from a value: from states, or from any page of a model that has none.
@@ -187,10 +207,8 @@ impl<B: Backend> Lower<B> {
     /// Waits for whatever is on its way.
     async fn settle(&mut self) -> Result<()> {
         while let Some(first) = self.coming.front_mut() {
-            for read in &mut first.reads {
-                read.arrive().await?;
-            }
-            self.take_first();
+            let value = first.saving.arrive().await?;
+            self.take_first(value);
         }
         if let Some(load) = &mut self.load
             && let Some(loading) = &mut load.loading
@@ -258,7 +276,12 @@ impl<B: Backend> Lower<B> {
             values.map(|(_, name, _)| self.layout(name.content).bytes).sum::<u64>()
         };
         let tokens = (way.pages - sought.hit) * GRID;
-        self.fixed.or(measured).favour_loading(bytes(false), bytes(true), tokens)
+        if self.fixed.or(measured).favour_loading(bytes(false), bytes(true), tokens) {
+            return true;
+        }
+        self.refused.set(self.refused.get() + 1);
+        // Only a load can measure anew.
+        self.fixed == Rates::default() && self.refused.get().is_multiple_of(TRIES)
     }
 
     /// Takes what has been read from disk.
@@ -276,8 +299,13 @@ impl<B: Backend> Lower<B> {
     /// Begins to read the values of a way that are on disk.
     fn load(&mut self, seq: SeqId, way: &Way) {
         let on_disk = way.values.iter().filter(|(_, _, from)| *from == Source::Disk);
-        let names = on_disk.map(|(_, name, _)| (*name, self.layout(name.content).bytes)).collect();
-        let loading = self.disk.as_ref().map(|disk| disk.load(names));
+        let wanted = on_disk.filter_map(|(_, name, _)| {
+            let bytes = self.layout(name.content).bytes as usize;
+            // Ordinary memory is slower to copy from, and better than nothing.
+            Some((*name, self.memory.take(bytes).or_else(|| Heap.take(bytes))?))
+        });
+        let wanted = wanted.collect();
+        let loading = self.disk.as_ref().map(|disk| disk.load(wanted));
         self.load = Some(Load { seq, loading, values: HashMap::new() });
     }
 
@@ -331,32 +359,34 @@ impl Load {
 
 impl<B: Backend> Engine<B> {
     /// Enqueues copies of what the tree has lost, before anything is written there.
-    pub(super) fn demote(&mut self) {
-        if let Some(mut lower) = self.lower.take() {
-            self.demote_to(&mut lower);
-            self.lower = Some(lower);
-        }
+    ///
+    /// # Errors
+    /// A device error.
+    pub(super) fn demote(&mut self) -> Result<()> {
+        let Some(mut lower) = self.lower.take() else { return Ok(()) };
+        let done = self.demote_to(&mut lower);
+        self.lower = Some(lower);
+        done
     }
 
-    fn demote_to(&mut self, lower: &mut Lower<B>) {
-        for lost in self.scheduler.take_evicted() {
-            self.copy(lower, lost);
-        }
+    fn demote_to(&mut self, lower: &mut Lower) -> Result<()> {
+        self.scheduler.take_evicted().into_iter().try_for_each(|lost| self.copy(lower, lost))
     }
 
     /// Enqueues copies of the page and the state of a prefix that a tier wants.
-    fn copy(&self, lower: &mut Lower<B>, lost: Evicted) {
+    fn copy(&self, lower: &mut Lower, lost: Evicted) -> Result<()> {
         let place = Place { hash: lost.hash, root: lost.root };
         for (content, entry) in [(Content::Page, lost.page), (Content::State, lost.slot)] {
             let name = Name { key: lost.key, content };
             if entry == 0 || !lower.wants(&name) {
                 continue;
             }
-            let reads = self.runner.read_entry(&lower.layout(content).parts, entry);
-            let reads = reads.into_iter().map(Incoming::new).collect();
+            let Some(room) = lower.room(lower.layout(content).bytes as usize) else { continue };
+            let saving = self.runner.save_entry(&lower.layout(content).parts, entry, room)?;
             lower.names.insert(name);
-            lower.coming.push_back(Coming { name, place, reads });
+            lower.coming.push_back(Coming { name, place, saving });
         }
+        Ok(())
     }
 
     /// Writes what the tree holds to disk, if there is that tier, so that the next process finds it. Nobody needs the engine any
@@ -368,7 +398,7 @@ impl<B: Backend> Engine<B> {
         let Some(mut lower) = self.lower.take_if(|lower| lower.disk.is_some() && !self.failed) else { return Ok(()) };
         lower.host = Host::new(0);
         for lost in self.scheduler.contents() {
-            self.copy(&mut lower, lost);
+            self.copy(&mut lower, lost)?;
             // One at a time: there may be more than the host has memory for.
             lower.settle().await?;
             if let Some(disk) = &lower.disk {
@@ -404,7 +434,7 @@ impl<B: Backend> Engine<B> {
         lifted
     }
 
-    fn lift_with(&mut self, lower: &mut Lower<B>) -> Result<()> {
+    fn lift_with(&mut self, lower: &mut Lower) -> Result<()> {
         self.scheduler.loading.clear();
         // Its request has ended, or was admitted.
         lower.load = lower.load.take().filter(|load| self.scheduler.is_waiting(load.seq));
@@ -424,7 +454,7 @@ impl<B: Backend> Engine<B> {
     }
 
     /// `may_load`: nobody else's load would be lost.
-    fn look(&mut self, id: SeqId, may_load: bool, lower: &mut Lower<B>) -> Result<Looked> {
+    fn look(&mut self, id: SeqId, may_load: bool, lower: &mut Lower) -> Result<Looked> {
         let Some(sought) = self.scheduler.seek(id) else { return Ok(Looked::Ready) };
         let loaded = lower.load.as_ref().is_some_and(|load| load.seq == id);
         if loaded && lower.is_reading() {
@@ -433,10 +463,13 @@ impl<B: Backend> Engine<B> {
         // From disk once: what is gone now is computed.
         let ways = [true, false].into_iter().filter(|disk| !(*disk && loaded));
         let mut ways = ways.filter_map(|disk| lower.way(id, &sought, disk)).peekable();
-        let any = ways.peek().is_some();
+        let tier = ways.peek().map(|way| if way.takes(Source::Disk) { Tier::Disk } else { Tier::Host });
         // What has been loaded is not weighed again.
         let Some(way) = ways.find(|way| way.takes(Source::Loaded) || lower.pays(&sought, way)) else {
-            lower.stats.declined += u64::from(any);
+            if let Some(tier) = tier {
+                lower.stats.declined += 1;
+                self.scheduler.declined(id, tier);
+            }
             self.scheduler.looked(id, None);
             return Ok(Looked::Ready);
         };
@@ -454,12 +487,15 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Puts the values of a way, all of which are here, into the tree. Without room for them the request is looked up again.
-    fn bring(&mut self, id: SeqId, lower: &mut Lower<B>, sought: &Sought, way: &Way) -> Result<()> {
+    fn bring(&mut self, id: SeqId, lower: &mut Lower, sought: &Sought, way: &Way) -> Result<()> {
         let here = way.values.iter().map(|(at, name, _)| Some((*at, *name, lower.value(id, name)?)));
         let values: Option<Vec<(usize, Name, Value)>> = here.collect();
         let Some(values) = values else { return Ok(()) };
         let Some(landing) = self.scheduler.open_lift(id, way.pages) else { return Ok(()) };
-        self.demote_to(lower);
+        if let Err(e) = self.demote_to(lower) {
+            self.scheduler.close_landing(landing);
+            return Err(e);
+        }
         let started = (self.clock)();
         let mut bytes = 0;
         for (at, name, value) in &values {
@@ -468,13 +504,14 @@ impl<B: Backend> Engine<B> {
                 Content::State => landing.slot((at + 1) * GRID),
             };
             let Some(entry) = entry else { continue };
-            if let Err(e) = self.runner.write_entry(&lower.layout(name.content).parts, entry, value) {
+            if let Err(e) = self.runner.restore_entry(&lower.layout(name.content).parts, entry, value) {
                 self.scheduler.close_landing(landing);
                 return Err(e);
             }
             bytes += value.len();
         }
-        lower.copy.add(bytes as f64, (self.clock)() - started);
+        let (bytes, time) = self.runner.backend().restored().unwrap_or((bytes as u64, (self.clock)() - started));
+        lower.copy.add(bytes as f64, time);
         self.scheduler.land(landing);
         let tier = if way.takes(Source::Loaded) { Tier::Disk } else { Tier::Host };
         self.scheduler.looked(id, Some((tier, sought.hit * GRID, way.pages * GRID)));

@@ -129,7 +129,7 @@ pub struct Engine<B: Backend> {
     failed: bool,
     weight_bytes: u64,
     /// Boxed: most engines have none.
-    lower: Option<Box<Lower<B>>>,
+    lower: Option<Box<Lower>>,
 }
 
 impl<B: Backend> Engine<B> {
@@ -157,6 +157,8 @@ impl<B: Backend> Engine<B> {
         sizes.check(free)?;
         Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: sizes.limits.outputs() };
+        // Before memory is measured, of which it takes some.
+        let lower = Lower::open(&options.tiers, &backend, &spec.layers)?;
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
         let weight_bytes = loader.loaded();
@@ -172,7 +174,6 @@ impl<B: Backend> Engine<B> {
             pages: sizes.pages_of_a_sequence(),
         };
         let mut scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
-        let lower = Lower::open(&options.tiers, &backend, &spec.layers)?;
         if lower.is_some() {
             // Names on disk are for other processes too, so the model is named beyond doubt.
             let own = options.tiers.disk.as_ref().map_or(&fingerprint, |disk| &disk.identity);
@@ -289,7 +290,9 @@ impl<B: Backend> Engine<B> {
         let flight = self.landing.take().expect("it has just arrived");
         let mut events = self.land(flight);
         // Commits may evict, and the next caller may write what is free.
-        self.demote();
+        self.failed = true;
+        self.demote()?;
+        self.failed = false;
         // The device computes the next step's logits while masks are made from the ids that have just arrived.
         if let Some(mut next) = self.flight.take_if(|next| next.held.is_some()) {
             self.failed = true;
@@ -318,7 +321,7 @@ impl<B: Backend> Engine<B> {
         // Lanes whose drafts are in flight could not take part in a step, and it would take as long without them.
         let waits = self.flight.as_ref().is_some_and(Flight::has_drafts);
         let plan = if waits { Plan::default() } else { self.scheduler.plan() };
-        self.demote();
+        self.demote()?;
         // A plan commits cache changes before the device has run. If the step does not complete, the cached states are wrong, so
         // the engine stays failed.
         let next = if plan.rows.is_empty() { None } else { Some(self.enqueue(&plan)?) };

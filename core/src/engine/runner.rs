@@ -14,6 +14,8 @@ use crate::layer::LayerPools;
 use crate::models::Model;
 use crate::ops::{LANE_WORDS, Sample};
 use crate::sample::Sampling;
+use crate::saved::{Room, Saving};
+use crate::source::Bytes;
 use crate::step::{Bucket, NONE, PAGE, Row, Step, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
@@ -175,24 +177,24 @@ impl<B: Backend> Runner<B> {
         pages.chain(conv).chain(recurrent.iter().filter(move |_| kind == Kind::Recurrent))
     }
 
-    /// Reads one slot or page of these parts, each of which has one row: a piece for each block of memory, in order.
-    pub(super) fn read_entry(&self, parts: &[Part], entry: u32) -> Vec<B::Read> {
-        let pools = parts.iter().flat_map(|part| self.pools_of(part));
-        pools.map(|pool| self.backend.read(&pool.slice_rows(entry as usize, 1))).collect()
-    }
-
-    /// Writes one slot or page of these parts: the pieces of [`read_entry`](Self::read_entry) one after the other.
+    /// Copies one slot or page of these parts, each of which has one row, to host memory of as many bytes.
     ///
     /// # Errors
     /// A device error.
-    pub(super) fn write_entry(&self, parts: &[Part], entry: u32, bytes: &[u8]) -> Result<()> {
-        let mut rest = bytes;
-        for pool in parts.iter().flat_map(|part| self.pools_of(part)) {
-            let (now, later) = rest.split_at(pool.row_len() * pool.dtype.bytes());
-            self.backend.write(&pool.buf, pool.slice_rows(entry as usize, 1).byte_offset() as u64, now)?;
-            rest = later;
-        }
-        Ok(())
+    pub(super) fn save_entry(&self, parts: &[Part], entry: u32, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
+        self.backend.save(&self.all_pools_of(parts), entry as usize, room)
+    }
+
+    /// Copies what [`save_entry`](Self::save_entry) has copied back to the device.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(super) fn restore_entry(&self, parts: &[Part], entry: u32, saved: &Bytes) -> Result<()> {
+        self.backend.restore(saved, &self.all_pools_of(parts), entry as usize)
+    }
+
+    fn all_pools_of(&self, parts: &[Part]) -> Vec<Tensor<B::Buf>> {
+        parts.iter().flat_map(|part| self.pools_of(part)).cloned().collect()
     }
 
     /// Records the model and the sampling of a step of this bucket.

@@ -94,6 +94,8 @@ pub(super) struct Sequence {
     pub looked: bool,
     /// What came from one: the tier, and the tokens from and to which it led.
     pub lifted: Option<(Tier, usize, usize)>,
+    /// The lower tier that has more of it than was loaded, since computing was estimated to be faster.
+    pub declined: Option<Tier>,
     /// The match of the first admission.
     pub report: Option<Report>,
     /// Sampled tokens that the host has not read.
@@ -145,6 +147,7 @@ impl Sequence {
             keys: Vec::new(),
             looked: false,
             lifted: None,
+            declined: None,
             realm,
             share: request.share.into(),
             priority: request.priority,
@@ -188,6 +191,11 @@ impl Sequence {
             let parent = self.hashes.last().copied().unwrap_or(self.root);
             self.hashes.push(parent.child(&self.tokens[i * GRID..(i + 1) * GRID]));
         }
+    }
+
+    /// Takes the names of its first pages from elsewhere, so that they are not computed again.
+    pub fn adopt_keys(&mut self, keys: impl Iterator<Item = PrefixKey>) {
+        self.keys.extend(keys.skip(self.keys.len()));
     }
 
     /// The names of the first `pages` pages for lower tiers; `root` is that of the empty prefix.

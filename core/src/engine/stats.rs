@@ -30,7 +30,7 @@ pub struct Stats {
     /// Steps with at least one row.
     pub steps: u64,
     /// Requests admitted, by reason, in the order of [`Reason::ALL`]; once a request.
-    pub reasons: [u64; 7],
+    pub reasons: [u64; Reason::ALL.len()],
     /// Prompt tokens computed, once a request.
     pub tokens_prefilled: u64,
     /// Prompt tokens not computed because their state was in the tree. With `tokens_prefilled`: all prompt tokens of

@@ -144,7 +144,10 @@ impl<B: Backend> Engine<B> {
             e => e,
         })?;
         // What made room for it goes to a lower tier before it is overwritten.
-        self.demote();
+        if let Err(e) = self.demote() {
+            self.scheduler.close_landing(landing);
+            return Err(e);
+        }
         let written = bundle.rows(&mut |part, row, bytes| match landing.entry(part, row) {
             Some(entry) => self.write_row(&file, part, entry, bytes),
             None => Ok(()),

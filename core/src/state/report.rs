@@ -9,6 +9,10 @@ pub enum Reason {
     Off,
     /// The request asked for log probabilities of its prompt, so all of it was computed.
     PromptLogprobs,
+    /// More of it is in host memory, and computing was estimated to be faster than loading.
+    Host,
+    /// More of it is on disk, and computing was estimated to be faster than loading.
+    Disk,
     /// The deepest matched node lost its state for lack of room, or the next page was removed recently.
     Evicted,
     /// The state of the deepest matched node was dropped by the cap per path, replaced by a newer decode snapshot, or
@@ -24,14 +28,25 @@ pub enum Reason {
 
 impl Reason {
     /// All reasons, in the order in which they are tried.
-    pub const ALL: [Self; 7] =
-        [Self::Off, Self::PromptLogprobs, Self::Evicted, Self::Policy, Self::NoState, Self::Full, Self::FirstSight];
+    pub const ALL: [Self; 9] = [
+        Self::Off,
+        Self::PromptLogprobs,
+        Self::Host,
+        Self::Disk,
+        Self::Evicted,
+        Self::Policy,
+        Self::NoState,
+        Self::Full,
+        Self::FirstSight,
+    ];
 
-    /// The name used in outputs: `off`, `prompt_logprobs`, `evicted`, `policy`, `no_state`, `full` or `first_sight`.
+    /// The name used in outputs: `off`, `prompt_logprobs`, `host`, `disk`, `evicted`, `policy`, `no_state`, `full` or `first_sight`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
             Self::PromptLogprobs => "prompt_logprobs",
+            Self::Host => "host",
+            Self::Disk => "disk",
             Self::Evicted => "evicted",
             Self::Policy => "policy",
             Self::NoState => "no_state",

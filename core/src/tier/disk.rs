@@ -25,12 +25,14 @@ use std::{
 };
 
 use futures_channel::oneshot;
+use rayon::prelude::*;
 
-use super::{Content, DiskOptions, Name, Pace, Value};
+use super::{Content, DiskOptions, Name, Pace, Value, Wanted};
 use crate::{
     cache_dir,
     digest::{Digest, Hasher},
     error::{Error, Result},
+    saved::Room,
     state::PrefixKey,
 };
 
@@ -44,8 +46,8 @@ const SWEEP: Duration = Duration::from_secs(600);
 /// What a load found: fewer values than asked for if files are gone or damaged. Cancelled if the thread ended.
 pub type Loading = oneshot::Receiver<Vec<(Name, Value)>>;
 
-/// Values to read with their sizes in bytes, and who wants them.
-type Wanted = (Vec<(Name, u64)>, oneshot::Sender<Vec<(Name, Value)>>);
+/// Values to read, and who wants them.
+type Load = (Vec<Wanted>, oneshot::Sender<Vec<(Name, Value)>>);
 
 /// A value to write, and how often the directory had been cleared before.
 type Store = (Name, Value, u64);
@@ -55,7 +57,7 @@ type Store = (Name, Value, u64);
 pub struct Disk {
     shared: Arc<Shared>,
     stores: Option<Sender<Store>>,
-    loads: Option<Sender<Wanted>>,
+    loads: Option<Sender<Load>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -160,11 +162,11 @@ impl Disk {
         }
     }
 
-    /// Reads values of these sizes, in bytes.
-    pub fn load(&self, names: Vec<(Name, u64)>) -> Loading {
+    /// Reads values.
+    pub fn load(&self, wanted: Vec<Wanted>) -> Loading {
         let (reply, loading) = oneshot::channel();
         if let Some(loads) = &self.loads {
-            let _ = loads.send((names, reply));
+            let _ = loads.send((wanted, reply));
         }
         loading
     }
@@ -247,40 +249,38 @@ impl Shared {
         }
     }
 
-    fn read_all(&self, jobs: &Receiver<Wanted>) {
-        while let Ok((names, reply)) = jobs.recv() {
-            let (started, mut bytes, mut values) = (Instant::now(), 0, Vec::new());
-            for (name, size) in names {
-                // Whoever wanted them is gone.
-                if reply.is_canceled() {
-                    break;
-                }
-                if let Some(value) = self.read(&name, size) {
-                    bytes += size;
-                    values.push((name, value));
-                }
-            }
+    fn read_all(&self, jobs: &Receiver<Load>) {
+        while let Ok((wanted, reply)) = jobs.recv() {
+            let started = Instant::now();
+            // From the memory of the system, one thread would copy and check more slowly than a disk reads.
+            let read = wanted.into_par_iter().filter_map(|(name, room)| {
+                // Whoever wanted them may be gone.
+                let value = if reply.is_canceled() { None } else { self.read(&name, room) };
+                Some((name, value?))
+            });
+            let values: Vec<(Name, Value)> = read.collect();
+            let bytes: usize = values.iter().map(|(_, value)| value.len()).sum();
             lock(&self.pace).add(bytes as f64, started.elapsed().as_secs_f64() * 1e3);
             let _ = reply.send(values);
         }
     }
 
     /// The value of a file, if it is there, not too old and undamaged.
-    fn read(&self, name: &Name, size: u64) -> Option<Value> {
+    fn read(&self, name: &Name, mut room: Box<dyn Room>) -> Option<Value> {
         let path = self.path(name);
-        let value = File::open(&path).and_then(|mut file| {
+        let read = File::open(&path).and_then(|mut file| {
             let used = file.metadata()?.modified()?;
             if self.is_expired(used) {
-                return Ok(None);
+                return Ok(false);
             }
-            let value = Record::read(&mut file, name, size)?;
+            Record::read(&mut file, name, room.bytes())?;
             // Used now. If that cannot be said, it is deleted earlier.
             let _ = file.set_modified(SystemTime::now());
-            Ok(Some(value))
+            Ok(true)
         });
-        match value {
-            Ok(Some(value)) => return Some(value),
-            Ok(None) => self.forget(name, true),
+        match read {
+            Ok(true) => return Some(room.freeze()),
+            Ok(false) => self.forget(name, true),
             Err(e) if e.kind() == io::ErrorKind::InvalidData => {
                 tracing::warn!("{}: {e}; it is deleted", path.display());
                 self.forget(name, true);
@@ -412,24 +412,25 @@ impl Record<'_> {
         Ok((HEAD + self.value.len() + 32) as u64)
     }
 
-    /// The value of `size` bytes; nothing larger is allocated. [`io::ErrorKind::InvalidData`] if the file is not exactly the record
-    /// of that name.
-    fn read(file: &mut File, name: &Name, size: u64) -> io::Result<Value> {
+    /// Fills `value` from the file. [`io::ErrorKind::InvalidData`] if it is not exactly the record of that name with a value of
+    /// that size.
+    fn read(file: &mut File, name: &Name, value: &mut [u8]) -> io::Result<()> {
         let bad = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
+        let size = value.len() as u64;
         if file.metadata()?.len() != HEAD as u64 + size + 32 {
             return Err(bad("it has another length than values of this model"));
         }
-        let (mut head, mut value, mut digest) = ([0; HEAD], vec![0; size as usize], [0; 32]);
-        for piece in [&mut head[..], &mut value, &mut digest] {
+        let (mut head, mut digest) = ([0; HEAD], [0; 32]);
+        for piece in [&mut head[..], &mut *value, &mut digest] {
             file.read_exact(piece).map_err(|_| bad("it is cut"))?;
         }
         let mut hasher = Hasher::default();
         hasher.update(&head);
-        hasher.update(&value);
+        hasher.update(value);
         match (hasher.finish().0 == digest, head == Self::head(name, size)) {
             (false, _) => Err(bad("its checksum is wrong")),
             (_, false) => Err(bad("it is the value of another prefix")),
-            _ => Ok(value.into()),
+            _ => Ok(()),
         }
     }
 }

@@ -67,18 +67,23 @@ impl Host {
         }
         let mut dropped = Vec::new();
         while self.bytes + bytes > self.capacity {
-            let Some((_, oldest)) = self.order.pop_first() else { break };
-            if let Some(held) = self.held.remove(&oldest) {
-                self.bytes -= held.value.len() as u64;
-                self.evicted += 1;
-                dropped.push((oldest, held.place));
-            }
+            let Some(oldest) = self.drop_oldest() else { break };
+            dropped.push(oldest);
         }
         self.clock += 1;
         self.bytes += bytes;
         self.order.insert(self.clock, name);
         self.held.insert(name, Held { value, place, used: self.clock });
         dropped
+    }
+
+    /// Drops the value that was not used for longest, and returns its place; `None` if it is empty.
+    pub fn drop_oldest(&mut self) -> Option<(Name, Place)> {
+        let (_, oldest) = self.order.pop_first()?;
+        let held = self.held.remove(&oldest)?;
+        self.bytes -= held.value.len() as u64;
+        self.evicted += 1;
+        Some((oldest, held.place))
     }
 
     /// Forgets everything.

@@ -31,16 +31,19 @@ mod disk;
 mod host;
 mod rates;
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 pub use disk::{Disk, Loading};
 pub use host::{Host, Place};
 pub use rates::{Pace, Rates};
 
-use crate::state::PrefixKey;
+use crate::{saved::Room, source::Bytes, state::PrefixKey};
 
 /// The bytes of a value.
-pub type Value = Arc<Vec<u8>>;
+pub type Value = Bytes;
+
+/// A value to read, and memory of its size for it.
+pub type Wanted = (Name, Box<dyn Room>);
 
 /// What a value is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -2,7 +2,7 @@
 
 use futures_channel::oneshot;
 
-use super::{DiskOptions, Name, Value};
+use super::{DiskOptions, Name, Value, Wanted};
 use crate::error::{Error, Result};
 
 /// Never there.
@@ -40,7 +40,7 @@ impl Disk {
     }
 
     /// Never called.
-    pub fn load(&self, _: Vec<(Name, u64)>) -> Loading {
+    pub fn load(&self, _: Vec<Wanted>) -> Loading {
         match *self {}
     }
 

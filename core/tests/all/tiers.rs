@@ -13,7 +13,8 @@ use pollster::block_on;
 use selkie_core::{
     digest::Digest,
     engine::{Engine, EngineOptions, Event, Finished, Request},
-    state::{CacheEvent, PrefixKey, Realm},
+    saved::{Heap, HostMemory},
+    state::{CacheEvent, PrefixKey, Realm, Reason},
     tier::{Content, Disk, DiskOptions, Name, Rates, TierOptions, Value},
 };
 
@@ -136,8 +137,9 @@ fn a_tier_that_is_too_small_or_too_slow_is_not_used() {
     for (tiers, declined) in [(host(10), 0), (TierOptions { rates: slow, ..host(1 << 30) }, 2)] {
         let mut engine = small(model, tiers);
         let back = [1, 2, 1, 2].map(|seed| lifted(&mut engine, &mut alone, request(seed, vocab)));
-        let stats = engine.stats().tiers;
+        let (stats, reasons) = (engine.stats().tiers, engine.stats().reason(Reason::Host));
         assert!(back == [[0, 0]; 4] && stats.loads == 0 && stats.declined == declined, "{stats:?}");
+        assert_eq!(reasons, declined);
     }
 }
 
@@ -165,7 +167,7 @@ fn another_namespace_another_model_and_other_numerics_find_nothing() {
     let [one, two] = ["cpu", "cuda"].map(|numerics| Disk::open(&folder.options(1 << 30), numerics).unwrap());
     one.store(name, vec![1; 10].into());
     drop(one);
-    assert!(block_on(two.load(vec![(name, 10)])).unwrap().is_empty(), "values of other numerics");
+    assert!(block_on(two.load(vec![(name, Heap.take(10).unwrap())])).unwrap().is_empty(), "values of other numerics");
 }
 
 #[test]
@@ -305,11 +307,11 @@ fn value(n: u64) -> Value {
 
 /// The values of these numbers that are there, each compared with what it has to be.
 fn whole(disk: &Disk, numbers: std::ops::Range<u64>) -> usize {
-    let names = numbers.clone().map(|n| (name(n), SIZE)).collect();
+    let names = numbers.clone().map(|n| (name(n), Heap.take(SIZE as usize).unwrap())).collect();
     let found = block_on(disk.load(names)).unwrap();
     for (of, bytes) in &found {
         let n = numbers.clone().find(|n| name(*n) == *of).unwrap();
-        assert!(*bytes == value(n), "value {n} is damaged");
+        assert!(bytes[..] == value(n)[..], "value {n} is damaged");
     }
     found.len()
 }

@@ -548,7 +548,7 @@ pub fn check_outcome(job: &Job, outcome: &Outcome, cache: bool, preempted: bool)
             Reason::Full => assert_eq!(report.reused, cap),
             Reason::NoState | Reason::Policy => assert!(report.matched > report.reused),
             Reason::FirstSight => assert!(report.matched == report.reused && report.reused < cap),
-            Reason::Evicted => assert!(report.reused < cap),
+            Reason::Evicted | Reason::Host | Reason::Disk => assert!(report.reused < cap),
             Reason::Off | Reason::PromptLogprobs => assert_eq!((report.matched, report.reused), (0, 0)),
         }
     }
