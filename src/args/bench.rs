@@ -123,7 +123,7 @@ pub struct BenchOpsArgs {
 pub struct BenchSpeculateArgs {
     #[command(flatten)]
     pub target: BenchTarget,
-    /// Guess as if this text, and not made-up ids, were prompts and answers
+    /// Prompts and answers are parts of this text, not made-up ids
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
     /// When rows with guesses are planned: always, or where it should pay

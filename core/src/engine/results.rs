@@ -28,6 +28,12 @@ impl Results {
         }
     }
 
+    /// Replaces the ids of `len` outputs from `at` on, as far as there are forced ones; [`NONE`] stays.
+    fn force(&mut self, at: usize, len: usize, forced: &[u32]) {
+        let sampled = self.ids[at..at + len].iter_mut().zip(forced);
+        sampled.filter(|(id, _)| **id != NONE).for_each(|(id, forced)| *id = *forced);
+    }
+
     /// The row of an output in a table that has a row for each.
     fn row<'a>(&self, table: &'a Option<Vec<f32>>, output: usize) -> Option<&'a [f32]> {
         let all = table.as_deref()?;
@@ -54,7 +60,7 @@ impl<B: Backend> Engine<B> {
     pub(super) fn land(&mut self, flight: Flight<B>) -> Vec<Event> {
         self.landed = Some((flight.tokens, flight.enqueued));
         let Some(ids) = &flight.ids else { return Vec::new() };
-        let results = Results::of(&flight, ids);
+        let mut results = Results::of(&flight, ids);
         let now = (self.clock)();
         if let Some(lower) = &mut self.lower {
             lower.landed(flight.tokens, flight.enqueued, now);
@@ -63,7 +69,10 @@ impl<B: Backend> Engine<B> {
         for row in flight.outputs.chunk_by(|output, _| output.draft.is_some()) {
             match row[0].target {
                 Some(target) => self.score(row[0].id, target, results.row(&results.scores, at).unwrap_or_default()),
-                None => self.land_row(row, at, &results, now, &mut events),
+                None => {
+                    results.force(at, row.len(), self.scheduler.forced(row[0].id));
+                    self.land_row(row, at, &results, now, &mut events);
+                }
             }
             at += row.len();
         }

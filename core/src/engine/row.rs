@@ -33,9 +33,8 @@ impl Step<'_> {
     pub fn row(&mut self, seq: &mut Sequence, end: usize) -> PlanRow {
         let start = seq.done;
         let (chunks, end) = if self.rules.has_slots { self.chunks(seq, end) } else { (Vec::new(), end) };
-        let known = &seq.tokens[start.min(seq.tokens.len())..end.min(seq.tokens.len())];
-        let mut tokens: Vec<_> = known.iter().map(|&id| TokenRef::Known(id)).collect();
-        tokens.resize(end - start, TokenRef::FromDevice(seq.lane));
+        let token = |at: usize| seq.tokens.get(at).map_or_else(|| seq.unread(at), |&id| TokenRef::Known(id));
+        let tokens = (start..end).map(token).collect();
         let last = end == seq.tokens.len() + seq.outstanding;
         let row = Row {
             lane: seq.lane,

@@ -277,6 +277,11 @@ impl Scheduler {
         self.sequence(id).map(|s| s.tokens.as_slice())
     }
 
+    /// What takes the places of the next ids that a request samples.
+    pub fn forced(&self, id: SeqId) -> &[u32] {
+        self.sequence(id).and_then(|s| s.forced.get(s.tokens.len() - s.prompt_len..)).unwrap_or_default()
+    }
+
     /// Sequences with a lane.
     pub fn running(&self) -> usize {
         self.running.len()

@@ -11,6 +11,7 @@ use crate::{
         cache::Wanted,
         prefix::{NONE, NodeId, Stateless},
     },
+    step::TokenRef,
     tier::Tier,
 };
 
@@ -47,6 +48,9 @@ pub struct Request {
     /// Guesses its tokens, where [`EngineOptions::speculate`](super::EngineOptions::speculate) lets requests draft; `None` takes
     /// [`Ngram`](super::Ngram). A request with rules does not draft.
     pub drafter: Option<Box<dyn Drafter>>,
+    /// Take the places of the ids that are sampled, from the first on, so that a benchmark knows an answer which a model with
+    /// random weights would not repeat. The work stays the same.
+    pub forced: Arc<[u32]>,
 }
 
 /// A captured state that is not in the tree yet: its node may not exist.
@@ -103,6 +107,8 @@ pub(super) struct Sequence {
     /// Positions computed so far by this request, or reused; not reset by a pre-emption.
     pub computed: usize,
     pub drafter: Option<Box<dyn Drafter>>,
+    /// See [`Request::forced`].
+    pub forced: Arc<[u32]>,
     pub gauge: Gauge,
 
     pub lane: u32,
@@ -156,6 +162,7 @@ impl Sequence {
             outstanding: 0,
             computed: 0,
             drafter: request.drafter,
+            forced: request.forced,
             gauge: Gauge::default(),
             lane: 0,
             done: 0,
@@ -177,6 +184,11 @@ impl Sequence {
     /// Tokens sampled so far, read or not.
     pub fn outputs(&self) -> usize {
         self.tokens.len() - self.prompt_len + self.outstanding
+    }
+
+    /// The token at a position that is not committed.
+    pub fn unread(&self, position: usize) -> TokenRef {
+        self.forced.get(position - self.prompt_len).map_or(TokenRef::FromDevice(self.lane), |&id| TokenRef::Known(id))
     }
 
     /// Whole pages of the known tokens that a match may use: at least one token is left to compute.

@@ -191,6 +191,7 @@ impl Text {
             controls,
             constraint,
             drafter: None,
+            forced: Arc::default(),
         };
         request.rules(facts.vocab)?;
         Ok((request, reader))

@@ -101,6 +101,49 @@ fn drafts_leave_the_same_states_and_pages_and_turns_reuse_as_much() {
     }
 }
 
+#[test]
+fn a_forced_answer_is_continued_as_if_it_were_sampled() {
+    for model in micro_models() {
+        let (vocab, mut alone) = (model.architecture.spec().vocab as u32, Alone::new(&model, 512));
+        let mut random = Random(5);
+        let text: Vec<u32> = (0..153).map(|_| random.next() as u32 % vocab).collect();
+        let (prompt, forced) = (text[..3].to_vec(), text[3..].to_vec());
+        for speculate in [Speculate::Off, Speculate::Ngram] {
+            let options = EngineOptions { context: Some(512), speculate, ..EngineOptions::default() };
+            let mut engine = model.engine(&options, false);
+            let mut answer = |request: Request| {
+                engine.submit(request).unwrap();
+                let mut answer = Vec::new();
+                while !engine.is_idle() {
+                    engine.poison_free().unwrap();
+                    let events = block_on(engine.step()).unwrap();
+                    answer.extend(
+                        events
+                            .iter()
+                            .filter_map(|e| if let Event::Token { token, .. } = e { Some(*token) } else { None }),
+                    );
+                }
+                answer
+            };
+            let guesser = Guesser { habit: Habit::Right, text: text.clone(), vocab, random: Random(9) };
+            let first = Request {
+                prompt: prompt.clone(),
+                max_tokens: forced.len(),
+                forced: forced.clone().into(),
+                drafter: Some(Box::new(guesser)),
+                ..Request::default()
+            };
+            assert_eq!(answer(first), forced, "{}", model.name);
+            let next = Request { prompt: [&text[..], &[1]].concat(), max_tokens: 20, ..Request::default() };
+            let right = alone.run(&Asked::plain(next.clone())).0;
+            assert_eq!(answer(next), right, "{}, {speculate:?}", model.name);
+            let stats = engine.stats();
+            assert!(stats.tokens_reused >= 128, "{stats:?}");
+            assert_eq!(stats.drafts.accepted() > 60, speculate != Speculate::Off, "{stats:?}");
+        }
+    }
+}
+
 /// Requests with prompts of their own, whose drafters are right.
 fn jobs(range: std::ops::Range<u32>) -> Vec<Job> {
     let never = 1_000_000;

@@ -268,6 +268,7 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
             controls,
             constraint,
             drafter: None,
+            forced: Arc::default(),
         };
         out.push(Asked { request, rule });
     }
