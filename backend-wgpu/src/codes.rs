@@ -1,22 +1,39 @@
 //! WGSL that decodes coded weights where it reads them: `w_v8(i)` and the other accessors of a view, `i` counted in elements.
 //!
-//! Blocks keep the layout of the file, in which nothing is aligned, so words are put together out of two. Eight elements from
-//! a multiple of eight on always share a scale, an offset and a run of bytes. Nothing but u32 and f32 is needed.
+//! Blocks keep the layout of the file. Where their size is not a multiple of four bytes, words are put together out of two. Eight
+//! elements from a multiple of eight on always share a scale, an offset and a run of bytes. Nothing but u32 and f32 is needed.
 
 use std::fmt::Write;
 
 use selkie_core::format::Format;
 
-/// Bytes, halves and words at any byte, the codes of four bytes as floats, and a table of 16 bytes.
-const COMMON: &str = "
+/// Words at multiples of four bytes, and eight bytes from there on.
+const ALIGNED: &str = "
+fn $n_word(at: u32) -> u32 { return b$b[at >> 2u]; }
+fn $n_pair(at: u32) -> vec2<u32> { return vec2<u32>(b$b[at >> 2u], b$b[(at >> 2u) + 1u]); }
+";
+
+/// The same at any byte.
+const UNALIGNED: &str = "
 fn $n_word(at: u32) -> u32 {
     let j = at >> 2u;
     let s = (at & 3u) * 8u;
     if s == 0u { return b$b[j]; }
     return (b$b[j] >> s) | (b$b[j + 1u] << (32u - s));
 }
+fn $n_pair(at: u32) -> vec2<u32> {
+    let j = at >> 2u;
+    let s = (at & 3u) * 8u;
+    let w = vec2<u32>(b$b[j], b$b[j + 1u]);
+    if s == 0u { return w; }
+    return (w >> vec2<u32>(s)) | (vec2<u32>(w.y, b$b[j + 2u]) << vec2<u32>(32u - s));
+}
+";
+
+/// Bytes, halves at even bytes, the codes of four bytes as floats, and the accessors that are made of `v8`.
+const COMMON: &str = "
 fn $n_byte(at: u32) -> u32 { return (b$b[at >> 2u] >> ((at & 3u) * 8u)) & 255u; }
-fn $n_half(at: u32) -> f32 { return unpack2x16float($n_byte(at) | ($n_byte(at + 1u) << 8u)).x; }
+fn $n_half(at: u32) -> f32 { return unpack2x16float(b$b[at >> 2u] >> ((at & 2u) * 8u)).x; }
 fn $n_codes(c: u32) -> vec4<f32> {
     return vec4<f32>(f32(c & 255u), f32((c >> 8u) & 255u), f32((c >> 16u) & 255u), f32(c >> 24u));
 }
@@ -41,15 +58,17 @@ fn $n_table(c: u32) -> vec4<f32> {
 }
 ";
 
-/// Scale and offset of 32 elements of a block of 256.
+/// Scale and offset of 32 elements of a block of 256, which begins with four words: two halves, and 6 bits of eight scales and
+/// eight offsets.
 const SIXES: &str = "
 fn $n_six(b: u32, g: u32) -> vec2<f32> {
-    let s = b + 4u + (g & 3u);
-    let low = vec2<u32>($n_byte(s), $n_byte(s + 4u));
-    let high = $n_byte(s + 8u);
-    let late = vec2<u32>((high & 15u) | ((low.x >> 6u) << 4u), (high >> 4u) | ((low.y >> 6u) << 4u));
-    let both = select(low & vec2<u32>(63u), late, g >= 4u);
-    return vec2<f32>($n_half(b) * f32(both.x), $n_half(b + 2u) * f32(both.y));
+    let at = b >> 2u;
+    let both = unpack2x16float(b$b[at]);
+    let s = (g & 3u) * 8u;
+    let low = vec2<u32>(b$b[at + 1u], b$b[at + 2u]) >> vec2<u32>(s);
+    let high = b$b[at + 3u] >> s;
+    let late = (vec2<u32>(high, high >> 4u) & vec2<u32>(15u)) | ((low >> vec2<u32>(2u)) & vec2<u32>(48u));
+    return both * vec2<f32>(select(low & vec2<u32>(63u), late, g >= 4u));
 }
 ";
 
@@ -59,88 +78,105 @@ fn body(format: Format) -> &'static str {
         Format::Plain => unreachable!("plain elements have accessors of their own"),
         Format::Q4_0 => {
             "let q = b + 2u + (j & 15u); let s = (j >> 4u) * 4u; let d = $n_half(b);
-    return mat2x4<f32>(d * ($n_codes(($n_word(q) >> s) & 0x0f0f0f0fu) - 8.0),
-                       d * ($n_codes(($n_word(q + 4u) >> s) & 0x0f0f0f0fu) - 8.0));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * ($n_codes((w.x >> s) & 0x0f0f0f0fu) - 8.0),
+                       d * ($n_codes((w.y >> s) & 0x0f0f0f0fu) - 8.0));"
         }
         Format::Q4_1 => {
             "let q = b + 4u + (j & 15u); let s = (j >> 4u) * 4u; let d = $n_half(b); let m = $n_half(b + 2u);
-    return mat2x4<f32>(d * $n_codes(($n_word(q) >> s) & 0x0f0f0f0fu) + m,
-                       d * $n_codes(($n_word(q + 4u) >> s) & 0x0f0f0f0fu) + m);"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_codes((w.x >> s) & 0x0f0f0f0fu) + m,
+                       d * $n_codes((w.y >> s) & 0x0f0f0f0fu) + m);"
         }
         Format::Q5_0 => {
             "let q = b + 6u + (j & 15u); let s = (j >> 4u) * 4u; let d = $n_half(b); let h = $n_word(b + 2u) >> j;
-    return mat2x4<f32>(d * ($n_codes((($n_word(q) >> s) & 0x0f0f0f0fu) | $n_fifth(h)) - 16.0),
-                       d * ($n_codes((($n_word(q + 4u) >> s) & 0x0f0f0f0fu) | $n_fifth(h >> 4u)) - 16.0));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * ($n_codes(((w.x >> s) & 0x0f0f0f0fu) | $n_fifth(h)) - 16.0),
+                       d * ($n_codes(((w.y >> s) & 0x0f0f0f0fu) | $n_fifth(h >> 4u)) - 16.0));"
         }
         Format::Q5_1 => {
             "let q = b + 8u + (j & 15u); let s = (j >> 4u) * 4u; let h = $n_word(b + 4u) >> j;
     let d = $n_half(b); let m = $n_half(b + 2u);
-    return mat2x4<f32>(d * $n_codes((($n_word(q) >> s) & 0x0f0f0f0fu) | $n_fifth(h)) + m,
-                       d * $n_codes((($n_word(q + 4u) >> s) & 0x0f0f0f0fu) | $n_fifth(h >> 4u)) + m);"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_codes(((w.x >> s) & 0x0f0f0f0fu) | $n_fifth(h)) + m,
+                       d * $n_codes(((w.y >> s) & 0x0f0f0f0fu) | $n_fifth(h >> 4u)) + m);"
         }
         Format::Q8_0 => {
             "let q = b + 2u + j; let d = $n_half(b);
-    return mat2x4<f32>(d * ($n_codes($n_word(q) ^ 0x80808080u) - 128.0),
-                       d * ($n_codes($n_word(q + 4u) ^ 0x80808080u) - 128.0));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * ($n_codes(w.x ^ 0x80808080u) - 128.0),
+                       d * ($n_codes(w.y ^ 0x80808080u) - 128.0));"
         }
         Format::Iq4Nl => {
             "let q = b + 2u + (j & 15u); let s = (j >> 4u) * 4u; let d = $n_half(b);
-    return mat2x4<f32>(d * $n_table($n_word(q) >> s), d * $n_table($n_word(q + 4u) >> s));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_table(w.x >> s), d * $n_table(w.y >> s));"
         }
         Format::Mxfp4 => {
             "let q = b + 1u + (j & 15u); let s = (j >> 4u) * 4u; let e = $n_byte(b);
     let d = bitcast<f32>(select((e - 1u) << 23u, 0x00200000u << (e & 1u), e < 2u));
-    return mat2x4<f32>(d * $n_table($n_word(q) >> s), d * $n_table($n_word(q + 4u) >> s));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_table(w.x >> s), d * $n_table(w.y >> s));"
         }
         Format::Nvfp4 => {
             "let g = j >> 4u; let q = b + 4u + 8u * g; let s = (j & 8u) >> 1u; let e = $n_byte(b + g) & 127u;
     let small = f32(e & 7u) * bitcast<f32>((127u - 10u) << 23u);
     let large = (1.0 + f32(e & 7u) / 8.0) * bitcast<f32>((119u + (e >> 3u)) << 23u);
     let d = select(select(large, small, e < 8u), 0.0, e == 127u);
-    return mat2x4<f32>(d * $n_table($n_word(q) >> s), d * $n_table($n_word(q + 4u) >> s));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_table(w.x >> s), d * $n_table(w.y >> s));"
         }
         Format::F4 => {
             "let g = j >> 4u; let q = b + 8u + 8u * g; let s = (j & 8u) >> 1u; let e = $n_byte(b + 4u + g) & 127u;
     let small = f32(e & 7u) * bitcast<f32>((127u - 10u) << 23u);
     let large = (1.0 + f32(e & 7u) / 8.0) * bitcast<f32>((119u + (e >> 3u)) << 23u);
     let d = bitcast<f32>($n_word(b)) * select(select(large, small, e < 8u), 0.0, e == 127u);
-    return mat2x4<f32>(d * $n_table($n_word(q) >> s), d * $n_table($n_word(q + 4u) >> s));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_table(w.x >> s), d * $n_table(w.y >> s));"
         }
         Format::I4 => {
             "let g = j >> 5u; let q = b + 8u + (j & 31u); let s = g * 4u; let d = bitcast<f32>($n_word(b)); let m = bitcast<f32>($n_word(b + 4u));
-    return mat2x4<f32>(d * $n_codes(($n_word(q) >> s) & 0x0f0f0f0fu) - m,
-                       d * $n_codes(($n_word(q + 4u) >> s) & 0x0f0f0f0fu) - m);"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_codes((w.x >> s) & 0x0f0f0f0fu) - m,
+                       d * $n_codes((w.y >> s) & 0x0f0f0f0fu) - m);"
         }
         Format::I8 => {
             "let q = b + 8u + j; let d = bitcast<f32>($n_word(b)); let m = bitcast<f32>($n_word(b + 4u));
-    return mat2x4<f32>(d * ($n_codes($n_word(q) ^ 0x80808080u) - 128.0) - m,
-                       d * ($n_codes($n_word(q + 4u) ^ 0x80808080u) - 128.0) - m);"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * ($n_codes(w.x ^ 0x80808080u) - 128.0) - m,
+                       d * ($n_codes(w.y ^ 0x80808080u) - 128.0) - m);"
         }
         Format::F8 => {
             "let q = b + 4u + j; let d = bitcast<f32>($n_word(b));
-    return mat2x4<f32>(d * $n_e4m3($n_word(q)), d * $n_e4m3($n_word(q + 4u)));"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * $n_e4m3(w.x), d * $n_e4m3(w.y));"
         }
         Format::Q4K => {
             "let g = j >> 5u; let q = b + 16u + 32u * (g >> 1u) + (j & 31u); let s = (g & 1u) * 4u; let d = $n_six(b, g);
-    return mat2x4<f32>(d.x * $n_codes(($n_word(q) >> s) & 0x0f0f0f0fu) - d.y,
-                       d.x * $n_codes(($n_word(q + 4u) >> s) & 0x0f0f0f0fu) - d.y);"
+    let w = $n_pair(q);
+    return mat2x4<f32>(d.x * $n_codes((w.x >> s) & 0x0f0f0f0fu) - d.y,
+                       d.x * $n_codes((w.y >> s) & 0x0f0f0f0fu) - d.y);"
         }
         Format::Q5K => {
             "let g = j >> 5u; let l = j & 31u; let q = b + 48u + 32u * (g >> 1u) + l; let s = (g & 1u) * 4u; let d = $n_six(b, g);
-    let h0 = (($n_word(b + 16u + l) >> g) & 0x01010101u) << 4u;
-    let h1 = (($n_word(b + 20u + l) >> g) & 0x01010101u) << 4u;
-    return mat2x4<f32>(d.x * $n_codes((($n_word(q) >> s) & 0x0f0f0f0fu) | h0) - d.y,
-                       d.x * $n_codes((($n_word(q + 4u) >> s) & 0x0f0f0f0fu) | h1) - d.y);"
+    let x = $n_pair(b + 16u + l);
+    let h0 = ((x.x >> g) & 0x01010101u) << 4u;
+    let h1 = ((x.y >> g) & 0x01010101u) << 4u;
+    let w = $n_pair(q);
+    return mat2x4<f32>(d.x * $n_codes(((w.x >> s) & 0x0f0f0f0fu) | h0) - d.y,
+                       d.x * $n_codes(((w.y >> s) & 0x0f0f0f0fu) | h1) - d.y);"
         }
         Format::Q6K => {
             "let half = j >> 7u; let part = (j >> 5u) & 3u; let l = j & 31u;
     let q = b + 64u * half + 32u * (part & 1u) + l; let s = (part >> 1u) * 4u; let h = b + 128u + 32u * half + l;
     let i8 = i32($n_byte(b + 192u + 8u * half + 2u * part + (l >> 4u)) << 24u) >> 24u;
     let d = $n_half(b + 208u) * f32(i8);
-    let h0 = (($n_word(h) >> (2u * part)) & 0x03030303u) << 4u;
-    let h1 = (($n_word(h + 4u) >> (2u * part)) & 0x03030303u) << 4u;
-    return mat2x4<f32>(d * ($n_codes((($n_word(q) >> s) & 0x0f0f0f0fu) | h0) - 32.0),
-                       d * ($n_codes((($n_word(q + 4u) >> s) & 0x0f0f0f0fu) | h1) - 32.0));"
+    let x = $n_pair(h);
+    let h0 = ((x.x >> (2u * part)) & 0x03030303u) << 4u;
+    let h1 = ((x.y >> (2u * part)) & 0x03030303u) << 4u;
+    let w = $n_pair(q);
+    return mat2x4<f32>(d * ($n_codes(((w.x >> s) & 0x0f0f0f0fu) | h0) - 32.0),
+                       d * ($n_codes(((w.y >> s) & 0x0f0f0f0fu) | h1) - 32.0));"
         }
     }
 }
@@ -171,7 +207,7 @@ pub(crate) fn accessors(name: &str, b: usize, format: Format, out: &mut String) 
         Format::Mxfp4 | Format::Nvfp4 | Format::F4 => Some([0x8382_8180, 0x8c88_8684, 0x7d7e_7f80, 0x7478_7a7cu32]),
         _ => None,
     };
-    let mut text = COMMON.to_owned();
+    let mut text = if bytes % 4 == 0 { ALIGNED } else { UNALIGNED }.to_owned() + COMMON;
     if let Some(words) = table {
         let mut table = TABLE.to_owned();
         for (i, word) in words.iter().enumerate() {
