@@ -69,7 +69,7 @@ async fn check(open: fn() -> Result<WgpuBackend>) -> Result<(), Failed> {
         ..EngineOptions::default()
     };
     let mut engine = load(open().map_err(text)?, &files, &options, &mut |_| {}).await.map_err(text)?;
-    engine.runner().expect_prompts(STEP).map_err(text)?;
+    engine.runner().expect_steps(STEP).map_err(text)?;
     answer(&mut engine, 1).await.map_err(text)?;
     let expected = engine.runner().backend().compiled();
     for tokens in [5, 70, 128, 300, 333, 700, 1200] {

@@ -87,7 +87,7 @@ impl WasmEngine {
                 let gpu = engine.runner().backend();
                 // A software adapter would compile for seconds what a short first question does not need.
                 if !software {
-                    engine.runner().expect_prompts(step.0).map_err(fail)?;
+                    engine.runner().expect_steps(step.0).map_err(fail)?;
                 }
                 gpu.settle(&mut |done, of| progress("pipelines", done as u64, of as u64)).await.map_err(fail)?;
                 (Box::new(engine) as Box<dyn AnyEngine>, step, name, None, Some(queue), software)

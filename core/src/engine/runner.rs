@@ -133,24 +133,26 @@ impl<B: Backend> Runner<B> {
         };
         runner.reserve(limits)?;
         // A decode step follows a short prompt: its kernels are compiled concurrently with those of the prompt.
-        runner.expect(1)?;
+        runner.expect(1, 1)?;
         Ok(runner)
     }
 
-    /// Announces the steps of one prompt, of up to `tokens` tokens, so that their kernels are there when they come: one of every
-    /// [bucket](bucket_of), since kernels of products depend on it.
+    /// Announces all steps of one sequence, of up to `tokens` tokens, so that their kernels are there when they come. Kernels of
+    /// products depend on the tokens of a [bucket](bucket_of), those of attention for few tokens on its pages too.
     ///
     /// # Errors
     /// A device error.
-    pub fn expect_prompts(&self, tokens: usize) -> Result<()> {
-        let few = (1..PAGE.ilog2()).map(|i| 1 << i);
-        few.chain((PAGE..=tokens).step_by(PAGE)).try_for_each(|tokens| self.expect(tokens))
+    pub fn expect_steps(&self, tokens: usize) -> Result<()> {
+        let doubled = |most: usize| std::iter::successors(Some(1), move |n| Some(2 * n).filter(|n| *n <= most));
+        let prompts = doubled(PAGE).chain((PAGE..=tokens).step_by(PAGE)).map(|tokens| (tokens, tokens.div_ceil(PAGE)));
+        let few = doubled(self.limits.pages.next_power_of_two()).flat_map(|pages| [(1, pages), (2, pages)]);
+        prompts.chain(few).try_for_each(|(tokens, pages)| self.expect(tokens, pages))
     }
 
-    /// Announces a step of the first `tokens` tokens of one prompt.
-    fn expect(&self, tokens: usize) -> Result<()> {
-        let pages = tokens.div_ceil(PAGE);
-        self.backend.expect(|ops| self.forward(ops, Bucket::holding(tokens, 1, pages, 1, pages)))
+    /// Announces a step of `tokens` tokens of one sequence that has `pages` pages.
+    fn expect(&self, tokens: usize, pages: usize) -> Result<()> {
+        let chunks = tokens.div_ceil(PAGE);
+        self.backend.expect(|ops| self.forward(ops, Bucket::holding(tokens, 1, chunks, 1, pages)))
     }
 
     /// Sizes the scratch arena: the scratch of the largest decode and prefill buckets suffices for smaller ones.
