@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use libtest_mimic::{Failed, Trial};
 use selkie_core::Result;
-use selkie_core::backend::Backend;
 use selkie_core::engine::{Engine, EngineOptions, Request};
 use selkie_core::model_dir::ModelFiles;
 use selkie_core::session::load;
@@ -46,7 +45,7 @@ fn config() -> Config {
 }
 
 async fn answer(engine: &mut Engine<WgpuBackend>, tokens: usize) -> Result<()> {
-    let prompt = (0..tokens as u32).map(|i| 3 + (i * 7919 >> 3) % 900).collect();
+    let prompt = (0..tokens as u32).map(|i| 3 + (i * 7919) % 900).collect();
     engine.submit(Request { prompt, max_tokens: 3, ..Request::default() })?;
     for step in 0.. {
         if engine.is_idle() {

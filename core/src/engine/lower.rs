@@ -412,6 +412,10 @@ impl<B: Backend> Engine<B> {
     pub(super) fn collect(&mut self) -> Result<()> {
         let Some(lower) = &mut self.lower else { return Ok(()) };
         lower.collect()?;
+        // The device holds what it restores until that is counted.
+        if let Some((bytes, time)) = self.runner.backend().restored() {
+            lower.copy.add(bytes as f64, time);
+        }
         for (place, stored) in lower.news.drain(..) {
             self.scheduler.report_host(place, stored);
         }
