@@ -162,7 +162,9 @@ class Tests(unittest.TestCase):
 
     def test_ctrl_c(self):
         program = (
-            "import selkie, sys\n"
+            "import selkie, signal, sys\n"
+            # A shell starts background jobs with the signal ignored.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "model = selkie.load(device='cpu')\n"
             "print('ready', flush=True)\n"
             "while True: model.generate('Tell me a long story.', max_tokens=900, temperature=1.0)\n"
