@@ -1,4 +1,4 @@
-//! Copies between states or pages and host memory beside the steps: a kernel gathers the pieces of a value into a buffer of the
+//! Copies between states or pages and host memory, concurrent with the steps: a kernel gathers the pieces of a value into a buffer of the
 //! device, in the order of the steps, and a stream of its own copies that buffer; the other way round likewise. Steps wait for the
 //! kernel only, which takes microseconds, unless the buffer is full.
 

@@ -1,4 +1,4 @@
-//! Values that are copied to host memory and back beside other work: each has the bytes that were there when the copy was enqueued,
+//! Values are copied to host memory and back while other work runs: each has the bytes that were there when the copy was enqueued,
 //! whatever is written later, and comes back before what is enqueued later.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
