@@ -33,7 +33,7 @@ const CORE: [(&str, &str); 39] = [
     ("layer", "ops tensor"),
     ("weights", "backend checkpoint error format ops tensor"),
     ("state", "digest error step units"),
-    ("bundle", "backend digest error layer state tensor"),
+    ("bundle", "backend digest error layer source state tensor"),
     ("tier", "cache_dir digest error saved source state"),
     ("blocks", "backend config error layer ops rope step tensor weights"),
     ("models", "backend blocks config error layer ops rope step tensor weights"),

@@ -159,6 +159,13 @@ impl WgpuBackend {
         self.facts
     }
 
+    /// Gives the device another name: a browser does not tell it to wgpu.
+    #[cfg(target_arch = "wasm32")]
+    pub fn named(mut self, device: String) -> Self {
+        self.caps.device = device;
+        self
+    }
+
     /// Whether the device is emulated on the CPU. Such a device is used only on request.
     pub fn is_software(&self) -> bool {
         self.software

@@ -6,8 +6,10 @@ export const LOAD = ["model", "backend", "prefixCache", "memoryMiB", "contextTok
 export const INSPECT = ["backend", "signal"];
 export const GENERATE = [
   "messages", "prompt", "maxTokens", "stop", "namespace", "temperature", "topK", "topP", "minP", "repetitionPenalty", "seed",
-  "whenFull",
+  "whenFull", "origin",
 ];
+export const SAVE_STATE = ["messages", "prompt", "namespace", "origin", "states"];
+export const LOAD_STATE = ["namespace", "exactOnly"];
 
 // Rejects anything but an object, and names that are not among `known`.
 export function checkOptions(call, given, known) {

@@ -212,6 +212,8 @@ export interface GenerateRequest extends Sampling {
   stop?: string[];
   /** Prefixes are shared within a namespace only; default "". */
   namespace?: string;
+  /** The `origin` of a {@link LoadedState}: continue from its converted values. Default "": from exact ones only. */
+  origin?: string;
   /**
    * What happens to `messages` that are, with their answer, longer than the context: an error of the code `bad_request` (the
    * default), or the oldest turns are left out until prompt and answer fit and half of the context is free. System prompt and last
@@ -235,6 +237,52 @@ export interface Usage {
   computed: number;
   /** null if the request was cancelled before it ran. */
   reason: Reason | null;
+  /** Whether the reused tokens are those of a bundle whose values were computed elsewhere and converted. */
+  converted: boolean;
+}
+
+/** What {@link Engine.saveState} saves: a conversation up to the end of its last message, or a text. */
+export interface SaveStateRequest {
+  messages?: Message[];
+  prompt?: string;
+  /** Default "". */
+  namespace?: string;
+  /** See {@link GenerateRequest.origin}. What is saved from converted values says so, and is exact nowhere. */
+  origin?: string;
+  /** Most states, the deepest ones; default 8. */
+  states?: number;
+}
+
+export interface SavedState {
+  /** The bundle, which `selkie chat --load` and {@link Engine.loadState} read. */
+  blob: Blob;
+  /** Tokens from which a reader need not compute, a multiple of 64. */
+  tokens: number;
+  states: number;
+  bytes: number;
+}
+
+export interface LoadStateOptions {
+  /** Whose requests may use it; default "". */
+  namespace?: string;
+  /** Refuse values that another device or version computed, instead of converting them. */
+  exactOnly?: boolean;
+}
+
+export interface LoadedState {
+  /** Tokens that requests need not compute now, and tokens of the text. */
+  tokens: number;
+  ofTokens: number;
+  /** States and pages that were written; what the cache had already is not counted. */
+  states: number;
+  pages: number;
+  /** Whether the values come from another device or version. Then only requests with this `origin` use them; else it is "". */
+  converted: boolean;
+  origin: string;
+  /** Where the values were computed. */
+  numerics: string;
+  /** The conversation, null if the bundle has none. Messages may have tool calls and reasoning. */
+  messages: (Message & Record<string, unknown>)[] | null;
 }
 
 export interface Completion {
@@ -371,6 +419,17 @@ export interface Engine {
   readonly chat: { readonly completions: ChatCompletions };
   /** Queues a request; its errors are thrown by the iteration and by `done`. */
   generate(request: GenerateRequest): Generation;
+  /**
+   * The states after a prompt as a bundle; what the cache lacks of it is computed first. The first call reads all weights for
+   * their digest. Rejects with `bad_request` for a prompt of fewer than 64 tokens, or while the cache is off.
+   */
+  saveState(request: SaveStateRequest): Promise<SavedState>;
+  /**
+   * Puts a bundle into the prefix cache, so that requests continue from its states. It is read in pieces, and nothing of it is used
+   * before all of it was checked: rejects with `bad_model`, naming what is wrong, if it is damaged or of another model, and with
+   * `bad_request` if there is no room for it or `exactOnly` excludes it. Use bundles of people you trust only.
+   */
+  loadState(bundle: Blob | BufferSource, options?: LoadStateOptions): Promise<LoadedState>;
   /** Cancels all requests. */
   cancel(): void;
   stats(): Promise<Stats>;

@@ -2,7 +2,7 @@
 
 import { SelkieError, asSelkieError, unpackError } from "./errors.js";
 import { completions } from "./openai.js";
-import { GENERATE, INSPECT, LOAD, checkOptions } from "./options.js";
+import { GENERATE, INSPECT, LOAD, LOAD_STATE, SAVE_STATE, checkOptions } from "./options.js";
 import { directoryUrl, modelUrl } from "./source.js";
 
 export { SelkieError, modelUrl };
@@ -177,7 +177,12 @@ class Engine {
       generation.fail(error);
       return generation;
     }
-    const { id, answer } = this.#client.ask("generate", { request });
+    return this.#start("generate", request);
+  }
+
+  // Queues a request of a kind.
+  #start(type, request) {
+    const { id, answer } = this.#client.ask(type, { request });
     const stuck = () => this.#client.end(new SelkieError("internal", "The engine did not finish preparing the request's prompt."));
     const timer = setTimeout(stuck, TAKEN_MS);
     answer.catch(() => {}).then(() => clearTimeout(timer));
@@ -188,6 +193,19 @@ class Engine {
       generation.fail(error);
     });
     return generation;
+  }
+
+  async saveState(request = {}) {
+    checkOptions("saveState", request, SAVE_STATE);
+    const { finish } = await this.#start("computeState", request).done;
+    if (finish === "cancelled") throw cancelled("request");
+    return this.#client.ask("saveState", { request }).answer;
+  }
+
+  async loadState(bundle, options = {}) {
+    checkOptions("loadState", options, LOAD_STATE);
+    const file = bundle instanceof Blob ? bundle : new Blob([bundle]);
+    return this.#client.ask("loadState", { file, name: file.name ?? "the bundle", options }).answer;
   }
 
   cancel() {

@@ -14,6 +14,7 @@ const FRAME_MS = 16;
 
 let wasm = null; // promise of the module's exports
 let engine = null;
+let from = null; // where its model came from: { url } or { files }
 const requests = new Map(); // engine's id -> page's id
 const inbox = [];
 let busy = false;
@@ -65,7 +66,7 @@ const isTrap = (e) => e instanceof WebAssembly.RuntimeError || ["RangeError", "I
 
 const actions = {
   inspect: async ({ model, backend }) => {
-    const source = model.url ? await visibleModel(model.url) : await pickedModel(model.files);
+    const source = await visible(model);
     try {
       await module();
       return { ...(await inspect(source.files, backend)), name: source.name, downloadBytes: source.downloadBytes ?? 0 };
@@ -77,6 +78,11 @@ const actions = {
   generate({ id, request }) {
     requests.set(loaded().submit(request), id);
   },
+  computeState({ id, request }) {
+    requests.set(loaded().computeState(request), id);
+  },
+  saveState,
+  loadState,
   cancel({ request }) {
     for (const [own, page] of requests) if (request === undefined || request === page) loaded().cancel(own);
   },
@@ -86,6 +92,8 @@ const actions = {
   storage,
   forget: ({ url }) => forget(url),
 };
+
+const visible = ({ url, files }) => (url ? visibleModel(url) : pickedModel(files));
 
 function loaded() {
   if (!engine) throw new SelkieError("bad_request", "No model is loaded.");
@@ -115,10 +123,50 @@ async function load({ model, options }) {
     await module();
     const load = () => WasmEngine.load(source.files, { ...options, label: source.name }, progress);
     engine = await withPipelines(load, (loaded, total) => progress({ stage: "pipelines", loaded, total }));
+    from = model;
   } finally {
     source.release?.();
   }
   return { ...engine.info(), name: source.name, from: source.from, storageProblem: source.problem };
+}
+
+// The engine with the digests of its model's files, which bundles need. The first call reads all weights again.
+async function identified() {
+  const own = loaded();
+  if (own.isIdentified()) return own;
+  const source = await visible(from);
+  try {
+    await own.identify(source.files);
+  } finally {
+    source.release?.();
+  }
+  return own;
+}
+
+// What the cache has of a prompt, as a blob: the browser takes the pieces out of this worker's memory.
+async function saveState({ request }) {
+  const parts = [];
+  const saved = await (await identified()).saveState(request, { write: (bytes) => parts.push(new Blob([bytes])) });
+  return { ...saved, blob: new Blob(parts, { type: "application/octet-stream" }) };
+}
+
+async function loadState({ file, name, options }) {
+  const own = await identified();
+  const reader = new FileReaderSync();
+  let failed = null;
+  const read = (offset, length) => {
+    try {
+      return new Uint8Array(reader.readAsArrayBuffer(file.slice(offset, offset + length)));
+    } catch (e) {
+      failed = new SelkieError("storage", `${name} can no longer be read; it was moved or changed. Choose it again.`, { cause: e });
+      throw failed;
+    }
+  };
+  try {
+    return own.loadState({ name, size: file.size, read }, options);
+  } catch (e) {
+    throw failed ?? e;
+  }
 }
 
 // At most one call per frame, but always the call that completes a stage.

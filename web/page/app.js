@@ -8,6 +8,7 @@ import { cachePanel } from "./panel.js";
 import { settings, settingsDialog } from "./settings.js";
 import { chats, newChat } from "./store.js";
 import { talk } from "./talk.js";
+import { isBundle } from "./transfer.js";
 
 /** @typedef {import("./chat.js").Entry} Entry */
 
@@ -55,6 +56,8 @@ const list = chatList({
     if (chat.id !== current.chat.id || current.chat.rev === 0) current.open(chat.id);
   },
   removing: (id) => current.removing(id),
+  bundle: () => current.bundle(),
+  takeBundle: (file) => current.take(file),
   renamed(chat) { if (chat.id === current.chat.id) shown(); },
 });
 
@@ -219,7 +222,9 @@ addEventListener("drop", (event) => {
   by("drop").hidden = true;
   if (!event.dataTransfer || !hasFiles(event)) return;
   event.preventDefault();
-  models.offer(dropped(event.dataTransfer));
+  const files = [...event.dataTransfer.files];
+  if (files.length && files.every(isBundle)) list.take(files);
+  else models.offer(dropped(event.dataTransfer));
 });
 
 // Without a service worker the page works, but it does not open offline.

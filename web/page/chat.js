@@ -32,7 +32,7 @@ const LONG = 2500;
 const FIRST = 30;
 
 /** @param {Meta} meta */
-const facts = (meta) => [speed(meta), meta.usage?.reason && meta.usage.promptTokens > PAGE && `${count(meta.usage.reused)} of ${plural(meta.usage.promptTokens, "prompt token")} reused`].filter(Boolean).join(" · ");
+const facts = (meta) => [speed(meta), meta.usage?.reason && meta.usage.promptTokens > PAGE && `${count(meta.usage.reused)} of ${plural(meta.usage.promptTokens, "prompt token")} reused${meta.usage.converted ? ", converted" : ""}`].filter(Boolean).join(" · ");
 
 /**
  * @param {object} on

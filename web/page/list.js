@@ -1,7 +1,8 @@
 /** The list of chats: open, rename, search, delete with undo, export and import. Next to the chat, or a sheet on narrow screens. */
-import { by, h, icon, keep, plural, recall } from "./dom.js";
+import { by, count, h, icon, keep, plural, recall } from "./dom.js";
 import { chats } from "./store.js";
-import { download, fileName, fromFile, toJson, toMarkdown } from "./transfer.js";
+import { download, fileName, fromFile, isBundle, toJson, toMarkdown } from "./transfer.js";
+import { sentence } from "./words.js";
 
 /** @typedef {import("./store.js").Chat} Chat */
 
@@ -18,6 +19,8 @@ function ago(time) {
  * @param {(chat: Chat) => void} page.open
  * @param {(id: string) => void} page.removing called before a chat is deleted
  * @param {(chat: Chat) => void} page.renamed
+ * @param {() => Promise<[string, Blob, string] | null>} page.bundle the shown chat with its states, as a file
+ * @param {(file: File) => Promise<{ one: Chat, state: import("./js/selkie.js").LoadedState }>} page.takeBundle
  * @param {() => void} page.leave moves the focus on when the sheet closes
  * @param {(text: string, label?: string, act?: () => void) => void} page.say
  */
@@ -101,30 +104,43 @@ export function chatList(page) {
     });
   }
 
-  /** @param {FileList} files */
+  /** @param {Iterable<File>} files */
   async function take(files) {
+    let states = "";
+    const read = async (/** @type {File} */ file) => {
+      if (!isBundle(file)) return fromFile(await file.text());
+      page.say(`Reading ${file.name}…`);
+      const { one, state } = await page.takeBundle(file);
+      states = ` ${count(state.tokens)} of ${plural(state.ofTokens, "token")} need not be computed${state.converted ? ": their values were computed elsewhere and are converted" : ""}.`;
+      return [one];
+    };
     try {
-      const found = (await Promise.all([...files].map(async (file) => fromFile(await file.text())))).flat();
+      const found = (await Promise.all([...files].map(read))).flat();
       for (const chat of found) await chats.save(chat);
       if (found.length) page.open(found[0]);
-      page.say(found.length ? `Imported ${plural(found.length, "chat")}.` : "There is no chat in this file.");
+      page.say(found.length ? `Imported ${plural(found.length, "chat")}.${states}` : "There is no chat in this file.");
     } catch (error) {
-      page.say(error instanceof Error ? error.message : String(error));
+      page.say(sentence(error).text);
     }
     refresh();
   }
 
   const menu = by("export-menu");
-  /** @param {string} id @param {() => Promise<[string, string, string] | null>} make */
+  /** @param {string} id @param {() => Promise<[string, string | Blob, string] | null>} make */
   const exports = (id, make) => by(id).addEventListener("click", async () => {
     menu.open = false;
-    const made = await make();
-    if (made) download(...made);
-    else page.say("There is nothing to export yet.");
+    try {
+      const made = await make();
+      if (made) download(...made);
+      else page.say("There is nothing to export yet.");
+    } catch (error) {
+      page.say(sentence(error).text);
+    }
   });
   const one = () => (page.current().entries.length ? page.current() : null);
   exports("export-md", async () => { const chat = one(); return chat && [fileName(chat.title, "md"), toMarkdown(chat), "text/markdown"]; });
   exports("export-json", async () => { const chat = one(); return chat && [fileName(chat.title, "json"), toJson([chat]), "application/json"]; });
+  exports("export-bundle", page.bundle);
   exports("export-all", async () => { const all = await chats.all(); return all.length ? ["selkie-chats.json", toJson(all), "application/json"] : null; });
   by("import-chats").addEventListener("click", () => by("import-file").click());
   by("import-file").addEventListener("change", async (/** @type {any} */ event) => {
@@ -161,5 +177,5 @@ export function chatList(page) {
   search.addEventListener("input", refresh);
   wide.addEventListener("change", fit);
   fit();
-  return { refresh };
+  return { refresh, take };
 }

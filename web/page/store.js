@@ -13,6 +13,7 @@
  * @property {number} created in ms since 1970
  * @property {number} updated
  * @property {{ name: string, url?: string }} [model] that answered last
+ * @property {string} [system] the system prompt that an imported state begins with, instead of the setting
  * @property {number} [left] oldest entries that the prompt leaves out
  * @property {Entry[]} entries
  */

@@ -2,7 +2,7 @@
 import { by, h, keep, plural, recall } from "./dom.js";
 import { settings } from "./settings.js";
 import { chats, newChat, newId } from "./store.js";
-import { validEntries } from "./transfer.js";
+import { fileName, fromBundle, validEntries } from "./transfer.js";
 import { sentence } from "./words.js";
 
 /** @typedef {import("./chat.js").Entry} Entry */
@@ -53,6 +53,10 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
   const fresh = new WeakSet();
   /** Chats that were deleted here: the end of an answer does not save them again. @type {Set<string>} */
   const gone = new Set();
+  /** Where the converted values come from that chats continue from, by id: an engine has them until it is closed. @type {WeakMap<object, Map<string, string>>} */
+  const origins = new WeakMap();
+  const origin = (/** @type {object} */ engine) => origins.get(engine)?.get(chat.id) ?? "";
+  const system = () => chat.system ?? settings.system.trim();
   const setStop = (/** @type {(() => void) | null} */ how) => running((stop = how));
 
   async function save() {
@@ -125,13 +129,14 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
   /**
    * The messages of the prompt: all before the new answer, without unanswered turns and, if necessary, without the oldest ones.
    * `turns` has, for each message except the system prompt, its index in the chat's entries.
+   * @param {number} [end] where the new answer is
    */
-  function told() {
-    const system = settings.system.trim(), from = chat.left ?? 0, past = chat.entries.slice(from, -1);
+  function told(end = chat.entries.length - 1) {
+    const first = system(), from = chat.left ?? 0, past = chat.entries.slice(from, end);
     const told = (/** @type {Entry} */ e, /** @type {number} */ i) => e.content !== "" && (e.role === "assistant" || i + 1 === past.length || past[i + 1].content !== "");
     const turns = past.flatMap((e, i) => (told(e, i) ? [from + i] : []));
     const messages = turns.map((i) => ({ role: chat.entries[i].role, content: chat.entries[i].content }));
-    return { messages: [...(system ? [{ role: "system", content: system }] : []), ...messages], turns };
+    return { messages: [...(first ? [{ role: "system", content: first }] : []), ...messages], turns };
   }
 
   /**
@@ -140,11 +145,11 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
    * @returns {boolean} whether there was one to leave out
    */
   function dropOldest() {
-    const { entries } = chat, size = (/** @type {number} */ from) => entries.slice(from, -1).reduce((sum, e) => sum + e.content.length, settings.system.length);
+    const { entries } = chat, size = (/** @type {number} */ from) => entries.slice(from, -1).reduce((sum, e) => sum + e.content.length, system().length);
     const used = entries.findLast((e) => e.meta?.usage?.reason)?.meta?.usage, before = chat.left ?? 0;
     // Tokens per character: as in the last prompt, else as in most text.
     const answered = entries.findLastIndex((e) => e.meta?.usage?.reason);
-    const each = used ? used.promptTokens / Math.max(1, entries.slice(before, answered).reduce((sum, e) => sum + e.content.length, settings.system.length)) : 0.3;
+    const each = used ? used.promptTokens / Math.max(1, entries.slice(before, answered).reduce((sum, e) => sum + e.content.length, system().length)) : 0.3;
     const most = (life.engine?.info.contextTokens ?? 0) * KEPT_SHARE;
     // A turn begins with a message of the user. The last turn stays.
     const starts = entries.flatMap((e, i) => (e.role === "user" && i > before ? [i] : []));
@@ -310,7 +315,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     // The engine refuses a change of the setting while an answer runs, and a load may have begun before the change.
     await engine.setPrefixCache(settings.prefixCache).catch(() => {});
     const prompt = engine.info.chat ? { messages, whenFull } : { prompt: messages.map((m) => m.content).join("\n") };
-    const generation = engine.generate({ ...prompt, ...sampling });
+    const generation = engine.generate({ ...prompt, ...sampling, origin: origin(engine) });
     setStop(() => generation.cancel());
     for await (const update of generation) {
       if (update.type === "text") {
@@ -342,6 +347,28 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     get busy() { return stop !== null; },
     fresh, submit, retry, version, show, open, gauge,
     stop: () => stop?.(),
+
+    /** The chat with the engine's states, as a file: null if there is none. @returns {Promise<[string, Blob, string] | null>} */
+    async bundle() {
+      if (stop) throw new Error("The states can be exported when the answer is complete.");
+      const { title, entries } = chat, { messages } = told(entries.length);
+      if (!entries.length) return null;
+      const engine = await life.settled();
+      if (!engine.saveState || !engine.info.chat) throw new Error("States can be exported from a model that runs in this page and has a chat template.");
+      const { blob } = await engine.saveState({ messages, origin: origin(engine) });
+      return [fileName(title, "bundle"), blob, blob.type];
+    },
+
+    /** Gives the states of a bundle to the engine and makes its conversation a chat, which is not saved yet. @param {File} file */
+    async take(file) {
+      const engine = await life.settled();
+      if (!engine.loadState) throw new Error("A bundle can be imported by a model that runs in this page.");
+      const state = await engine.loadState(file), one = fromBundle(state.messages, file.name);
+      one.title = title(one.entries);
+      if (!origins.has(engine)) origins.set(engine, new Map());
+      if (state.converted) origins.get(engine)?.set(one.id, state.origin);
+      return { one, state };
+    },
 
     /** A chat is about to be deleted. @param {string} id */
     removing(id) {

@@ -1,4 +1,4 @@
-/** Chats as files: Markdown for people, JSON with everything. Both can be imported. */
+/** Chats as files: Markdown for people, JSON with everything, bundles with the engine's states. All can be imported. */
 import { newChat } from "./store.js";
 
 /** @typedef {import("./store.js").Chat} Chat */
@@ -87,14 +87,33 @@ export function fromFile(text) {
     Object.assign(chat, { entries: validEntries(one?.entries), created: time(one?.created), updated: time(one?.updated), named: one?.named === true });
     if (typeof one?.title === "string") chat.title = one.title.slice(0, 200);
     if (Number.isInteger(one?.left) && one.left >= 0 && one.left < chat.entries.length) chat.left = one.left;
+    if (typeof one?.system === "string") chat.system = one.system;
     if (typeof one?.model?.name === "string") chat.model = { name: one.model.name, ...(typeof one.model.url === "string" && { url: one.model.url }) };
     return chat;
   }).filter((/** @type {Chat} */ chat) => chat.entries.length > 0);
 }
 
-/** Hands a file to the user. @param {string} name @param {string} text @param {string} type */
-export function download(name, text, type) {
-  const url = URL.createObjectURL(new Blob([text], { type }));
+/** Whether a file is a bundle, by its name. @param {File} file */
+export const isBundle = ({ name }) => /\.bundle$/i.test(name);
+
+/**
+ * The chat of a bundle's messages. Its system prompt is a part of the state, so the chat keeps it.
+ * @param {import("./js/selkie.js").LoadedState["messages"]} messages @param {string} file @returns {Chat}
+ */
+export function fromBundle(messages, file) {
+  if (!messages?.length) throw new Error(`${file} holds no conversation, only the state of a text.`);
+  const chat = newChat(), first = messages[0].role === "system" ? 1 : 0;
+  chat.system = first ? messages[0].content : "";
+  chat.entries = messages.slice(first).map(({ role, content, tool_calls: calls, reasoning_content: thought }) => {
+    if ((role !== "user" && role !== "assistant") || typeof content !== "string" || calls || thought) throw new Error(`${file} holds turns of tools or reasoning, which this page cannot continue.`);
+    return { role, content };
+  });
+  return chat;
+}
+
+/** Hands a file to the user. @param {string} name @param {string | Blob} content @param {string} type */
+export function download(name, content, type) {
+  const url = URL.createObjectURL(new Blob([content], { type }));
   const link = document.createElement("a");
   link.href = url;
   link.download = name;

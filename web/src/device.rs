@@ -38,7 +38,8 @@ pub async fn open(wanted: Wanted) -> Result<Device, JsValue> {
         Some(gpu) => match WgpuBackend::open(None, Options::default()).await {
             Ok(backend) => {
                 let name = name(&gpu).await.unwrap_or_else(|| "GPU".into());
-                return Ok(Device::Wgpu(backend, name));
+                // Another browser compiles the same shaders to other instructions: states say which one it was.
+                return Ok(Device::Wgpu(backend.named(format!("{name} in {}", browser())), name));
             }
             Err(Error::NoDevice { why, .. }) => why,
             Err(e) => e.to_string(),
@@ -73,4 +74,15 @@ async fn name(gpu: &Gpu) -> Option<String> {
         let parts: Vec<String> = [text("vendor"), text("architecture")].into_iter().flatten().collect();
         (!parts.is_empty()).then(|| parts.join(" "))
     })
+}
+
+/// The browser and its version, as far as it says.
+fn browser() -> String {
+    /// The more special ones first: most browsers claim to be others as well.
+    const NAMES: [&str; 6] = ["Edg", "OPR", "Firefox", "HeadlessChrome", "Chrome", "Version"];
+    let navigator = js::get(&js_sys::global(), "navigator");
+    let agent = navigator.and_then(|n| js::get(&n, "userAgent")).and_then(|a| a.as_string()).unwrap_or_default();
+    let products: Vec<(&str, &str)> = agent.split_whitespace().filter_map(|product| product.split_once('/')).collect();
+    let found = NAMES.iter().find_map(|name| products.iter().find(|(product, _)| product == name));
+    found.map_or_else(|| "a browser".into(), |(name, version)| format!("{name} {version}"))
 }

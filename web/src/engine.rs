@@ -6,6 +6,7 @@ use std::pin::Pin;
 use selkie_core::{
     Error,
     backend::{Backend, Caps},
+    bundle::Identity,
     cpu::CpuBackend,
     engine::{AnyEngine, Engine, EngineOptions, SeqId},
     model_dir::ModelFiles,
@@ -35,7 +36,9 @@ const CPU_STEP: (usize, usize) = (256, 32);
 #[wasm_bindgen]
 pub struct WasmEngine {
     /// `None` while a step runs.
-    session: RefCell<Option<Local>>,
+    pub(crate) session: RefCell<Option<Local>>,
+    /// Digests of the model's files, once they were read for a bundle.
+    pub(crate) identity: RefCell<Option<Identity>>,
     /// Of the GPU, if it runs on one.
     queue: Option<Queue>,
     pace: Cell<Pace>,
@@ -109,6 +112,7 @@ impl WasmEngine {
         info["software"] = software.into();
         Ok(Self {
             session: RefCell::new(Some(session)),
+            identity: RefCell::default(),
             queue,
             pace: Cell::new(Pace::new(step.1, step.0)),
             landed: Cell::new(0.0),
@@ -172,7 +176,7 @@ impl WasmEngine {
 }
 
 impl WasmEngine {
-    fn with<T>(&self, f: impl FnOnce(&mut Local) -> T) -> Result<T, JsValue> {
+    pub(crate) fn with<T>(&self, f: impl FnOnce(&mut Local) -> T) -> Result<T, JsValue> {
         self.session.borrow_mut().as_mut().map(f).ok_or_else(busy)
     }
 
@@ -209,6 +213,6 @@ async fn load<B: Backend>(
     selkie_core::session::load(backend, files, options, &mut |p| report(p.done, p.total)).await
 }
 
-fn busy() -> JsValue {
+pub(crate) fn busy() -> JsValue {
     error::error("busy", "a step is running: await it first")
 }

@@ -25,3 +25,5 @@ mod options;
 mod report;
 #[cfg(target_arch = "wasm32")]
 mod request;
+#[cfg(target_arch = "wasm32")]
+mod state;

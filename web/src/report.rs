@@ -21,6 +21,7 @@ fn done(id: u64, c: Completion) -> Value {
         json!({ "code": code, "message": message })
     });
     let (end, cache) = (&c.end, c.end.cache);
+    let converted = c.is_converted();
     let reused = c.reused();
     let timing = end.timing;
     let ttft = (end.completion_tokens > 0).then_some(timing.queue_ms + timing.prefill_ms);
@@ -45,6 +46,7 @@ fn done(id: u64, c: Completion) -> Value {
             "reused": reused,
             "computed": if cache.is_some() { end.prompt_tokens - reused } else { 0 },
             "reason": cache.map(|r| r.reason.name()),
+            "converted": converted,
         },
         "ttftMs": ttft,
         "tokensPerSecond": rate,

@@ -35,6 +35,7 @@ pub struct Request {
     seed: Option<u64>,
     stop: Vec<String>,
     namespace: String,
+    origin: String,
     when_full: Policy,
 }
 
@@ -64,9 +65,8 @@ impl Request {
             repetition_penalty: self.repetition_penalty,
             seed: Some(self.seed.unwrap_or(seed)),
         };
-        let message = |turn: Turn| Message::new(&turn.role, turn.content);
         let prompt = match self.messages {
-            Some(messages) => Prompt::Messages(messages.into_iter().map(message).collect()),
+            Some(turns) => Prompt::Messages(messages(turns)),
             None => Prompt::Text(self.prompt.unwrap_or_default()),
         };
         Ask {
@@ -75,6 +75,7 @@ impl Request {
             max_tokens: self.max_tokens,
             stop: self.stop,
             namespace: self.namespace,
+            origin: self.origin,
             when_full: match self.when_full {
                 Policy::Error => WhenFull::Error,
                 Policy::DropOldest => WhenFull::DropOldest,
@@ -82,4 +83,39 @@ impl Request {
             ..Ask::default()
         }
     }
+}
+
+fn messages(turns: Vec<Turn>) -> Vec<Message> {
+    turns.into_iter().map(|turn| Message::new(&turn.role, turn.content)).collect()
+}
+
+/// What is saved as a bundle.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct SaveRequest {
+    messages: Option<Vec<Turn>>,
+    prompt: Option<String>,
+    pub namespace: String,
+    pub origin: String,
+    pub states: Option<usize>,
+}
+
+impl SaveRequest {
+    /// The messages, if it has some.
+    pub fn messages(&mut self) -> Option<Vec<Message>> {
+        self.messages.take().map(messages)
+    }
+
+    /// The prompt as text, for a request without messages.
+    pub fn text(&mut self) -> String {
+        self.prompt.take().unwrap_or_default()
+    }
+}
+
+/// Where a bundle goes.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct LoadStateOptions {
+    pub namespace: String,
+    pub exact_only: bool,
 }

@@ -6,12 +6,13 @@ use super::{Head, Part, header};
 use crate::{
     digest::{Digest, Hasher},
     error::{Error, Result},
+    source::Shared,
 };
 
 /// What a bundle is read from.
-pub trait Input: Read + Seek + Send {}
+pub trait Input: Read + Seek + Shared {}
 
-impl<T: Read + Seek + Send> Input for T {}
+impl<T: Read + Seek + Shared> Input for T {}
 
 /// Takes a row of a part: its number in the part, and its bytes.
 pub type Visit<'a> = dyn FnMut(&Part, usize, &[u8]) -> Result<()> + 'a;
