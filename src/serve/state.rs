@@ -154,6 +154,8 @@ async fn attempt_load(app: Arc<App>, request: Request) -> Result<Response<Body>,
 /// What is saved.
 struct Wanted {
     prompt: Encoded,
+    /// The conversation as JSON, if its messages alone give the same prompt again.
+    messages: Option<String>,
     namespace: String,
     share: String,
     priority: i32,
@@ -163,19 +165,22 @@ struct Wanted {
 impl Wanted {
     /// Reads a request: `messages` as for a chat, or a `prompt` as for a completion.
     fn read(fields: &Fields<'_>, model: &Model, caller: &Caller) -> Result<Self, Refusal> {
-        let prompt = match fields.raw("messages") {
+        let (prompt, messages) = match fields.raw("messages") {
             Some(_) => {
                 let talk = conversation(fields, ToolUse::openai(fields)?.tools)?;
-                Prompt::Conversation(Conversation { end: End::Messages, ..talk })
+                let alone = talk.tools.is_empty() && talk.values.is_empty();
+                let messages = alone.then(|| serde_json::to_string(&talk.messages).ok()).flatten();
+                (Prompt::Conversation(Conversation { end: End::Messages, ..talk }), messages)
             }
             None => match <[Prompt; 1]>::try_from(prompts(fields)?) {
-                Ok([prompt]) => prompt,
+                Ok([prompt]) => (prompt, None),
                 Err(_) => return Err(fields.refuse("prompt", "must be one text or one list of token ids")),
             },
         };
         let salt: String = fields.get("cache_salt")?.unwrap_or_default();
         Ok(Self {
             prompt: model.encode(prompt, WhenFull::Error, Some(1))?,
+            messages,
             namespace: prefix_namespace(&caller.namespace, &salt),
             share: caller.namespace.clone(),
             priority: fields.get("priority")?.unwrap_or_default(),
@@ -197,7 +202,7 @@ impl Wanted {
 
     fn export(self, name: String, model: Identity) -> Export {
         let realm = Realm { namespace: self.namespace, ..Realm::default() };
-        export(model, name, self.prompt, None, realm, self.states)
+        export(model, name, self.prompt, self.messages, realm, self.states)
     }
 }
 

@@ -89,6 +89,11 @@ function engine(info) {
     info: Object.freeze(info),
     generate, cancel,
     close: cancel,
+    async saveState(/** @type {import("./js/selkie.js").SaveStateRequest} */ { messages }) {
+      const body = JSON.stringify({ model: info.name, messages });
+      const response = await ask("v1/state/save", { method: "POST", headers: { "content-type": "application/json" }, body });
+      return { blob: await response.blob() };
+    },
     stats: async () => (await (await ask("engine")).json()).stats,
     setPrefixCache: async (/** @type {boolean} */ on) => { reuse = on; },
     // A server that stops is noticed by the next request.

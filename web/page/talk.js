@@ -354,7 +354,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
       const { title, entries } = chat, { messages } = told(entries.length);
       if (!entries.length) return null;
       const engine = await life.settled();
-      if (!engine.saveState || !engine.info.chat) throw new Error("States can be exported from a model that runs in this page and has a chat template.");
+      if (!engine.info.chat) throw new Error("This model has no chat template, so there is no conversation to go on with.");
       const { blob } = await engine.saveState({ messages, origin: origin(engine) });
       return [fileName(title, "bundle"), blob, blob.type];
     },
@@ -362,7 +362,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
     /** Gives the states of a bundle to the engine and makes its conversation a chat, which is not saved yet. @param {File} file */
     async take(file) {
       const engine = await life.settled();
-      if (!engine.loadState) throw new Error("A bundle can be imported by a model that runs in this page.");
+      if (!engine.loadState) throw new Error("A model that runs in this page can go on with a bundle: choose one, then import it.");
       const state = await engine.loadState(file), one = fromBundle(state.messages, file.name);
       one.title = title(one.entries);
       if (!origins.has(engine)) origins.set(engine, new Map());

@@ -6,7 +6,7 @@ import { mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
-import { DEMO, SELKIE, answers, atEnd, blank, openPage, profile, say, serve } from "./harness.mjs";
+import { DEMO, SELKIE, answers, atEnd, blank, modelServer, openPage, profile, say, serve } from "./harness.mjs";
 
 const site = await serve();
 const home = mkdtempSync(join(tmpdir(), "selkie-bundle-"));
@@ -37,6 +37,15 @@ const picked = (name, buffer = readFileSync(file(name))) => ({ name, mimeType: "
 const facts = (page) => page.locator(".turn.assistant .facts").last().innerText();
 const noticed = (page, what) => page.waitForFunction((source) => new RegExp(source).test(document.getElementById("notice").textContent), what.source);
 
+// What the page hands to the user as the shown chat with its states.
+async function exported(page, name) {
+  await page.click("#export-menu summary");
+  const [download] = await Promise.all([page.waitForEvent("download"), page.click("#export-bundle")]);
+  assert.match(download.suggestedFilename(), /^Tell me a story .*\.bundle$/);
+  await download.saveAs(file(name));
+  return file(name);
+}
+
 for (const webgpu of [false, true]) {
   const own = webgpu ? "wgpu" : "cpu", other = OTHER[own];
   test(`a chat begun on ${other} goes on in the page on ${own === "wgpu" ? "WebGPU" : "the CPU"}, and back`, async (t) => {
@@ -57,11 +66,7 @@ for (const webgpu of [false, true]) {
     const [, reused, of] = /([\d,]+) of ([\d,]+) prompt tokens reused, converted/.exec(said);
     assert.ok(Number(reused) >= 64 && Number(reused) < Number(of), said);
 
-    await page.click("#export-menu summary");
-    const [download] = await Promise.all([page.waitForEvent("download"), page.click("#export-bundle")]);
-    assert.match(download.suggestedFilename(), /^Tell me a story .*\.bundle$/);
-    const back = file(`back-${own}.bundle`);
-    await download.saveAs(back);
+    const back = await exported(page, `back-${own}.bundle`);
     const checked = run(["bundle", "verify", back, "-m", DEMO]);
     assert.match(checked.stdout, /all checksums are right, and it is of the model/, checked.stderr);
     const { numerics } = JSON.parse(run(["bundle", "inspect", back, "--json"]).stdout);
@@ -77,6 +82,30 @@ for (const webgpu of [false, true]) {
     await context.close();
   });
 }
+
+test("a chat with the server's model goes on in a page without it", async () => {
+  const server = await modelServer();
+  const first = await openPage(server.url, { viewport: { width: 1280, height: 860 } });
+  for (const text of TALK) await say(first.page, text);
+  await first.page.click("#toggle-chats");
+  await first.page.setInputFiles("#import-file", picked("x.bundle", Buffer.alloc(3)));
+  await noticed(first.page, /A model that runs in this page can go on with a bundle/);
+  const bundle = await exported(first.page, "server.bundle");
+  const expected = await say(first.page, NEXT);
+  await first.context.close();
+  server.stop();
+
+  const { context, page, errors } = await openPage(site.url, { viewport: { width: 1280, height: 860 } });
+  await context.setOffline(true);
+  await page.click("#toggle-chats");
+  await page.setInputFiles("#import-file", picked("server.bundle", readFileSync(bundle)));
+  await noticed(page, /Imported 1 chat\..*converted/);
+  assert.deepEqual(await page.locator(".turn.user .body").allInnerTexts(), TALK);
+  assert.equal(await say(page, NEXT), expected);
+  assert.match(await facts(page), /prompt tokens reused, converted/);
+  assert.deepEqual(errors, []);
+  await context.close();
+});
 
 test("damaged bundles are refused by name, and the page goes on", async () => {
   const whole = file("whole.bundle");

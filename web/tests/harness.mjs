@@ -35,6 +35,19 @@ export async function serve(dir = DIST, port = 0) {
   return { url, port: Number(new URL(url).port), stop };
 }
 
+// `selkie serve` with the demo model: { url, stop() }. A server whose page is that of DIST: it looks for web/dist where it is started.
+export async function modelServer(...options) {
+  const args = ["serve", "--backend", "cpu", "--port", "0", ...options];
+  const child = spawn(SELKIE, args, { cwd: dirname(dirname(DIST)), stdio: ["ignore", "pipe", "inherit"] });
+  const stop = () => child.kill("SIGKILL");
+  atEnd(stop);
+  const url = await new Promise((resolve, reject) => {
+    createInterface(child.stdout).once("line", resolve);
+    child.once("exit", (code) => reject(new Error(`selkie serve ended with ${code}`)));
+  });
+  return { url, stop };
+}
+
 // Without `--enable-unsafe-webgpu` a headless Chromium has no adapter; with it, a software one.
 const QUIET = ["background-networking", "component-update", "sync", "quic"].map((what) => `--disable-${what}`);
 export const FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", ...QUIET];

@@ -1,28 +1,13 @@
 // The page with the model of `selkie serve`.
 
 import assert from "node:assert/strict";
-import { spawn } from "node:child_process";
 import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
-import { dirname, join } from "node:path";
-import { createInterface } from "node:readline";
+import { join } from "node:path";
 import { test } from "node:test";
-import { DIST, SELKIE, answers, atEnd, openPage, picture, ready, say } from "./harness.mjs";
+import { answers, atEnd, modelServer, openPage, picture, ready, say } from "./harness.mjs";
 
 const STORY = "Tell me a story about a fox named Leo and a lantern.";
-
-// A server whose page is that of DIST: it looks for web/dist where it is started.
-async function modelServer(...options) {
-  const args = ["serve", "--backend", "cpu", "--port", "0", ...options];
-  const child = spawn(SELKIE, args, { cwd: dirname(dirname(DIST)), stdio: ["ignore", "pipe", "inherit"] });
-  const stop = () => child.kill("SIGKILL");
-  atEnd(stop);
-  const url = await new Promise((resolve, reject) => {
-    createInterface(child.stdout).once("line", resolve);
-    child.once("exit", (code) => reject(new Error(`selkie serve ended with ${code}`)));
-  });
-  return { url, stop };
-}
 
 test("the server's model answers, and the panel shows what it reused", async (t) => {
   const server = await modelServer();
