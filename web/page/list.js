@@ -111,7 +111,7 @@ export function chatList(page) {
       if (!isBundle(file)) return fromFile(await file.text());
       page.say(`Reading ${file.name}…`);
       const { one, state } = await page.takeBundle(file);
-      states = ` ${count(state.tokens)} of ${plural(state.ofTokens, "token")} need not be computed${state.converted ? ": their values were computed elsewhere and are converted" : ""}.`;
+      states = ` ${count(state.tokens)} of ${plural(state.ofTokens, "token")} need not be computed${state.converted ? ": their values were computed elsewhere and are converted" : ""}.${one.system ? " It keeps its own system prompt." : ""}`;
       return [one];
     };
     try {

@@ -367,6 +367,7 @@ export function talk({ view, life, panel, say, announce, running, shown }) {
       one.title = title(one.entries);
       if (!origins.has(engine)) origins.set(engine, new Map());
       if (state.converted) origins.get(engine)?.set(one.id, state.origin);
+      panel.refresh();
       return { one, state };
     },
 

@@ -56,7 +56,7 @@ for (const webgpu of [false, true]) {
     const { context, page, errors } = await openPage(site.url, { webgpu, viewport: { width: 1280, height: 860 } });
     await page.click("#toggle-chats");
     await page.setInputFiles("#import-file", picked(`${own}.bundle`));
-    await noticed(page, /Imported 1 chat\. \d+ of \d+ tokens need not be computed: their values were computed elsewhere and are converted\./);
+    await noticed(page, /Imported 1 chat\. \d+ of \d+ tokens need not be computed: their values were computed elsewhere and are converted\. It keeps its own system prompt\./);
     t.diagnostic(await page.innerText("#notice"));
     assert.deepEqual(await page.locator(".turn.user .body").allInnerTexts(), TALK);
     assert.equal(await answers(page).nth(1).innerText(), "17 + 25 = 42.");
@@ -98,7 +98,13 @@ test("a chat with the server's model goes on in a page without it", async () => 
   const { context, page, errors } = await openPage(site.url, { viewport: { width: 1280, height: 860 } });
   await context.setOffline(true);
   await page.click("#toggle-chats");
-  await page.setInputFiles("#import-file", picked("server.bundle", readFileSync(bundle)));
+  // Dropped on the page.
+  const data = await page.evaluateHandle((text) => {
+    const data = new DataTransfer();
+    data.items.add(new File([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], "server.bundle"));
+    return data;
+  }, readFileSync(bundle).toString("base64"));
+  await page.dispatchEvent("body", "drop", { dataTransfer: data });
   await noticed(page, /Imported 1 chat\..*converted/);
   assert.deepEqual(await page.locator(".turn.user .body").allInnerTexts(), TALK);
   assert.equal(await say(page, NEXT), expected);
