@@ -6,7 +6,7 @@ import { mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
-import { DEMO, SELKIE, answers, atEnd, blank, modelServer, openPage, profile, say, serve } from "./harness.mjs";
+import { DEMO, SELKIE, answers, atEnd, blank, demoBytes, modelHost, modelServer, openPage, profile, say, serve } from "./harness.mjs";
 
 const site = await serve();
 const home = mkdtempSync(join(tmpdir(), "selkie-bundle-"));
@@ -147,6 +147,37 @@ test("damaged bundles are refused by name, and the page goes on", async () => {
   await page.click("#export-bundle");
   await noticed(page, /holds nothing of these \d+ tokens to save/);
   assert.deepEqual(errors, []);
+  await context.close();
+});
+
+test("a bundle of another model is refused, and one that needs more memory than there is", async () => {
+  chat("cpu", TALK, "--save", file("model.bundle"));
+  const config = JSON.parse(demoBytes("config.json"));
+  const host = await modelHost({ bodies: { "config.json": JSON.stringify({ ...config, unused: 1 }) } });
+  const { context } = await profile({ webgpu: false });
+  const page = await blank(context, site.url);
+  page.setDefaultTimeout(120_000);
+  const [other, huge, text] = await page.evaluate(async ({ url, bundle }) => {
+    const engine = await selkie.load({ model: { url }, backend: "cpu" });
+    const other = await failure(engine.loadState(Uint8Array.from(atob(bundle), (c) => c.charCodeAt(0))));
+    // Tokens of 2 GiB, which the file has, and the module has no memory for.
+    const tokens = 2 ** 29, digest = "0".repeat(64);
+    const meta = { format: "selkie-bundle", version: "1", model: "x", weights: digest, config: digest, tokenizer: digest, numerics: "x" };
+    const at = (dtype, shape, from, to) => ({ dtype, shape, data_offsets: [from, to] });
+    const end = 4 * tokens;
+    const json = JSON.stringify({ __metadata__: meta, tokens: at("U32", [tokens], 0, end), ends: at("U32", [0], end, end), checksums: at("U8", [3, 32], end, end + 96) });
+    const header = new TextEncoder().encode(json.padEnd(Math.ceil(json.length / 8) * 8));
+    const length = new Uint8Array(new BigUint64Array([BigInt(header.length)]).buffer);
+    const zeros = new Blob([new Uint8Array(2 ** 24)]);
+    const huge = await failure(engine.loadState(new Blob([length, header, ...Array(end / 2 ** 24).fill(zeros), new Uint8Array(96)])));
+    const { text } = await engine.generate({ messages: [{ role: "user", content: "What is 17 + 25?" }] }).done;
+    engine.close();
+    return [other, huge, text];
+  }, { url: host.url, bundle: readFileSync(file("model.bundle")).toString("base64") });
+  assert.equal(other.code, "bad_model");
+  assert.match(other.message, /this bundle is of another model .*its config digest begins with/);
+  assert.equal(huge.code, "out_of_memory", huge.message);
+  assert.equal(text, "17 + 25 = 42.");
   await context.close();
 });
 

@@ -148,8 +148,11 @@ impl Checked<'_> {
     /// Replaces `bytes` by the next `n` bytes.
     fn fill(&mut self, bytes: &mut Vec<u8>, n: u64) -> Result<()> {
         bytes.clear();
-        // The size of the file was compared with the header's sizes, so this is no more than the file had.
-        bytes.reserve_exact(usize::try_from(n).map_err(|_| Error::model(self.file, "too large for this machine"))?);
+        // The size of the file was compared with the header's sizes, so this is no more than the file had. A page may have less.
+        let room = usize::try_from(n).is_ok_and(|n| bytes.try_reserve_exact(n).is_ok());
+        if !room {
+            return Err(Error::OutOfMemory { what: self.file.to_owned(), asked: n, free: 0 });
+        }
         let read = Read::take(&mut *self.input, n).read_to_end(bytes).map_err(|e| Error::io(self.file, e))?;
         if read as u64 != n {
             return Err(Error::io(self.file, ErrorKind::UnexpectedEof.into()));
