@@ -8,7 +8,9 @@ use selkie_core::{
     engine::{AnyEngine, Engine, EngineOptions},
     format::Products,
     model_dir::ModelFiles,
-    models, session,
+    models,
+    ranks::Ranks,
+    session,
     step::Bucket,
     timer::Timer,
     weights::Progress,
@@ -19,7 +21,7 @@ use selkie_wgpu::WgpuBackend;
 use crate::{bench::Work, open::Device};
 
 /// Where a model is to run.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Place {
     pub device: Device,
     /// An adapter of wgpu: its number in the list of devices, or a part of its name.
@@ -28,6 +30,14 @@ pub struct Place {
     pub bf16_state: bool,
     /// With coded weights, on the CPU.
     pub products: Products,
+    /// Ranks that share the model, on the CPU.
+    pub ranks: usize,
+}
+
+impl Default for Place {
+    fn default() -> Self {
+        Self { device: Device::Auto, adapter: None, bf16_state: false, products: Products::default(), ranks: 1 }
+    }
 }
 
 /// An opened backend.
@@ -35,6 +45,7 @@ pub enum Opened {
     Cuda(Cuda),
     Wgpu(WgpuBackend),
     Cpu(CpuBackend),
+    Ranks(Ranks),
 }
 
 /// Evaluates an expression with the backend, whichever it is.
@@ -44,6 +55,7 @@ macro_rules! on {
             $crate::backend::Opened::Cuda($backend) => $e,
             $crate::backend::Opened::Wgpu($backend) => $e,
             $crate::backend::Opened::Cpu($backend) => $e,
+            $crate::backend::Opened::Ranks($backend) => $e,
         }
     };
 }
@@ -106,6 +118,7 @@ pub fn load(
         // Weights of a file are mapped. Random weights take memory, about two bytes each, and of 4 bits at least a half.
         let parameters = models::read(&files.config)?.spec().parameters;
         let asked = if files.checkpoint.is_coded() { parameters / 2 } else { parameters.saturating_mul(2) };
+        let asked = asked / backend.caps().ranks as u64;
         if let Some(free) = backend.free_memory().filter(|free| asked > *free) {
             return Err(named(Error::OutOfMemory { what: "random weights".into(), asked, free }));
         }
@@ -129,6 +142,9 @@ pub fn load(
 pub fn open(place: &Place, coded: bool) -> Result<Opened> {
     let adapter = place.adapter.as_deref();
     match (place.device, adapter) {
+        (device, _) if place.ranks != 1 && device != Device::Cpu => {
+            Err(Error::BadRequest("ranks are of the CPU, and not built yet for GPUs: ask for that backend".into()))
+        }
         (Device::Cuda | Device::Cpu, Some(_)) => {
             Err(Error::BadRequest("an adapter is a device of the wgpu backend: ask for that one".into()))
         }
@@ -142,6 +158,7 @@ pub fn open(place: &Place, coded: bool) -> Result<Opened> {
             let options = selkie_cuda::Options { bf16_state: place.bf16_state, ..Default::default() };
             Cuda::open(options).map(Opened::Cuda)
         }
+        (Device::Cpu, None) if place.ranks != 1 => Ranks::open(place.ranks, place.products).map(Opened::Ranks),
         (Device::Cpu, None) => Ok(cpu(place)),
     }
 }

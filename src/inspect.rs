@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::{
     args::{InspectArgs, ModelArgs},
     backend::{self, Opened},
-    failure::Outcome,
+    failure::{Failure, Outcome},
     hub::preview::{self, Preview},
     model,
     terminal::{Output, size, thousands},
@@ -49,6 +49,9 @@ pub fn run(args: &InspectArgs) -> Outcome {
         Some(preview) => Inspect::of_preview(&preview, options)?,
         None => Inspect::of_files(&*model::open(&named)?, options)?,
     };
+    if args.model.backend.ranks > 1 {
+        return Err(Failure::Usage("inspect shows a whole model: leave --ranks out".into()));
+    }
     let facts = job.on(&backend::open(&args.model.backend.place()?, false)?)?;
     let mut out = Output::new();
     if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }

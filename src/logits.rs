@@ -118,6 +118,10 @@ pub async fn trace<B: Backend>(
     let architecture = models::read(&files.config)?;
     let spec = architecture.spec();
     check_ids(ids, spec.vocab)?;
+    if backend.caps().ranks > 1 {
+        let why = "the states of a model on several ranks are in parts, which are not joined yet: use --ranks 1";
+        return Err(Error::BadRequest(why.into()));
+    }
     let total = ids.len().saturating_add(steps);
     if total > spec.context {
         return Err(Error::BadRequest(format!(

@@ -101,6 +101,13 @@ impl Opener {
         self
     }
 
+    /// Ranks that share the model, each with a part of the weights (CPU only).
+    #[must_use]
+    pub fn ranks(mut self, ranks: usize) -> Self {
+        self.place.ranks = ranks;
+        self
+    }
+
     pub(crate) fn place(self, place: Place) -> Self {
         Self { place, ..self }
     }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules of selkie-core, lowest first, and what each may import. `backend` and `ops` are one layer, the boundary.
-const CORE: [(&str, &str); 39] = [
+const CORE: [(&str, &str); 40] = [
     ("fnv", ""),
     ("zeroed", ""),
     ("cache_dir", ""),
@@ -25,6 +25,7 @@ const CORE: [(&str, &str); 39] = [
     ("sample", "error ops step"),
     ("controls", "error ops sample"),
     ("cpu", "backend error format ops sample source step tensor timer zeroed"),
+    ("ranks", "backend cpu error format ops saved source survive tensor timer"),
     ("gguf", "config error format source"),
     ("checkpoint", "cache_dir digest error format gguf source tensor zeroed"),
     ("rope", "config error"),
@@ -36,7 +37,7 @@ const CORE: [(&str, &str); 39] = [
     ("bundle", "backend digest error layer source state tensor"),
     ("tier", "cache_dir digest error saved source state"),
     ("blocks", "backend config error layer ops rope step tensor weights"),
-    ("models", "backend blocks config error layer ops rope step tensor weights"),
+    ("models", "backend blocks checkpoint config error layer ops rope step tensor weights"),
     (
         "engine",
         "backend bundle checkpoint controls error layer models ops sample saved source state step tensor tier units weights",

@@ -12,7 +12,8 @@ use selkie_cases::{self as cases, Size};
 use selkie_core::backend::{Backend, Ops};
 use selkie_core::cpu::CpuBackend;
 use selkie_core::format::{Format, Products};
-use selkie_core::ops::{Act, Activation, Op};
+use selkie_core::ops::{Act, Activation, Feature, Op};
+use selkie_core::ranks::Ranks;
 use selkie_core::tensor::{DType, Tensor};
 use selkie_core::{Error, Result};
 use selkie_cuda::{Cuda, Options};
@@ -234,6 +235,9 @@ fn main() {
     trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
     let coded = |case: &cases::Case| case.format != Format::Plain;
     trials.extend(some_ops_on("cpu-exact", || Ok(CpuBackend::with(Products::Exact)), Size::Large, coded));
+    // The collectives: every rank gets a case's arguments. Other ops are the same on each.
+    let collective = |case: &cases::Case| case.feature() == Some(Feature::Ranks);
+    trials.extend(some_ops_on("cpu-3-ranks", || Ranks::open(3, Products::Fast), Size::Large, collective));
     let generic = || Cuda::open(Options { generic: true, ..Options::default() });
     trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
     trials.extend(ops_on("cuda-generic", generic, Size::Large));

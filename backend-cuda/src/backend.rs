@@ -171,6 +171,7 @@ impl Cuda {
                 state: if options.bf16_state { DType::Bf16 } else { DType::F32 },
                 max_binding: u64::MAX,
                 asynchronous: true,
+                ranks: 1,
             },
             compiler: RefCell::new(compiler),
             device: Device {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use selkie_core::backend::{Backend, Caps, Handle, Ops};
 use selkie_core::error::{Error, Result};
-use selkie_core::ops::Op;
+use selkie_core::ops::{Feature, Op};
 use selkie_core::source::Bytes;
 use selkie_core::tensor::{DType, Tensor};
 
@@ -126,6 +126,7 @@ impl WgpuBackend {
             state: DType::F32,
             max_binding: options.max_piece.map_or(max_binding, |piece| piece.min(max_binding)),
             asynchronous: true,
+            ranks: 1,
         };
         let one_size = info.subgroup_min_size == info.subgroup_max_size && info.subgroup_min_size.is_power_of_two();
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP) && one_size && !options.no_subgroups;
@@ -284,6 +285,10 @@ impl Backend for WgpuBackend {
 
     fn caps(&self) -> &Caps {
         &self.caps
+    }
+
+    fn has(&self, feature: Feature) -> bool {
+        feature != Feature::Ranks
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {

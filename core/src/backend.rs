@@ -46,6 +46,9 @@ pub struct Caps {
     pub max_binding: u64,
     /// Ops run asynchronously: the next step should be enqueued before the ids of the last one are read.
     pub asynchronous: bool,
+    /// Ranks W that hold a share of the weights and states each and run the same ops; 1 for a single device. Sizes of memory
+    /// are those of one rank.
+    pub ranks: usize,
 }
 
 /// A device that a backend found, or the reason why it found none.
@@ -119,6 +122,11 @@ pub trait Backend: Sized + 'static {
     }
     /// Copies `bytes` to `dst` from byte `at` on, ordered before everything played later.
     fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()>;
+    /// [`Backend::write`] to the bytes of one rank; `write` is for all of them.
+    fn write_on(&self, rank: usize, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        debug_assert_eq!(rank, 0, "a backend with one rank");
+        self.write(dst, at, bytes)
+    }
     /// Scratch bytes that `op` needs on this device, in this step or in any with fewer tokens, rows or chunks. Called at load,
     /// for the largest step.
     fn scratch(&self, op: &Op<Self::Buf>) -> u64;

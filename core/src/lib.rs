@@ -28,6 +28,8 @@ pub mod layer;
 pub mod model_dir;
 pub mod models;
 pub mod ops;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod ranks;
 pub mod reply;
 pub mod rope;
 pub mod sample;

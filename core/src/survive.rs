@@ -1,6 +1,7 @@
 //! Calls into libraries that panic on some inputs.
 
 use std::{
+    any::Any,
     cell::Cell,
     panic::{self, AssertUnwindSafe},
     sync::Once,
@@ -32,4 +33,10 @@ pub(crate) fn survived<T>(call: impl FnOnce() -> T) -> Option<T> {
     let result = panic::catch_unwind(AssertUnwindSafe(call)).ok();
     QUIET.set(outer);
     result
+}
+
+/// The message of a panic.
+pub(crate) fn panic_text(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref().cloned()).unwrap_or_else(|| "without a message".into())
 }

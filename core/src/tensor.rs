@@ -56,6 +56,14 @@ pub struct Tensor<Buf> {
     pub row_stride: usize,
 }
 
+impl<Buf> Tensor<Buf> {
+    /// The same view of another buffer.
+    pub fn on<New>(&self, buf: New) -> Tensor<New> {
+        let Self { dtype, dims, rank, offset, row_stride, .. } = *self;
+        Tensor { buf, dtype, dims, rank, offset, row_stride }
+    }
+}
+
 impl<Buf: Clone> Tensor<Buf> {
     /// A contiguous tensor at the start of `buf`.
     pub fn new(buf: Buf, dtype: DType, dims: &[usize]) -> Self {

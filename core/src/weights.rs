@@ -3,9 +3,9 @@
 //! A matrix is described by [`Part`]s: which rows of which stored tensor are which output columns. Fusing q, k and v or
 //! undoing an interleaved layout is a list of parts. A backend that computes in host memory adopts the stored bytes and
 //! gets views of them; for the others the rows are gathered, in the order of their columns and in the stored dtype, into
-//! as few buffers as one binding's limit allows.
+//! as few buffers as one binding's limit allows. Of several ranks each has parts of its own ([`Rank`]).
 
-use std::{collections::HashMap, ops::Range};
+use std::collections::HashMap;
 
 use crate::{
     Error, Result,
@@ -17,53 +17,15 @@ use crate::{
 };
 
 mod experts;
+mod gather;
+mod parts;
+
+use gather::{Piece, Stored, plain_bytes};
+pub use parts::{ExpertParts, ExpertShare, Part, Rank};
 
 /// Bytes of one read and one write to a device: small enough to report progress and to bound staging memory, which a
 /// page's module never releases.
 const PIECE: usize = if cfg!(target_arch = "wasm32") { 4 << 20 } else { 16 << 20 };
-
-/// Rows of a stored matrix that become output columns.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Part {
-    /// Name of the tensor, without the model's prefix.
-    pub name: String,
-    /// Rows of the whole tensor.
-    pub of: usize,
-    /// Rows taken.
-    pub rows: Range<usize>,
-    /// Output column of the first of them.
-    pub col: usize,
-    /// Factor on these output columns, their bias included.
-    pub scale: f32,
-}
-
-impl Part {
-    /// All `rows` rows of a tensor, from output column `col` on.
-    pub fn whole(name: impl Into<String>, rows: usize, col: usize) -> Self {
-        Self::rows(name, rows, 0..rows, col)
-    }
-}
-
-impl Part {
-    /// Some of the `of` rows of a tensor, from output column `col` on.
-    pub fn rows(name: impl Into<String>, of: usize, rows: Range<usize>, col: usize) -> Self {
-        Self { name: name.into(), of, rows, col, scale: 1.0 }
-    }
-
-    /// The same with a factor.
-    pub fn scaled(self, scale: f32) -> Self {
-        Self { scale, ..self }
-    }
-}
-
-/// Where the matrices `[N, K]` of all experts of a layer are stored: in one tensor, or in some per expert.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExpertParts {
-    /// Names of one tensor `[E, N, K]`, any of which may exist.
-    pub stacked: Vec<String>,
-    /// Tensors of one expert, with `{}` for its number, and their rows; together N. Empty if only the stacked form exists.
-    pub each: Vec<(String, usize)>,
-}
 
 /// How the stored weight of a norm is to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,7 +81,10 @@ pub struct Loader<'a, B: Backend> {
 }
 
 /// A loaded matrix and the stored rows that it is made of.
-type Shared<Buf> = (Vec<Part>, Weight<Buf>);
+type Shared<Buf> = (Shares, Weight<Buf>);
+
+/// The parts of each rank, or one list for all of them.
+type Shares = Vec<Vec<Part>>;
 
 impl<'a, B: Backend> Loader<'a, B> {
     /// A loader that reports its progress to `report` after every piece.
@@ -173,6 +138,12 @@ impl<'a, B: Backend> Loader<'a, B> {
             }
         }
         Ok(false)
+    }
+
+    /// The ranks of the device.
+    pub fn ranks(&self) -> impl ExactSizeIterator<Item = Rank> + use<B> {
+        let of = self.backend.caps().ranks;
+        (0..of).map(move |index| Rank { index, of })
     }
 
     /// Bytes placed on the device so far; a tensor that is used twice counts once.
@@ -233,31 +204,15 @@ impl<'a, B: Backend> Loader<'a, B> {
         (self.report)(self.progress);
     }
 
-    fn write(&mut self, dst: &B::Buf, at: u64, bytes: &[u8]) -> Result<()> {
+    /// To one rank, or to all.
+    fn write(&mut self, rank: Option<Rank>, dst: &B::Buf, at: u64, bytes: &[u8]) -> Result<()> {
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
-            self.backend.write(dst, at + (i * PIECE) as u64, piece)?;
+            let at = at + (i * PIECE) as u64;
+            match rank {
+                Some(rank) => self.backend.write_on(rank.index, dst, at, piece)?,
+                None => self.backend.write(dst, at, piece)?,
+            }
             self.advance(piece.len());
-        }
-        Ok(())
-    }
-
-    /// Copies rows of a tensor to `to`, never holding more than two pieces of them.
-    async fn copy(&mut self, tensor: &StoredTensor, p: Piece, to: &mut Stream<B::Buf>) -> Result<()> {
-        let row = tensor.row_bytes();
-        if p.step == 1 {
-            let from = p.first * row..(p.first + p.count) * row;
-            for start in from.clone().step_by(PIECE) {
-                to.push(self, &tensor.read(start..from.end.min(start + PIECE)).await?)?;
-            }
-            return Ok(());
-        }
-        let most = (PIECE / (row * p.step)).max(1);
-        for done in (0..p.count).step_by(most) {
-            let (first, count) = (p.first + done * p.step, most.min(p.count - done));
-            let bytes = tensor.read(first * row..(first + (count - 1) * p.step + 1) * row).await?;
-            for row in bytes.chunks(row).step_by(p.step) {
-                to.push(self, row)?;
-            }
         }
         Ok(())
     }
@@ -271,7 +226,28 @@ impl<'a, B: Backend> Loader<'a, B> {
         for p in parts {
             self.refuse_factor(&p.name).await?;
         }
-        self.unfactored(k, parts).await
+        self.unfactored(k, vec![parts.to_vec()]).await
+    }
+
+    /// [`Loader::matrix`] of which every rank has parts of its own: as many rows, from the same tensors.
+    ///
+    /// # Errors
+    /// As [`Loader::matrix`].
+    pub async fn matrix_on(&mut self, k: usize, parts: impl Fn(Rank) -> Vec<Part>) -> Result<Weight<B::Buf>> {
+        let shares = self.shares(parts);
+        for p in &shares[0] {
+            self.refuse_factor(&p.name).await?;
+        }
+        self.unfactored(k, shares).await
+    }
+
+    /// The parts of each rank.
+    fn shares(&self, parts: impl Fn(Rank) -> Vec<Part>) -> Shares {
+        let mut shares: Shares = self.ranks().map(parts).collect();
+        if shares.iter().all(|share| *share == shares[0]) {
+            shares.truncate(1);
+        }
+        shares
     }
 
     /// # Errors
@@ -288,34 +264,31 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// [`Loader::matrix`] without the factors that the parts may have.
-    async fn unfactored(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
-        let mut parts: Vec<Part> = parts.iter().map(|p| p.clone().scaled(1.0)).collect();
-        parts.sort_by_key(|p| p.col);
-        parts.dedup_by(|b, a| {
-            let joined = a.name == b.name && a.rows.end == b.rows.start && a.col + a.rows.len() == b.col;
-            if joined {
-                a.rows.end = b.rows.end;
-            }
-            joined
-        });
-        let known = self.matrices.get(&parts[0].name).and_then(|all| all.iter().find(|(p, w)| *p == parts && w.k == k));
+    async fn unfactored(&mut self, k: usize, shares: Shares) -> Result<Weight<B::Buf>> {
+        let shares: Shares = shares.into_iter().map(parts::joined).collect();
+        let name = shares[0][0].name.clone();
+        let known = self.matrices.get(&name).and_then(|all| all.iter().find(|(s, w)| *s == shares && w.k == k));
         if let Some((_, w)) = known {
             return Ok(w.clone());
         }
-        let w = self.new_matrix(k, &parts).await?;
-        self.matrices.entry(parts[0].name.clone()).or_default().push((parts, w.clone()));
+        let w = self.new_matrix(k, &shares).await?;
+        self.matrices.entry(name).or_default().push((shares, w.clone()));
         Ok(w)
     }
 
-    async fn new_matrix(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
+    async fn new_matrix(&mut self, k: usize, shares: &[Vec<Part>]) -> Result<Weight<B::Buf>> {
+        let parts = &shares[0];
         let n = parts.last().map_or(0, |p| p.col + p.rows.len());
-        if let Some(w) = self.random_matrix(n, k, &parts[0].name)? {
+        if shares.len() == 1
+            && let Some(w) = self.random_matrix(n, k, &parts[0].name)?
+        {
             return Ok(w);
         }
-        let (tensors, pieces) = self.pieces(k, parts)?;
         if !self.backend.adopts() {
-            return self.gather((n, k), &parts[0].name, &tensors, &pieces).await;
+            let shares = shares.iter().map(|parts| self.pieces(k, parts)).collect::<Result<Vec<_>>>()?;
+            return self.gather((n, k), &parts[0].name, &shares).await;
         }
+        let (tensors, pieces) = self.pieces(k, parts)?;
         let mut adopted = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             let format = tensor.format;
@@ -329,7 +302,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// The stored tensors that `parts`, sorted by column, lie in, and which of their rows they are.
-    fn pieces(&self, k: usize, parts: &[Part]) -> Result<(Vec<StoredTensor>, Vec<Piece>)> {
+    fn pieces(&self, k: usize, parts: &[Part]) -> Result<Stored> {
         let mut tensors: Vec<StoredTensor> = Vec::new();
         let mut pieces: Vec<Piece> = Vec::new();
         // Each name is looked up once, whatever the number of its parts.
@@ -337,7 +310,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         for part in parts {
             if !names.contains_key(part.name.as_str()) {
                 let mut runs = Vec::new();
-                for run in self.runs(&part.name, &[part.of, k])? {
+                for run in self.runs(&part.name, &[part.of, part.stored_k(k)])? {
                     let known = tensors.iter().position(|t| t.same(&run.tensor));
                     let tensor = known.unwrap_or_else(|| {
                         tensors.push(run.tensor.clone());
@@ -353,7 +326,11 @@ impl<'a, B: Backend> Loader<'a, B> {
                 if from < to {
                     let first = run.first + (from - start) * run.step;
                     let col = part.col + from - part.rows.start;
-                    let piece = Piece { tensor: *tensor, first, step: run.step, count: to - from, col };
+                    let skip = match &part.columns {
+                        Some((range, _)) => range.start * plain_bytes(&run.tensor, &part.name)?,
+                        None => 0,
+                    };
+                    let piece = Piece { tensor: *tensor, first, step: run.step, count: to - from, col, skip };
                     match pieces.last_mut() {
                         Some(last) if last.goes_on_as(&piece) => last.count += piece.count,
                         _ => pieces.push(piece),
@@ -393,52 +370,6 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Some(Weight { blocks, n, k }))
     }
 
-    /// Copies the rows of `pieces`, sorted by column, into buffers of one format within the binding limit.
-    async fn gather(
-        &mut self,
-        (n, k): (usize, usize),
-        name: &str,
-        tensors: &[StoredTensor],
-        pieces: &[Piece],
-    ) -> Result<Weight<B::Buf>> {
-        let mut blocks = Vec::new();
-        // The rest of the current piece.
-        let (mut next, mut taken) = (0, 0);
-        while next < pieces.len() {
-            let like = &tensors[pieces[next].tensor];
-            let (dtype, format) = (like.dtype, like.format);
-            let col = pieces[next].col + taken;
-            let row = like.row_bytes();
-            let most = self.rows_per_binding(row, name)?.min(most_rows(k));
-            let mut copies: Vec<Piece> = Vec::new();
-            let mut rows = 0;
-            while next < pieces.len() && rows < most {
-                let p = pieces[next];
-                let tensor = &tensors[p.tensor];
-                if (tensor.dtype, tensor.format) != (dtype, format) {
-                    break;
-                }
-                let count = (p.count - taken).min(most - rows);
-                copies.push(Piece { first: p.first + taken * p.step, count, ..p });
-                (rows, taken) = (rows + count, taken + count);
-                if taken == p.count {
-                    (next, taken) = (next + 1, 0);
-                }
-            }
-            let dims = [rows, row / dtype.bytes()];
-            let buf = self.room(name, dtype, format, &dims)?;
-            let mut to = Stream::new(buf.clone(), 0);
-            for piece in copies {
-                self.copy(&tensors[piece.tensor], piece, &mut to).await?;
-            }
-            to.finish(self)?;
-            let block = RowBlock { w: Tensor::new(buf, dtype, &dims), format, col };
-            self.arrange(&block)?;
-            blocks.push(block);
-        }
-        Ok(Weight { blocks, n, k })
-    }
-
     /// A buffer for rows of a matrix, or of the matrices of experts.
     fn room(&self, name: &str, dtype: DType, format: Format, dims: &[usize]) -> Result<B::Buf> {
         let bytes = match format {
@@ -470,37 +401,57 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// # Errors
     /// As [`Loader::matrix`].
     pub async fn linear(&mut self, k: usize, parts: &[Part], bias: bool, input: f32) -> Result<Linear<B::Buf>> {
-        let w = self.unfactored(k, parts).await?;
+        self.linear_on(k, |_| parts.to_vec(), bias, input).await
+    }
+
+    /// [`Loader::linear`] of which every rank has parts of its own, see [`Loader::matrix_on`].
+    ///
+    /// # Errors
+    /// As [`Loader::matrix`].
+    pub async fn linear_on(
+        &mut self,
+        k: usize,
+        parts: impl Fn(Rank) -> Vec<Part>,
+        bias: bool,
+        input: f32,
+    ) -> Result<Linear<B::Buf>> {
+        let shares = self.shares(&parts);
+        let mut first = shares[0].clone();
+        let w = self.unfactored(k, shares).await?;
         let bias = match bias {
             true => Some(self.biases(w.n, parts).await?),
             false => None,
         };
         // Biases have their factors by now, and those of stored matrices do not concern them.
-        let mut parts = parts.to_vec();
-        for p in &mut parts {
+        for p in &mut first {
             p.scale *= self.checkpoint.factor(&self.full(&p.name)).await?;
         }
-        if parts.iter().all(|p| p.scale == parts[0].scale) {
-            return Ok(Linear { w, columns: None, bias, scale: input * parts[0].scale });
+        if first.iter().all(|p| p.scale == first[0].scale) {
+            return Ok(Linear { w, columns: None, bias, scale: input * first[0].scale });
         }
         let mut columns = vec![0.0; w.n];
-        for p in &parts {
+        for p in &first {
             columns[p.col..p.col + p.rows.len()].fill(input * p.scale);
         }
-        let columns = self.upload(&format!("factors of {}", parts[0].name), &columns, &[w.n])?;
+        let columns = self.upload(&format!("factors of {}", first[0].name), &columns, &[w.n])?;
         Ok(Linear { w, columns: Some(columns), bias, scale: 1.0 })
     }
 
-    async fn biases(&mut self, n: usize, parts: &[Part]) -> Result<Tensor<B::Buf>> {
-        let mut all = vec![0.0; n];
-        for p in parts {
-            let name = format!("{}.bias", p.name.strip_suffix(".weight").unwrap_or(&p.name));
-            let values = self.values(&name, &[p.of]).await?;
-            for (out, b) in all[p.col..].iter_mut().zip(&values[p.rows.clone()]) {
-                *out = b * p.scale;
+    async fn biases(&mut self, n: usize, parts: impl Fn(Rank) -> Vec<Part>) -> Result<Tensor<B::Buf>> {
+        let (mut biases, mut label) = (Vec::new(), String::new());
+        for parts in self.ranks().map(parts) {
+            let mut all = vec![0.0; n];
+            for p in parts.iter().filter(|p| p.has_bias()) {
+                let name = format!("{}.bias", p.name.strip_suffix(".weight").unwrap_or(&p.name));
+                let values = self.values(&name, &[p.of]).await?;
+                for (out, b) in all[p.col..].iter_mut().zip(&values[p.rows.clone()]) {
+                    *out = b * p.scale;
+                }
             }
+            label.clone_from(&parts[0].name);
+            biases.push(all);
         }
-        self.upload(&parts[0].name, &all, &[n])
+        self.upload_on(&label, &[n], |rank| biases[rank.index].clone())
     }
 
     /// The elements of a small tensor.
@@ -528,70 +479,34 @@ impl<'a, B: Backend> Loader<'a, B> {
     pub fn upload(&mut self, label: &str, values: &[f32], dims: &[usize]) -> Result<Tensor<B::Buf>> {
         assert_eq!(values.len(), dims.iter().product::<usize>(), "{label}");
         let buf = self.backend.alloc(&self.full(label), 4 * values.len() as u64)?;
-        self.write(&buf, 0, bytemuck::cast_slice(values))?;
+        self.write(None, &buf, 0, bytemuck::cast_slice(values))?;
         Ok(Tensor::new(buf, DType::F32, dims))
     }
-}
 
-/// Rows of a stored tensor that become output columns.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    /// Place in a list of tensors.
-    tensor: usize,
-    first: usize,
-    step: usize,
-    count: usize,
-    col: usize,
-}
-
-impl Piece {
-    /// Whether `next` are the rows and columns that follow.
-    fn goes_on_as(&self, next: &Self) -> bool {
-        (self.tensor, self.step, self.first + self.count * self.step, self.col + self.count)
-            == (next.tensor, next.step, next.first, next.col)
+    /// [`Loader::upload`] of values of which every rank has its own.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn upload_on(
+        &mut self,
+        label: &str,
+        dims: &[usize],
+        values: impl Fn(Rank) -> Vec<f32>,
+    ) -> Result<Tensor<B::Buf>> {
+        let len = dims.iter().product::<usize>();
+        let buf = self.backend.alloc(&self.full(label), 4 * len as u64)?;
+        for rank in self.ranks() {
+            let values = values(rank);
+            assert_eq!(values.len(), len, "{label}");
+            self.write(Some(rank), &buf, 0, bytemuck::cast_slice(&values))?;
+        }
+        Ok(Tensor::new(buf, DType::F32, dims))
     }
 }
 
 /// Most rows of a matrix on a device, whose kernels count elements in 32 bits.
 fn most_rows(k: usize) -> usize {
     (u32::MAX as usize / k).max(1)
-}
-
-/// Bytes on their way into a buffer from a place on. Devices write whole words, which rows of codes are not.
-struct Stream<Buf> {
-    buf: Buf,
-    at: u64,
-    held: Vec<u8>,
-}
-
-impl<Buf: Clone> Stream<Buf> {
-    fn new(buf: Buf, at: u64) -> Self {
-        Self { buf, at, held: Vec::new() }
-    }
-
-    fn push<B: Backend<Buf = Buf>>(&mut self, l: &mut Loader<'_, B>, bytes: &[u8]) -> Result<()> {
-        if self.held.is_empty() && bytes.len().is_multiple_of(4) && bytes.len() >= PIECE / 16 {
-            l.write(&self.buf, self.at, bytes)?;
-            self.at += bytes.len() as u64;
-            return Ok(());
-        }
-        self.held.extend_from_slice(bytes);
-        if self.held.len() < PIECE {
-            return Ok(());
-        }
-        let rest = self.held.split_off(self.held.len() / 4 * 4);
-        self.finish(l)?;
-        self.held = rest;
-        Ok(())
-    }
-
-    /// Writes what is held.
-    fn finish<B: Backend<Buf = Buf>>(&mut self, l: &mut Loader<'_, B>) -> Result<()> {
-        let held = std::mem::take(&mut self.held);
-        l.write(&self.buf, self.at, &held)?;
-        self.at += held.len() as u64;
-        Ok(())
-    }
 }
 
 #[cfg(test)]

@@ -2,6 +2,8 @@ use std::sync::Arc;
 
 use pollster::block_on;
 
+use std::ops::Range;
+
 use super::*;
 use crate::{cpu::CpuBackend, source::Dir};
 

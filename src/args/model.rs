@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use selkie_core::{
     engine::{MOST_BATCH, MOST_DRAFTS, MOST_STEP_TOKENS, Speculate},
     format::Products,
+    ranks::MOST_RANKS,
     session::{Overrides, WhenFull},
     tier::{DiskOptions, TierOptions},
 };
@@ -44,6 +45,10 @@ pub struct BackendArgs {
     /// Precision of stored recurrent states; bf16 takes half the memory and time (CUDA only)
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
     pub state_dtype: StateType,
+    /// Divide the model over N ranks of the CPU, threads that hold a share of it each; for testing how models are divided, it is
+    /// not faster (needs --backend cpu; not built yet for GPUs)
+    #[arg(long, value_name = "N", default_value = "1", value_parser = one_to(MOST_RANKS))]
+    pub ranks: usize,
     /// Products with quantised weights; exact ones take activations as they are
     #[arg(long, value_name = "KIND", value_enum, default_value = "fast")]
     pub products: ProductsArg,
@@ -87,7 +92,10 @@ impl BackendArgs {
             (Device::Wgpu | Device::Cpu, _) | (_, Some(_)) if bf16_state => {
                 Err(Failure::Usage("--state-dtype bf16 is for the CUDA backend: the others keep states in f32".into()))
             }
-            _ => Ok(Place { device, adapter, bf16_state, products: self.products.into() }),
+            (device, _) if self.ranks > 1 && device != Device::Cpu => Err(Failure::Usage(
+                "--ranks divides a model over the CPU and is not built yet for GPUs: add --backend cpu".into(),
+            )),
+            _ => Ok(Place { device, adapter, bf16_state, products: self.products.into(), ranks: self.ranks }),
         }
     }
 }

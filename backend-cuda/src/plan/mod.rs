@@ -78,7 +78,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
     if let Some(feature) = op.feature() {
         return Err(Error::Unsupported {
             what: format!("{} on cuda", feature.name()),
-            why: "there are no CUDA kernels for it; --backend wgpu and --backend cpu have them".into(),
+            why: "there are no CUDA kernels for it; --backend cpu computes everything".into(),
         });
     }
     match op {
@@ -92,6 +92,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),
         Op::GatedDelta(a) => state::gated_delta(a, device, arena, hazards),
         Op::HeadMatmul(_) | Op::LatentKv(_) | Op::LatentAttention(_) => unreachable!("refused above"),
+        Op::AllReduce(_) | Op::AllGather(_) | Op::RankNorm(_) => unreachable!("refused above"),
         Op::Route(a) => pointwise::route(a),
         Op::ExpertMatmul(a) => experts::expert_matmul(a, device, arena, hazards),
         Op::Gather(a) => pointwise::gather(a),

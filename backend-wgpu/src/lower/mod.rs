@@ -58,6 +58,10 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::Sample(op) => choice::sample(op, facts),
         Op::Logprobs(op) => choice::logprobs(op, facts),
         Op::ExpertMatmul(op) => experts::expert_matmul(op, facts)?,
+        Op::AllReduce(_) | Op::AllGather(_) | Op::RankNorm(_) => {
+            let why = "there are no shaders for it; --backend cpu has it";
+            return Err(Error::Unsupported { what: format!("{} on wgpu", op.name()), why: why.into() });
+        }
     };
     for k in &kernels {
         if let Some((_, _, bytes)) = k.buffers.iter().find(|(_, _, bytes)| *bytes > facts.max_binding) {

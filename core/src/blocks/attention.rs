@@ -1,16 +1,16 @@
 //! Attention: fused projection, per-head norms and rotation with the write of keys and values, attention over pages, an
 //! optional gate on the output, and the output projection.
 
-use super::{Out, Pass, Scratch, Widths, adapter};
+use super::{Out, Pass, Scratch, Widths, adapter, divided, divided_or_repeated, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
     config::Heads,
     layer::{KvShape, LayerPools, LayerState},
-    ops::{self, Act, Activation, RmsNorm, RopeKv},
+    ops::{self, Act, Activation, RankNorm, RmsNorm, RopeKv},
     rope::Rope,
     tensor::Tensor,
-    weights::{Linear, Loader, NormKind, Part},
+    weights::{Linear, Loader, NormKind, Part, Rank},
 };
 
 /// An attention layer, as data.
@@ -62,6 +62,20 @@ impl QkNorm {
     pub fn per_head(kind: NormKind, eps: f32) -> Self {
         Self { kind, eps, names: ["q_norm", "k_norm"], whole: false }
     }
+
+    /// The weight of a norm over all heads, of which each rank has those of its heads.
+    async fn load<B: Backend>(
+        self,
+        l: &mut Loader<'_, B>,
+        name: &str,
+        heads: usize,
+        head_dim: usize,
+    ) -> Result<Tensor<B::Buf>> {
+        let stored = l.values(name, &[heads * head_dim]).await?;
+        let share = |rank: Rank| stored[rank.share_of(heads, head_dim)].iter().map(|w| self.kind.weight(*w)).collect();
+        let width = Rank::first(l.ranks().len()).share_of(heads, head_dim).len();
+        l.upload_on(name, &[width], share)
+    }
 }
 
 /// q and k after norms that are separate ops.
@@ -107,6 +121,17 @@ impl Plan {
         format!("{heads} heads of {head_dim}, {kv_heads} for keys, {rope}{window}")
     }
 
+    /// Heads by rank, and KV heads, or one KV head for several ranks.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        if self.adapter.is_some() {
+            return undivided("attention with an adapter");
+        }
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let heads = divided("heads", heads, ranks)?;
+        let kv_heads = divided_or_repeated("KV heads", kv_heads, ranks)?;
+        Ok(Self { heads: Heads { heads, kv_heads, head_dim }, ..self.clone() })
+    }
+
     pub(super) fn state(&self) -> LayerState {
         let kv = KvShape { heads: self.heads.kv_heads, key_dim: self.heads.head_dim, value_dim: self.heads.head_dim };
         LayerState { kv: Some(kv), ..LayerState::default() }
@@ -143,26 +168,15 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
     ) -> Result<Attention<B::Buf>> {
+        let ranks = l.ranks().len();
+        let input = l.linear_on(self.input, |rank| self.input_parts(&mine, prefix, rank), self.bias, self.input_scale);
+        let input = input.await?;
         let (q, kv, hd) = (self.q_width(), self.kv_width(), self.heads.head_dim);
-        let name = |leaf: &str| format!("{prefix}{leaf}.weight");
-        let mut parts = Vec::new();
-        if self.gated {
-            for h in 0..self.heads.heads {
-                for (half, col) in [(0, 0), (1, q + 2 * kv)] {
-                    let from = (2 * h + half) * hd;
-                    parts.push(Part::rows(name("q_proj"), 2 * q, from..from + hd, col + h * hd));
-                }
-            }
-        } else {
-            parts.push(Part::whole(name("q_proj"), q, 0));
-        }
-        parts.push(Part::whole(name("k_proj"), kv, q).scaled(self.key_scale));
-        parts.push(Part::whole(name("v_proj"), kv, q + kv));
-        let input = l.linear(self.input, &parts, self.bias, self.input_scale).await?;
         let adapter = match &self.adapter {
             Some(adapter) => Some(adapter.load(l, prefix, self.input, &[q, kv, kv]).await?),
             None => None,
@@ -178,22 +192,50 @@ impl Plan {
             }
             None => None,
         };
-        let output = Part::whole(name(self.output), self.width, 0).scaled(scale);
-        let output = l.linear(q, &[output], self.bias, 1.0).await?;
-        Ok(Attention { plan: self.clone(), input, adapter, norm, inv_freq, output })
+        let output = |rank: Rank| {
+            let part = Part::whole(format!("{prefix}{}.weight", self.output), self.width, 0).scaled(scale);
+            vec![part.columns(rank.share_of(self.heads.heads, hd), q)]
+        };
+        let output = l.linear_on(mine.q_width(), output, self.bias, 1.0).await?;
+        Ok(Attention { plan: mine, ranks, input, adapter, norm, inv_freq, output })
+    }
+
+    /// The rows of q, k, v and, if there is one, the gate that a rank has; `mine` has its sizes.
+    fn input_parts(&self, mine: &Self, prefix: &str, rank: Rank) -> Vec<Part> {
+        let name = |leaf: &str| format!("{prefix}{leaf}.weight");
+        let (hd, heads, kv_heads) = (self.heads.head_dim, self.heads.heads, self.heads.kv_heads);
+        let (q, kv) = (mine.q_width(), mine.kv_width());
+        let mut parts = Vec::new();
+        if self.gated {
+            for (col, h) in rank.share(heads).enumerate() {
+                for (half, first) in [(0, 0), (1, q + 2 * kv)] {
+                    let from = (2 * h + half) * hd;
+                    parts.push(Part::rows(name("q_proj"), 2 * self.q_width(), from..from + hd, first + col * hd));
+                }
+            }
+        } else {
+            parts.push(Part::rows(name("q_proj"), self.q_width(), rank.share_of(heads, hd), 0));
+        }
+        let keys = rank.share_of(kv_heads, hd);
+        parts.push(Part::rows(name("k_proj"), self.kv_width(), keys.clone(), q).scaled(self.key_scale));
+        parts.push(Part::rows(name("v_proj"), self.kv_width(), keys, q + kv));
+        parts
     }
 
     async fn load_norm<B: Backend>(&self, l: &mut Loader<'_, B>, prefix: &str, norm: QkNorm) -> Result<Norm<B::Buf>> {
-        let [q, k] = norm.names.map(|leaf| format!("{prefix}{leaf}.weight"));
-        let weight = |w| norm.kind.weight(w);
+        let names = norm.names.map(|leaf| format!("{prefix}{leaf}.weight"));
+        let Heads { heads, kv_heads, head_dim } = self.heads;
         if norm.whole {
-            let (q, k) = (l.vector(&q, self.q_width(), weight).await?, l.vector(&k, self.kv_width(), weight).await?);
+            let [q, k] = names;
+            let q = norm.load(l, &q, heads, head_dim).await?;
+            let k = norm.load(l, &k, kv_heads, head_dim).await?;
             return Ok(Norm::Whole { q, k, eps: norm.eps });
         }
-        let mut both = l.values(&q, &[self.heads.head_dim]).await?;
-        both.extend(l.values(&k, &[self.heads.head_dim]).await?);
-        both.iter_mut().for_each(|w| *w = weight(*w));
-        Ok(Norm::PerHead(l.upload(&q, &both, &[2, self.heads.head_dim])?, norm.eps))
+        let [q, k] = names;
+        let mut both = l.values(&q, &[head_dim]).await?;
+        both.extend(l.values(&k, &[head_dim]).await?);
+        both.iter_mut().for_each(|w| *w = norm.kind.weight(*w));
+        Ok(Norm::PerHead(l.upload(&q, &both, &[2, head_dim])?, norm.eps))
     }
 }
 
@@ -209,7 +251,9 @@ enum Norm<Buf> {
 /// An attention layer on a device.
 #[derive(Clone, Debug)]
 pub struct Attention<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
+    ranks: usize,
     input: Linear<Buf>,
     adapter: Option<adapter::Adapter<Buf>>,
     norm: Option<Norm<Buf>>,
@@ -288,7 +332,7 @@ impl<Buf: Handle> Attention<Buf> {
         };
         let both = pass.scratch(NORMED, q + kv);
         for (weight, first) in [(q_weight, 0), (k_weight, q)] {
-            pass.op(RmsNorm {
+            let norm = RmsNorm {
                 x: proj.cols(first, weight.len()),
                 add: None,
                 weight: weight.clone(),
@@ -297,7 +341,12 @@ impl<Buf: Handle> Attention<Buf> {
                 accumulate: false,
                 eps: *eps,
                 groups: 1,
-            })?;
+            };
+            match self.ranks {
+                1 => pass.op(norm)?,
+                // A KV head that several ranks have counts as often in the sum as in the number of columns.
+                ranks => pass.op(RankNorm { norm, ranks })?,
+            }
         }
         Ok([both.cols(0, q), both.cols(q, kv)])
     }

@@ -1,22 +1,25 @@
 //! The depthwise convolution of several mixers: its weights, and the ops over all blocks of its state.
 
+use std::ops::Range;
+
 use super::Pass;
 use crate::{
     Error, Result,
     backend::{Backend, Handle},
     ops::{Act, Conv1d},
     tensor::Tensor,
-    weights::Loader,
+    weights::{Loader, Rank},
 };
 
 /// Taps and bias in the layout of [`Conv1d`]: `[C, K + 1] f32`. `stored` are the tensors' names without `.weight`, in
 /// the order of their channels, with the channels of each. The channels of several tensors may be divided differently
-/// in a file: some files cut them into equal parts when they are saved.
+/// in a file: some files cut them into equal parts when they are saved. `share` are the channels that a rank has, in order.
 pub(super) async fn load<B: Backend>(
     l: &mut Loader<'_, B>,
     stored: &[(String, usize)],
     kernel: usize,
     bias: bool,
+    share: impl Fn(Rank) -> Vec<Range<usize>>,
 ) -> Result<Tensor<B::Buf>> {
     let channels: usize = stored.iter().map(|(_, c)| c).sum();
     let mut packed = Vec::with_capacity(channels * (kernel + 1));
@@ -41,7 +44,10 @@ pub(super) async fn load<B: Backend>(
         let why = format!("{found} channels with the tensors after it, but config.json asks for {channels}");
         return Err(Error::model(first, why));
     }
-    l.upload(&first, &packed, &[channels, kernel + 1])
+    let row = kernel + 1;
+    let own = |rank| share(rank).into_iter().flat_map(|c| &packed[c.start * row..c.end * row]).copied().collect();
+    let channels = share(Rank::first(l.ranks().len())).iter().map(Range::len).sum();
+    l.upload_on(&first, &[channels, row], own)
 }
 
 /// Records the convolution of all channels, block of channels by block.

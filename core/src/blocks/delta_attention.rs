@@ -2,7 +2,7 @@
 //! key channel, a norm per head that the sigmoid of z gates, and the output projection. The decays' inputs and z are
 //! projections of the narrow f and g.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, conv};
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -48,6 +48,10 @@ impl Plan {
         format!("{} heads of {}, a decay per channel", self.heads, self.head_dim)
     }
 
+    pub(super) fn share(&self, _: usize) -> Result<Self, String> {
+        undivided("Kimi Delta Attention")
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.channels(), self.kernel - 1]),
@@ -72,6 +76,7 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
@@ -93,11 +98,11 @@ impl Plan {
             input: l.linear(self.width, &parts, false, 1.0).await?,
             decays: l.linear(d, &[whole("f_b_proj.weight", inner, 0)], false, 1.0).await?,
             gate: l.linear(d, &[whole("g_b_proj.weight", inner, 0)], false, 1.0).await?,
-            conv: conv::load(l, &convolutions, self.kernel, false).await?,
+            conv: conv::load(l, &convolutions, self.kernel, false, |rank| vec![rank.share(3 * inner)]).await?,
             par: l.upload(&name("A_log"), &par, &[2, inner])?,
             norm: l.vector(&name("o_norm.weight"), d, |w| w).await?,
             output: l.linear(inner, &[whole("o_proj.weight", self.width, 0).scaled(scale)], false, 1.0).await?,
-            plan: self.clone(),
+            plan: mine,
         })
     }
 }

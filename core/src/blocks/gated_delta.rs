@@ -1,14 +1,16 @@
 //! Gated DeltaNet: one projection `[q | k | v | z | b | a]`, convolution over `q k v`, the delta rule, a norm per value head
 //! that is gated by z, and the output projection.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, conv};
+use std::ops::Range;
+
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv, divided, divided_or_repeated};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
     ops::{self, Act, Gate, RmsNorm},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// A Gated DeltaNet layer, as data. Value head `j` uses key head `j / (Hv / Hk)`.
@@ -79,6 +81,13 @@ impl Plan {
         format!("{key_heads} key heads of {key_dim}, {value_heads} value heads of {value_dim}")
     }
 
+    /// Value heads by rank, and their key heads, or one key head for several ranks.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        let value_heads = divided("value heads", self.value_heads, ranks)?;
+        let key_heads = divided_or_repeated("key heads", self.key_heads, ranks)?;
+        Ok(Self { key_heads, value_heads, ..self.clone() })
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.channels(), self.kernel - 1]),
@@ -99,62 +108,77 @@ impl Plan {
         w.want(Scratch::GATED, self.values());
     }
 
-    /// Rows of the stored projections by output column.
-    fn parts(&self, prefix: &str) -> Vec<Part> {
-        let (hk, dk, dv) = (self.key_heads, self.key_dim, self.value_dim);
-        let per_key = self.value_heads / hk;
-        let mut parts = Vec::new();
-        match self.projections {
-            Projections::PerKeyHead => {
-                let (qkvz, ba) = (2 * dk + 2 * per_key * dv, 2 * per_key);
-                for g in 0..hk {
-                    let mut put = |leaf: &str, of: usize, row: usize, rows: usize, col: usize| {
-                        let name = format!("{prefix}{leaf}.weight");
-                        parts.push(Part::rows(name, of, row..row + rows, col));
-                    };
-                    let (row, vs) = (g * qkvz, per_key * dv);
-                    put("in_proj_qkvz", hk * qkvz, row, dk, g * dk);
-                    put("in_proj_qkvz", hk * qkvz, row + dk, dk, self.keys() + g * dk);
-                    put("in_proj_qkvz", hk * qkvz, row + 2 * dk, vs, 2 * self.keys() + g * vs);
-                    put("in_proj_qkvz", hk * qkvz, row + 2 * dk + vs, vs, self.channels() + g * vs);
-                    let col = self.channels() + self.values() + g * per_key;
-                    put("in_proj_ba", hk * ba, g * ba, per_key, col);
-                    put("in_proj_ba", hk * ba, g * ba + per_key, per_key, col + self.value_heads);
-                }
-            }
-            Projections::Separate => self.in_order(
-                &mut parts,
-                prefix,
-                &[
-                    ("in_proj_qkv", self.channels()),
-                    ("in_proj_z", self.values()),
-                    ("in_proj_b", self.value_heads),
-                    ("in_proj_a", self.value_heads),
-                ],
-            ),
-            Projections::PerVector => self.in_order(
-                &mut parts,
-                prefix,
-                &[
-                    ("q_proj", self.keys()),
-                    ("k_proj", self.keys()),
-                    ("v_proj", self.values()),
-                    ("g_proj", self.values()),
-                    ("b_proj", self.value_heads),
-                    ("a_proj", self.value_heads),
-                ],
-            ),
-        }
-        parts
+    /// Elements of the keys and of the values that a rank has.
+    fn own(&self, rank: Rank) -> [Range<usize>; 2] {
+        [rank.share_of(self.key_heads, self.key_dim), rank.share_of(self.value_heads, self.value_dim)]
     }
 
-    /// Whole tensors, one after the other.
-    fn in_order(&self, parts: &mut Vec<Part>, prefix: &str, leaves: &[(&str, usize)]) {
-        let mut col = 0;
-        for &(leaf, rows) in leaves {
-            parts.push(Part::whole(format!("{prefix}{leaf}.weight"), rows, col));
-            col += rows;
+    /// The channels of the convolution that a rank has: q, k, v.
+    fn own_channels(&self, rank: Rank) -> Vec<Range<usize>> {
+        let ([keys, values], k, v) = (self.own(rank), self.keys(), 2 * self.keys());
+        vec![keys.clone(), k + keys.start..k + keys.end, v + values.start..v + values.end]
+    }
+
+    /// Rows of the stored projections that a rank has, by output column.
+    fn parts(&self, prefix: &str, rank: Rank) -> Vec<Part> {
+        if self.projections == Projections::PerKeyHead {
+            return self.parts_per_key_head(prefix, rank);
         }
+        let ([keys, values], heads) = (self.own(rank), rank.share(self.value_heads));
+        let (k, v, h) = (self.keys(), self.values(), self.value_heads);
+        // The tensor, its rows, those of them before the section, and the rank's rows of the section.
+        let sections = match self.projections {
+            Projections::PerVector => [
+                ("q_proj", k, 0, &keys),
+                ("k_proj", k, 0, &keys),
+                ("v_proj", v, 0, &values),
+                ("g_proj", v, 0, &values),
+                ("b_proj", h, 0, &heads),
+                ("a_proj", h, 0, &heads),
+            ],
+            _ => [
+                ("in_proj_qkv", self.channels(), 0, &keys),
+                ("in_proj_qkv", self.channels(), k, &keys),
+                ("in_proj_qkv", self.channels(), 2 * k, &values),
+                ("in_proj_z", v, 0, &values),
+                ("in_proj_b", h, 0, &heads),
+                ("in_proj_a", h, 0, &heads),
+            ],
+        };
+        let mut col = 0;
+        let part = |(leaf, of, first, own): (&str, usize, usize, &Range<usize>)| {
+            col += own.len();
+            let rows = first + own.start..first + own.end;
+            Part::rows(format!("{prefix}{leaf}.weight"), of, rows, col - own.len())
+        };
+        sections.into_iter().map(part).collect()
+    }
+
+    /// [`Projections::PerKeyHead`].
+    fn parts_per_key_head(&self, prefix: &str, rank: Rank) -> Vec<Part> {
+        let (hk, dk, dv) = (self.key_heads, self.key_dim, self.value_dim);
+        let per_key = self.value_heads / hk;
+        let (qkvz, ba) = (2 * dk + 2 * per_key * dv, 2 * per_key);
+        let ([keys, values], heads) = (self.own(rank).map(|own| own.len()), rank.share(self.value_heads));
+        let mut parts = Vec::new();
+        let mut put = |leaf: &str, of: usize, row: usize, rows: usize, col: usize| {
+            parts.push(Part::rows(format!("{prefix}{leaf}.weight"), of, row..row + rows, col));
+        };
+        for (i, g) in rank.share(hk).enumerate() {
+            // The rank's heads among those of this key, by number and by column.
+            let own = heads.start.max(g * per_key)..heads.end.min((g + 1) * per_key);
+            let (skipped, at) = (own.start - g * per_key, own.start - heads.start);
+            let (row, vs) = (g * qkvz, per_key * dv);
+            put("in_proj_qkvz", hk * qkvz, row, dk, i * dk);
+            put("in_proj_qkvz", hk * qkvz, row + dk, dk, keys + i * dk);
+            let (value, col) = (row + 2 * dk + skipped * dv, 2 * keys + at * dv);
+            put("in_proj_qkvz", hk * qkvz, value, own.len() * dv, col);
+            put("in_proj_qkvz", hk * qkvz, value + vs, own.len() * dv, values + col);
+            let (row, col) = (g * ba + skipped, 2 * (keys + values) + at);
+            put("in_proj_ba", hk * ba, row, own.len(), col);
+            put("in_proj_ba", hk * ba, row + per_key, own.len(), col + heads.len());
+        }
+        parts
     }
 
     /// Tensors of the convolution, with their channels.
@@ -170,23 +194,29 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
     ) -> Result<GatedDelta<B::Buf>> {
         let name = |leaf: &str| format!("{prefix}{leaf}");
         let [norm, output] = self.projections.ends().map(|leaf| format!("{prefix}{leaf}.weight"));
-        let output = Part::whole(output, self.width, 0).scaled(scale);
+        let output = |rank| {
+            let [_, values] = self.own(rank);
+            vec![Part::whole(&output, self.width, 0).scaled(scale).columns(values, self.values())]
+        };
         let h = [self.value_heads];
-        let mut par: Vec<f32> = l.values(&name("A_log"), &h).await?.into_iter().map(|a| -a.exp()).collect();
-        par.extend(l.values(&name("dt_bias"), &h).await?);
+        let a: Vec<f32> = l.values(&name("A_log"), &h).await?.into_iter().map(|a| -a.exp()).collect();
+        let dt = l.values(&name("dt_bias"), &h).await?;
+        let par = |rank: Rank| [&a, &dt].into_iter().flat_map(|p| &p[rank.share(self.value_heads)]).copied().collect();
+        let conv = self.convolutions(prefix);
         Ok(GatedDelta {
-            input: l.linear(self.width, &self.parts(prefix), false, 1.0).await?,
-            conv: conv::load(l, &self.convolutions(prefix), self.kernel, false).await?,
-            par: l.upload(&name("A_log"), &par, &[2, self.value_heads])?,
+            input: l.linear_on(self.width, |rank| self.parts(prefix, rank), false, 1.0).await?,
+            conv: conv::load(l, &conv, self.kernel, false, |rank| self.own_channels(rank)).await?,
+            par: l.upload_on(&name("A_log"), &[2, mine.value_heads], par)?,
             norm: l.vector(&norm, self.value_dim, |w| w).await?,
-            output: l.linear(self.values(), &[output], false, 1.0).await?,
-            plan: self.clone(),
+            output: l.linear_on(mine.values(), output, false, 1.0).await?,
+            plan: mine,
         })
     }
 }
@@ -194,6 +224,7 @@ impl Plan {
 /// A Gated DeltaNet layer on a device.
 #[derive(Clone, Debug)]
 pub struct GatedDelta<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
     input: Linear<Buf>,
     /// `[C, K + 1]`.

@@ -2,7 +2,7 @@
 //! pages hold, besides a part of the keys that all heads share. Queries are brought into the space of the latents instead,
 //! and results out of it, for prompts as for decode.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths};
+use super::{ALIGN, Out, Pass, Scratch, Widths, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -67,6 +67,10 @@ impl Plan {
         format!("{heads} heads of {key_dim} + {shared}, values of {value_dim}, latents of {latent}, no positions")
     }
 
+    pub(super) fn share(&self, _: usize) -> Result<Self, String> {
+        undivided("attention over latents")
+    }
+
     pub(super) fn state(&self) -> LayerState {
         let kv = KvShape { heads: 1, key_dim: self.latent, value_dim: self.shared };
         LayerState { kv: Some(kv), ..LayerState::default() }
@@ -92,6 +96,7 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
@@ -118,7 +123,7 @@ impl Plan {
             keys: l.upload(&name("kv_b_proj"), &keys, &[self.heads * self.latent, self.key_dim])?,
             values: l.upload(&name("kv_b_proj"), &values, &[self.heads * self.value_dim, self.latent])?,
             output: l.linear(self.heads * self.value_dim, &[output], false, 1.0).await?,
-            plan: self.clone(),
+            plan: mine,
         })
     }
 

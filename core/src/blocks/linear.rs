@@ -1,6 +1,6 @@
 //! A single linear layer, for layers that project between their mixers.
 
-use super::{Out, Pass, Widths};
+use super::{Out, Pass, Widths, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -21,6 +21,10 @@ impl Plan {
         format!("{0} x {0}", self.width)
     }
 
+    pub(super) fn share(&self, _: usize) -> Result<Self, String> {
+        undivided("a linear layer between mixers")
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
     }
@@ -33,6 +37,7 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        _: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,

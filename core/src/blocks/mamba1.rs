@@ -1,14 +1,14 @@
 //! Mamba-1: one projection `[x | z]`, convolution over x, a projection of that to B, C and the time step, the scan with a state per
 //! channel, the gate z, and the output projection.
 
-use super::{Out, Pass, Scratch, Widths, conv};
+use super::{Out, Pass, Scratch, Widths, conv, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
-    ops::{Act, Activation, RmsNorm, ScanForm, SelectiveScan},
+    ops::{Act, Activation, AllReduce, RmsNorm, ScanForm, SelectiveScan},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 const SELECTED: Scratch = Scratch::activations("B, C and time steps of low rank");
@@ -59,6 +59,11 @@ impl Plan {
         format!("{} channels, state {}, time steps of rank {}", self.inner, self.state, self.rank)
     }
 
+    /// Channels by rank. B, C and the time step of low rank are summed over ranks.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        Ok(Self { inner: divided("channels", self.inner, ranks)?, ..self.clone() })
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.inner, self.kernel - 1]),
@@ -85,33 +90,50 @@ impl Plan {
         }
         w.want(STEPS, self.inner);
         w.want(Scratch::OUT, self.inner);
-        w.want(Scratch::GATED, self.inner);
+        // Of several ranks it holds the sums of B, C and time steps before.
+        w.want(Scratch::GATED, self.inner.max(self.selected().next_multiple_of(ALIGN)));
     }
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
     ) -> Result<Mamba1<B::Buf>> {
         let name = |leaf: &str| format!("{prefix}{leaf}");
         let (inner, n, r) = (self.inner, self.state, self.rank);
-        let input = Part::whole(name("in_proj.weight"), 2 * inner, 0);
-        let output = Part::whole(name("out_proj.weight"), self.width, 0).scaled(scale);
-        let select = |row: usize, rows: usize, col: usize| {
-            Part::rows(name("x_proj.weight"), self.selected(), row..row + rows, col)
+        let input = |rank: Rank| {
+            let own = rank.share(inner);
+            let z = inner + own.start..inner + own.end;
+            [(own.clone(), 0), (z, own.len())]
+                .map(|(rows, col)| Part::rows(name("in_proj.weight"), 2 * inner, rows, col))
+                .into()
         };
-        // B and C first: then they begin at aligned columns with any rank.
-        let select = [select(r, n, 0), select(r + n, n, n), select(0, r, 2 * n)];
+        // B and C first: then they begin at aligned columns with any rank of the time step.
+        let select = |rank: Rank| {
+            let part = |(row, rows, col): (usize, usize, usize)| {
+                let part = Part::rows(name("x_proj.weight"), self.selected(), row..row + rows, col);
+                part.columns(rank.share(inner), inner)
+            };
+            [(r, n, 0), (r + n, n, n), (0, r, 2 * n)].map(part).into()
+        };
+        let steps = |rank: Rank| vec![Part::rows(name("dt_proj.weight"), inner, rank.share(inner), 0)];
+        let output = |rank: Rank| {
+            let part = Part::whole(name("out_proj.weight"), self.width, 0).scaled(scale);
+            vec![part.columns(rank.share(inner), inner)]
+        };
+        let conv = [(name("conv1d"), inner)];
         Ok(Mamba1 {
-            input: l.linear(self.width, &[input], self.bias, 1.0).await?,
-            conv: conv::load(l, &[(name("conv1d"), inner)], self.kernel, self.conv_bias).await?,
-            select: l.linear(inner, &select, false, 1.0).await?,
+            input: l.linear_on(self.width, input, self.bias, 1.0).await?,
+            conv: conv::load(l, &conv, self.kernel, self.conv_bias, |rank| vec![rank.share(inner)]).await?,
+            select: l.linear_on(mine.inner, select, false, 1.0).await?,
             norms: self.norm_weights(l, prefix).await?,
-            steps: l.linear(r, &[Part::whole(name("dt_proj.weight"), inner, 0)], false, 1.0).await?,
+            steps: l.linear_on(r, steps, false, 1.0).await?,
             par: self.parameters_of_channels(l, prefix).await?,
-            output: l.linear(inner, &[output], self.bias, 1.0).await?,
-            plan: self.clone(),
+            output: l.linear_on(mine.inner, output, self.bias, 1.0).await?,
+            ranks: l.ranks().len(),
+            plan: mine,
         })
     }
 
@@ -143,13 +165,19 @@ impl Plan {
         let (inner, n) = (self.inner, self.state);
         let name = format!("{prefix}A_log");
         let a_log = l.values(&name, &[inner, n]).await?;
-        let mut par = Vec::with_capacity((n + 2) * inner);
-        for state in 0..n {
-            par.extend((0..inner).map(|c| -a_log[c * n + state].exp()));
-        }
-        par.extend(l.values(&format!("{prefix}D"), &[inner]).await?);
-        par.extend(l.values(&format!("{prefix}dt_proj.bias"), &[inner]).await?);
-        l.upload(&name, &par, &[n + 2, inner])
+        let d = l.values(&format!("{prefix}D"), &[inner]).await?;
+        let bias = l.values(&format!("{prefix}dt_proj.bias"), &[inner]).await?;
+        let par = |rank: Rank| {
+            let own = rank.share(inner);
+            let mut par = Vec::with_capacity((n + 2) * own.len());
+            for state in 0..n {
+                par.extend(own.clone().map(|c| -a_log[c * n + state].exp()));
+            }
+            par.extend(&d[own.clone()]);
+            par.extend(&bias[own]);
+            par
+        };
+        l.upload_on(&name, &[n + 2, Rank::first(l.ranks().len()).share(inner).len()], par)
     }
 }
 
@@ -163,7 +191,9 @@ struct LoadedNorms<Buf> {
 /// A Mamba-1 layer on a device.
 #[derive(Clone, Debug)]
 pub struct Mamba1<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
+    ranks: usize,
     input: Linear<Buf>,
     /// `[DI, K + 1]`.
     conv: Tensor<Buf>,
@@ -225,8 +255,13 @@ impl<Buf: Handle> Mamba1<Buf> {
     fn selected(&self, pass: &mut Pass<'_, Buf>, mixed: &Tensor<Buf>) -> Result<Tensor<Buf>> {
         let (n, width) = (self.plan.state, self.plan.selected());
         let rows = |pass: &Pass<'_, Buf>, which| pass.scratch(which, width.next_multiple_of(ALIGN)).cols(0, width);
-        let raw = rows(pass, SELECTED);
+        let mut raw = rows(pass, SELECTED);
         pass.linear(&self.select, mixed, &raw)?;
+        if self.ranks > 1 {
+            let out = rows(pass, Scratch::GATED);
+            pass.op(AllReduce { x: raw, out: out.clone(), accumulate: false })?;
+            raw = out;
+        }
         let Some(norms) = &self.norms else { return Ok(raw) };
         let normed = rows(pass, NORMED);
         for (weight, first) in norms.weights.iter().zip([0, n, 2 * n]) {

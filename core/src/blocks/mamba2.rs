@@ -1,14 +1,16 @@
 //! Mamba-2: one projection `[z | x | B | C | dt]`, convolution over `x B C`, the scan, a gated norm per group, and the
 //! output projection.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, conv};
+use std::ops::Range;
+
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv, divided, divided_or_repeated};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
-    ops::{Act, Activation, Gate, RmsNorm, ScanForm, SelectiveScan},
+    ops::{Act, Activation, Gate, RankNorm, RmsNorm, ScanForm, SelectiveScan},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// A Mamba-2 layer, as data. `DI = H * P`.
@@ -71,6 +73,13 @@ impl Plan {
         format!("{heads} heads of {head_dim}, state {state}, {groups} groups")
     }
 
+    /// Heads by rank, and groups, or one group for several ranks: then they have its B and C each, and its norm is over all of
+    /// them.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        let heads = divided("heads", self.heads, ranks)?;
+        Ok(Self { heads, groups: divided_or_repeated("groups", self.groups, ranks)?, ..self.clone() })
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState {
             conv: Some([self.channels(), self.kernel - 1]),
@@ -93,39 +102,66 @@ impl Plan {
         w.want(Scratch::GATED, self.inner());
     }
 
-    /// The input projection: z, x, B, C and dt are rows of one tensor.
-    fn input(&self, name: String) -> Vec<Part> {
-        let bc = self.groups * self.state;
-        let (mut first, mut parts) = (0, Vec::with_capacity(5));
-        for (rows, scale) in [self.inner(), self.inner(), bc, bc, self.heads].into_iter().zip(self.scales) {
-            parts.push(Part::rows(name.clone(), self.proj_width(), first..first + rows, first).scaled(scale));
-            first += rows;
+    /// What a rank has of z, x, B, C and dt, which are rows of one tensor.
+    fn input(&self, name: &str, rank: Rank) -> Vec<Part> {
+        let (inner, bc) = (rank.share_of(self.heads, self.head_dim), rank.share_of(self.groups, self.state));
+        let sections = [
+            (self.inner(), inner.clone()),
+            (self.inner(), inner),
+            (self.groups * self.state, bc.clone()),
+            (self.groups * self.state, bc),
+            (self.heads, rank.share(self.heads)),
+        ];
+        let (mut first, mut col, mut parts) = (0, 0, Vec::with_capacity(5));
+        for ((section, own), scale) in sections.into_iter().zip(self.scales) {
+            let rows = first + own.start..first + own.end;
+            parts.push(Part::rows(name, self.proj_width(), rows, col).scaled(scale));
+            (first, col) = (first + section, col + own.len());
         }
         parts
     }
 
+    /// The channels of the convolution that a rank has: x, B, C.
+    fn own_channels(&self, rank: Rank) -> Vec<Range<usize>> {
+        let (x, bc) = (rank.share_of(self.heads, self.head_dim), rank.share_of(self.groups, self.state));
+        let (b, c) = (self.inner(), self.inner() + self.groups * self.state);
+        vec![x, b + bc.start..b + bc.end, c + bc.start..c + bc.end]
+    }
+
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
     ) -> Result<Mamba2<B::Buf>> {
         let name = |leaf: &str| format!("{prefix}{leaf}");
-        let output = Part::whole(name("out_proj.weight"), self.width, 0).scaled(scale);
+        let inner = |rank: Rank| rank.share_of(self.heads, self.head_dim);
+        let output = |rank| {
+            let part = Part::whole(name("out_proj.weight"), self.width, 0).scaled(scale);
+            vec![part.columns(inner(rank), self.inner())]
+        };
         let h = [self.heads];
-        let mut par: Vec<f32> = l.values(&name("A_log"), &h).await?.into_iter().map(|a| -a.exp()).collect();
-        par.extend(l.values(&name("D"), &h).await?);
-        par.extend(l.values(&name("dt_bias"), &h).await?);
+        let a: Vec<f32> = l.values(&name("A_log"), &h).await?.into_iter().map(|a| -a.exp()).collect();
+        let (d, dt) = (l.values(&name("D"), &h).await?, l.values(&name("dt_bias"), &h).await?);
+        let par = |rank: Rank| [&a, &d, &dt].into_iter().flat_map(|p| &p[rank.share(self.heads)]).copied().collect();
+        let input = name("in_proj.weight");
+        let conv = [(name("conv1d"), self.channels())];
         Ok(Mamba2 {
-            input: l.linear(self.width, &self.input(name("in_proj.weight")), self.bias[0], self.input_scale).await?,
-            conv: conv::load(l, &[(name("conv1d"), self.channels())], self.kernel, self.conv_bias).await?,
-            par: l.upload(&name("A_log"), &par, &[3, self.heads])?,
+            input: l.linear_on(self.width, |rank| self.input(&input, rank), self.bias[0], self.input_scale).await?,
+            conv: conv::load(l, &conv, self.kernel, self.conv_bias, |rank| self.own_channels(rank)).await?,
+            par: l.upload_on(&name("A_log"), &[3, mine.heads], par)?,
             norm: match self.gate {
                 Gating::WithoutNorm => None,
-                _ => Some(l.vector(&name("norm.weight"), self.inner(), |w| w).await?),
+                _ => {
+                    let name = name("norm.weight");
+                    let weight = l.values(&name, &[self.inner()]).await?;
+                    Some(l.upload_on(&name, &[mine.inner()], |rank| weight[inner(rank)].to_vec())?)
+                }
             },
-            output: l.linear(self.inner(), &[output], self.bias[1], 1.0).await?,
-            plan: self.clone(),
+            norm_ranks: (l.ranks().len() / self.groups).max(1),
+            output: l.linear_on(mine.inner(), output, self.bias[1], 1.0).await?,
+            plan: mine,
         })
     }
 }
@@ -133,6 +169,7 @@ impl Plan {
 /// A Mamba-2 layer on a device.
 #[derive(Clone, Debug)]
 pub struct Mamba2<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
     input: Linear<Buf>,
     /// `[C, K + 1]`.
@@ -141,6 +178,8 @@ pub struct Mamba2<Buf> {
     par: Tensor<Buf>,
     /// `[DI]`.
     norm: Option<Tensor<Buf>>,
+    /// Ranks that have a group together.
+    norm_ranks: usize,
     output: Linear<Buf>,
 }
 
@@ -183,16 +222,22 @@ impl<Buf: Handle> Mamba2<Buf> {
         }
         let z = proj.cols(0, inner);
         match &self.norm {
-            Some(weight) => pass.op(RmsNorm {
-                x: y,
-                add: None,
-                weight: weight.clone(),
-                gate: Some(Gate { z, act: Act::Silu, before: p.gate == Gating::BeforeNorm }),
-                out: gated.clone(),
-                accumulate: false,
-                eps: p.eps,
-                groups: p.groups,
-            })?,
+            Some(weight) => {
+                let norm = RmsNorm {
+                    x: y,
+                    add: None,
+                    weight: weight.clone(),
+                    gate: Some(Gate { z, act: Act::Silu, before: p.gate == Gating::BeforeNorm }),
+                    out: gated.clone(),
+                    accumulate: false,
+                    eps: p.eps,
+                    groups: p.groups,
+                };
+                match self.norm_ranks {
+                    1 => pass.op(norm)?,
+                    ranks => pass.op(RankNorm { norm, ranks })?,
+                }
+            }
             None => pass.op(Activation { gate: z, up: Some(y), row_gate: None, out: gated.clone(), act: Act::Silu })?,
         }
         pass.output(&self.output, &gated, out)

@@ -1,13 +1,13 @@
 //! Feed-forward layers: `down(act(gate(u)) * up(u))`, or `down(act(up(u)))` without a gate.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, adapter};
+use super::{ALIGN, Out, Pass, Scratch, Widths, adapter, divided, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
     ops::{Act, Activation},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// How the input projection is stored; names stand below the layer's prefix.
@@ -68,6 +68,14 @@ impl Plan {
         format!("{} wide", self.inner)
     }
 
+    /// The inner width by rank; the gate of each row is computed by all.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        if self.adapter.is_some() {
+            return undivided("an MLP with an adapter");
+        }
+        Ok(Self { inner: divided("inner columns", self.inner, ranks)?, ..self.clone() })
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
     }
@@ -91,36 +99,57 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
     ) -> Result<Mlp<B::Buf>> {
-        let whole = |leaf: &str, rows: usize, col: usize| Part::whole(format!("{prefix}{leaf}.weight"), rows, col);
-        let mut parts = match self.input {
-            Input::Separate { gate, up } => {
-                vec![whole(gate, self.inner, 0).scaled(self.gate_scale), whole(up, self.inner, self.inner)]
-            }
-            Input::Fused(both) => vec![whole(both, 2 * self.inner, 0)],
-            Input::Ungated(up) => vec![whole(up, self.inner, 0)],
-        };
-        let columns: Vec<usize> = parts.iter().map(|p| p.rows.len()).collect();
         let adapter = match &self.adapter {
-            Some(adapter) => Some(adapter.load(l, prefix, self.width, &columns).await?),
+            Some(adapter) => {
+                let columns = match self.input {
+                    Input::Separate { .. } => vec![self.inner; 2],
+                    Input::Fused(_) | Input::Ungated(_) => vec![self.halves()],
+                };
+                Some(adapter.load(l, prefix, self.width, &columns).await?)
+            }
             None => None,
         };
-        parts.extend(self.row_gate.map(|name| whole(name, 1, self.halves())));
+        let output = |rank: Rank| {
+            let part = Part::whole(format!("{prefix}{}.weight", self.output), self.width, 0).scaled(scale);
+            vec![part.columns(rank.share(self.inner), self.inner)]
+        };
         Ok(Mlp {
-            input: l.linear(self.width, &parts, self.bias, 1.0).await?,
-            output: l.linear(self.inner, &[whole(self.output, self.width, 0).scaled(scale)], self.bias, 1.0).await?,
+            input: l.linear_on(self.width, |rank| self.input_parts(prefix, rank), self.bias, 1.0).await?,
+            output: l.linear_on(mine.inner, output, self.bias, 1.0).await?,
             adapter,
-            plan: self.clone(),
+            plan: mine,
         })
+    }
+
+    /// What a rank has of the rows of the input projections.
+    fn input_parts(&self, prefix: &str, rank: Rank) -> Vec<Part> {
+        let own = rank.share(self.inner);
+        let part = |leaf: &str, of: usize, first: usize, col: usize| {
+            Part::rows(format!("{prefix}{leaf}.weight"), of, first + own.start..first + own.end, col)
+        };
+        let (inner, mine) = (self.inner, own.len());
+        let mut parts = match self.input {
+            Input::Separate { gate, up } => {
+                vec![part(gate, inner, 0, 0).scaled(self.gate_scale), part(up, inner, 0, mine)]
+            }
+            Input::Fused(both) => vec![part(both, 2 * inner, 0, 0), part(both, 2 * inner, inner, mine)],
+            Input::Ungated(up) => vec![part(up, inner, 0, 0)],
+        };
+        let halves = mine * (1 + usize::from(self.gated()));
+        parts.extend(self.row_gate.map(|leaf| Part::whole(format!("{prefix}{leaf}.weight"), 1, halves)));
+        parts
     }
 }
 
 /// A feed-forward layer on a device.
 #[derive(Clone, Debug)]
 pub struct Mlp<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
     input: Linear<Buf>,
     adapter: Option<adapter::Adapter<Buf>>,

@@ -17,7 +17,7 @@ pub mod moe;
 pub mod short_conv;
 
 use crate::{
-    Result,
+    Error, Result,
     backend::{Backend, Handle, Ops},
     layer::{LayerPools, LayerState},
     ops::{Feature, Matmul, Op},
@@ -215,6 +215,17 @@ macro_rules! mixers {
                 match self { $(Self::$name(p) => p.sizes(),)* }
             }
 
+            /// What each of `ranks` ranks has of it: a mixer with sizes of its own, the same on all of them.
+            ///
+            /// # Errors
+            /// What cannot be divided, in words.
+            pub fn share(&self, ranks: usize) -> Result<Self, String> {
+                match self {
+                    _ if ranks == 1 => Ok(self.clone()),
+                    $(Self::$name(p) => p.share(ranks).map(Self::$name),)*
+                }
+            }
+
             /// Its state per sequence.
             pub fn state(&self) -> LayerState {
                 match self { $(Self::$name(p) => p.state(),)* }
@@ -230,17 +241,24 @@ macro_rules! mixers {
                 match self { $(Self::$name(p) => p.want(widths),)* }
             }
 
-            /// Loads its tensors, named below `prefix`; its output is scaled by `scale`.
+            /// Loads its tensors, named below `prefix`, each rank its share; its output is scaled by `scale`.
             ///
             /// # Errors
-            /// Those of [`Loader`].
+            /// Those of [`Loader`], and of [`Plan::share`].
             pub async fn load<B: Backend>(
                 &self,
                 l: &mut Loader<'_, B>,
                 prefix: &str,
                 scale: f32,
             ) -> Result<Mixer<B::Buf>> {
-                Ok(match self { $(Self::$name(p) => Mixer::$name(p.load(l, prefix, scale).await?),)* })
+                let ranks = l.ranks().len();
+                let unsplit = |why| Error::Unsupported { what: format!("`{prefix}` on {ranks} ranks"), why };
+                match self {
+                    $(Self::$name(p) => {
+                        let mine = if ranks == 1 { p.clone() } else { p.share(ranks).map_err(unsplit)? };
+                        p.load(mine, l, prefix, scale).await.map(Mixer::$name)
+                    })*
+                }
             }
         }
 
@@ -293,6 +311,24 @@ impl Plan {
             _ => None,
         }
     }
+}
+
+/// `units` by rank.
+fn divided(what: &str, units: usize, ranks: usize) -> Result<usize, String> {
+    match units % ranks {
+        0 => Ok(units / ranks),
+        _ => Err(format!("{units} {what} do not divide over {ranks} ranks")),
+    }
+}
+
+/// `units` by rank, or one unit for several ranks each.
+fn divided_or_repeated(what: &str, units: usize, ranks: usize) -> Result<usize, String> {
+    if ranks.is_multiple_of(units) { Ok(1) } else { divided(what, units, ranks) }
+}
+
+/// A mixer that is not split yet.
+fn undivided<T>(what: &str) -> Result<T, String> {
+    Err(format!("{what} is not split over ranks yet"))
 }
 
 impl<Buf: Handle> Mixer<Buf> {

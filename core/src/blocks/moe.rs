@@ -1,14 +1,14 @@
 //! A mixture of experts: router, the chosen experts' MLPs, and their weighted sum; optionally in a narrower latent space.
 //! Shared experts are feed-forward mixers of the same residual step.
 
-use super::{Out, Pass, Scratch, Widths};
+use super::{Out, Pass, Scratch, Widths, divided, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
     ops::{Act, Activation, ExpertMatmul, ExpertRange, Route, Router},
     tensor::{DType, Tensor},
-    weights::{ExpertParts, Linear, Loader, Part},
+    weights::{ExpertParts, ExpertShare, Linear, Loader, Part},
 };
 
 const LOGITS: Scratch = Scratch::of("router logits", DType::F32);
@@ -80,6 +80,15 @@ impl Plan {
         format!("{} of {} experts, {} wide", self.top_k, self.experts, self.inner)
     }
 
+    /// Columns of every expert by rank. All ranks route, and project to and from a latent space.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        if self.latent.is_some_and(|latent| latent.bias) {
+            // The sum over ranks would have each bias several times.
+            return undivided("a latent space of experts with biases");
+        }
+        Ok(Self { inner: divided("columns of an expert", self.inner, ranks)?, ..self.clone() })
+    }
+
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
     }
@@ -108,6 +117,7 @@ impl Plan {
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
@@ -125,8 +135,9 @@ impl Plan {
             Some(leaf) => Some(l.vector(&format!("{prefix}{leaf}"), e, |b| b).await?),
             None => None,
         };
-        let input = l.experts(e, self.proj_width(), width, &parts(&self.input, self.proj_width())).await?;
-        let output = l.experts(e, width, self.inner, &parts(&self.output, width)).await?;
+        let sections = ExpertShare::Rows(1 + usize::from(self.gated));
+        let input = l.experts(e, self.proj_width(), width, &parts(&self.input, self.proj_width()), sections).await?;
+        let output = l.experts(e, width, self.inner, &parts(&self.output, width), ExpertShare::Columns).await?;
         let latent = match self.latent {
             Some(lat) => {
                 let first = [Part::whole(name(lat.input), lat.width, 0)];
@@ -138,13 +149,14 @@ impl Plan {
             }
             None => None,
         };
-        Ok(Moe { plan: self.clone(), router, router_bias, input, output, latent, scale })
+        Ok(Moe { plan: mine, router, router_bias, input, output, latent, scale })
     }
 }
 
 /// A mixture of experts on a device.
 #[derive(Clone, Debug)]
 pub struct Moe<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
     router: Linear<Buf>,
     router_bias: Option<Tensor<Buf>>,

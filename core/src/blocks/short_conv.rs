@@ -1,21 +1,23 @@
 //! The gated short convolution of LFM2: one projection `[B | C | X]`, a convolution over `B * X` without activation, the gate C,
 //! and the output projection.
 
-use super::{Out, Pass, Scratch, Widths, conv};
+use super::{Out, Pass, Scratch, Widths, conv, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
     layer::{LayerPools, LayerState},
     ops::{Act, Activation},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// A gated short convolution, as data.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Model width D, the channels of the convolution.
+    /// Model width D.
     pub width: usize,
+    /// Channels C of the convolution: D, but for a rank's share.
+    pub channels: usize,
     /// Taps K of the convolution.
     pub kernel: usize,
     /// The projections and the convolution have biases.
@@ -24,38 +26,57 @@ pub struct Plan {
 
 impl Plan {
     pub(super) fn sizes(&self) -> String {
-        format!("{} channels, {} taps", self.width, self.kernel)
+        format!("{} channels, {} taps", self.channels, self.kernel)
+    }
+
+    /// Channels by rank.
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        Ok(Self { channels: divided("channels", self.channels, ranks)?, ..self.clone() })
     }
 
     pub(super) fn state(&self) -> LayerState {
-        LayerState { conv: Some([self.width, self.kernel - 1]), ..LayerState::default() }
+        LayerState { conv: Some([self.channels, self.kernel - 1]), ..LayerState::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {
-        let bias = if self.bias { 5 * self.width } else { 0 };
-        (4 * self.width * self.width + self.width * self.kernel + bias) as u64
+        let bias = if self.bias { 4 * self.channels + self.width } else { 0 };
+        (self.channels * (4 * self.width + self.kernel) + bias) as u64
     }
 
     pub(super) fn want(&self, w: &mut Widths) {
-        w.want(Scratch::PROJ, 3 * self.width);
-        w.want(Scratch::MID, self.width);
-        w.want(Scratch::OUT, self.width);
-        w.want(Scratch::GATED, self.width);
+        w.want(Scratch::PROJ, 3 * self.channels);
+        w.want(Scratch::MID, self.channels);
+        w.want(Scratch::OUT, self.channels);
+        w.want(Scratch::GATED, self.channels);
     }
 
     pub(super) async fn load<B: Backend>(
         &self,
+        mine: Self,
         l: &mut Loader<'_, B>,
         prefix: &str,
         scale: f32,
     ) -> Result<ShortConv<B::Buf>> {
-        let input = Part::whole(format!("{prefix}in_proj.weight"), 3 * self.width, 0);
-        let output = Part::whole(format!("{prefix}out_proj.weight"), self.width, 0).scaled(scale);
+        let c = self.channels;
+        // B, C and X.
+        let input = |rank: Rank| {
+            let part = |i: usize| {
+                let own = rank.share(c);
+                let rows = i * c + own.start..i * c + own.end;
+                Part::rows(format!("{prefix}in_proj.weight"), 3 * c, rows, i * own.len())
+            };
+            [0, 1, 2].map(part).into()
+        };
+        let output = |rank: Rank| {
+            let part = Part::whole(format!("{prefix}out_proj.weight"), self.width, 0).scaled(scale);
+            vec![part.columns(rank.share(c), c)]
+        };
+        let conv = [(format!("{prefix}conv"), c)];
         Ok(ShortConv {
-            width: self.width,
-            input: l.linear(self.width, &[input], self.bias, 1.0).await?,
-            conv: conv::load(l, &[(format!("{prefix}conv"), self.width)], self.kernel, self.bias).await?,
-            output: l.linear(self.width, &[output], self.bias, 1.0).await?,
+            channels: mine.channels,
+            input: l.linear_on(self.width, input, self.bias, 1.0).await?,
+            conv: conv::load(l, &conv, self.kernel, self.bias, |rank| vec![rank.share(c)]).await?,
+            output: l.linear_on(mine.channels, output, self.bias, 1.0).await?,
         })
     }
 }
@@ -63,9 +84,10 @@ impl Plan {
 /// A gated short convolution on a device.
 #[derive(Clone, Debug)]
 pub struct ShortConv<Buf> {
-    width: usize,
+    /// Of one rank.
+    channels: usize,
     input: Linear<Buf>,
-    /// `[D, K + 1]`.
+    /// `[C, K + 1]`.
     conv: Tensor<Buf>,
     output: Linear<Buf>,
 }
@@ -78,7 +100,7 @@ impl<Buf: Handle> ShortConv<Buf> {
         u: &Tensor<Buf>,
         out: &Out<Buf>,
     ) -> Result<()> {
-        let d = self.width;
+        let d = self.channels;
         let proj = pass.scratch(Scratch::PROJ, 3 * d);
         let (product, mixed) = (pass.scratch(Scratch::MID, d), pass.scratch(Scratch::OUT, d));
         let gated = pass.scratch(Scratch::GATED, d);

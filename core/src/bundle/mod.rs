@@ -182,13 +182,15 @@ impl Head {
 /// the name counts: kernels are chosen by its number of units too. Bits of the CPU backend do not depend on the CPU, but the
 /// sines of rotary positions are those of the system's library.
 pub fn numerics(caps: &Caps) -> String {
-    let Caps { backend, device, act, products, int8, kv, conv, state, .. } = caps;
+    let Caps { backend, device, act, products, int8, kv, conv, state, ranks, .. } = caps;
     let dtypes = format!("act={act:?} products={products:?} int8={int8} kv={kv:?} conv={conv:?} state={state:?}");
     let place = match *backend {
         "cpu" => format!("target={}-{}{}", std::env::consts::ARCH, std::env::consts::OS, LIBRARY),
         _ => format!("device={device}"),
     };
-    format!("{backend} {dtypes} revision={NUMERICS} {place}")
+    // Sums over ranks have another order.
+    let ranks = if *ranks > 1 { format!(" ranks={ranks}") } else { String::new() };
+    format!("{backend} {dtypes} revision={NUMERICS} {place}{ranks}")
 }
 
 /// The C library, where a system has several.

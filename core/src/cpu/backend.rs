@@ -5,7 +5,7 @@ use std::future::{Ready, ready};
 use std::rc::Rc;
 
 use super::simd::Isa;
-use super::{Buf, par, view};
+use super::{Buf, Member, par, view};
 use crate::backend::{Backend, Caps, Handle, Ops};
 use crate::error::{Error, Result};
 use crate::format::Products;
@@ -20,6 +20,7 @@ use crate::tensor::{DType, Tensor};
 pub struct CpuBackend {
     caps: Caps,
     products: Products,
+    member: Member,
     free_at_start: Option<u64>,
     /// Bytes of the allocations that are alive; they may not be committed yet.
     allocated: Rc<Cell<u64>>,
@@ -28,11 +29,12 @@ pub struct CpuBackend {
 /// An open step: runs each op immediately, or keeps it for a [`Tape`].
 pub struct Rec<'a> {
     products: Products,
+    member: &'a Member,
     tape: Option<&'a mut Vec<Op<Buf>>>,
 }
 
 /// A recorded step: its ops in order.
-pub struct Tape(Products, Vec<Op<Buf>>);
+pub struct Tape(Vec<Op<Buf>>);
 
 impl CpuBackend {
     /// A backend on all threads of this process' pool.
@@ -42,6 +44,12 @@ impl CpuBackend {
 
     /// [`CpuBackend::new`], with activations rounded in products with coded weights or not.
     pub fn with(products: Products) -> Self {
+        Self::of_rank(products, Member::alone())
+    }
+
+    /// The backend of one rank, on the threads of the calling thread's team. It holds a share of the weights, which the
+    /// caller has chosen.
+    pub fn of_rank(products: Products, member: Member) -> Self {
         let memory = system::memory();
         let threads = par::threads();
         let caps = Caps {
@@ -61,8 +69,9 @@ impl CpuBackend {
             state: DType::F32,
             max_binding: isize::MAX as u64,
             asynchronous: false,
+            ranks: 1,
         };
-        Self { caps, products, free_at_start: memory.map(|m| m.available), allocated: Rc::default() }
+        Self { caps, products, member, free_at_start: memory.map(|m| m.available), allocated: Rc::default() }
     }
 }
 
@@ -77,7 +86,7 @@ impl Ops<Buf> for Rec<'_> {
         op.check();
         match &mut self.tape {
             Some(ops) => ops.push(op),
-            None => op.run(self.products),
+            None => op.run(self.products, self.member)?,
         }
         Ok(())
     }
@@ -134,18 +143,17 @@ impl Backend for CpuBackend {
     }
 
     fn run(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<()> {
-        f(&mut Rec { products: self.products, tape: None })
+        f(&mut Rec { products: self.products, member: &self.member, tape: None })
     }
 
     fn record(&self, f: impl FnOnce(&mut Rec<'_>) -> Result<()>) -> Result<Tape> {
         let mut ops = Vec::new();
-        f(&mut Rec { products: self.products, tape: Some(&mut ops) })?;
-        Ok(Tape(self.products, ops))
+        f(&mut Rec { products: self.products, member: &self.member, tape: Some(&mut ops) })?;
+        Ok(Tape(ops))
     }
 
     fn play(&self, tape: &Tape) -> Result<()> {
-        tape.1.iter().for_each(|op| op.run(tape.0));
-        Ok(())
+        tape.0.iter().try_for_each(|op| op.run(self.products, &self.member))
     }
 
     fn read(&self, src: &Tensor<Buf>) -> Self::Read {

@@ -4,6 +4,7 @@ mod backend;
 mod buf;
 pub mod dot;
 pub mod gemm;
+mod group;
 mod int8;
 pub mod math;
 mod ops;
@@ -20,6 +21,7 @@ mod weight;
 
 pub use backend::{CpuBackend, Rec, Tape};
 pub use buf::Buf;
+pub use group::{DEADLINE, Member};
 
 #[cfg(test)]
 mod tests;

@@ -11,7 +11,16 @@ pub fn threads() -> usize {
     #[cfg(target_arch = "wasm32")]
     return 1;
     #[cfg(not(target_arch = "wasm32"))]
-    if rayon::current_thread_index().is_none() && !*HAVE_POOL { 1 } else { rayon::current_num_threads() }
+    super::team::own_threads().unwrap_or_else(|| match rayon::current_thread_index().is_none() && !*HAVE_POOL {
+        true => 1,
+        false => rayon::current_num_threads(),
+    })
+}
+
+/// Gives the calling thread a team of its own of `threads` threads, itself included: the others are those of the process' pool.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn own_team(threads: usize) {
+    super::team::own(threads.min(self::threads()).max(1));
 }
 
 /// Whether the process' pool exists. Where the system refuses threads (a limit on processes or memory), everything runs on the

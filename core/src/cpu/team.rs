@@ -4,11 +4,14 @@
 //! So threads borrowed from rayon's pool stay for a moment after they helped and watch for the next fork. The caller
 //! does not wait for absent helpers: it starts immediately and takes pieces like the others. When no piece is left it
 //! shuts the gate and waits only for the helpers that are still inside with their last piece.
+//!
+//! All threads of the process share one team, except those that were given one of their own: ranks, which work concurrently.
 
-use std::cell::UnsafeCell;
+use std::cell::{RefCell, UnsafeCell};
 use std::hint::spin_loop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 /// A fork's work: what to call, by piece.
@@ -21,6 +24,7 @@ const LINGER: Duration = Duration::from_micros(200);
 /// Bit of [`Team::gate`]: helpers may enter.
 const OPEN: u64 = 1 << 31;
 
+#[derive(Default)]
 struct Team {
     /// A fork is under way. Others that come meanwhile run alone.
     busy: AtomicBool,
@@ -40,41 +44,51 @@ struct Team {
 // only between entering the open gate and leaving.
 unsafe impl Sync for Team {}
 
-static TEAM: Team = Team {
-    busy: AtomicBool::new(false),
-    gate: AtomicU64::new(0),
-    helpers: AtomicUsize::new(0),
-    next: AtomicUsize::new(0),
-    failed: AtomicBool::new(false),
-    work: UnsafeCell::new(None),
-};
+static SHARED: LazyLock<Arc<Team>> = LazyLock::new(Arc::default);
+
+thread_local! {
+    /// The team of this thread alone, and its threads.
+    static OWN: RefCell<Option<(Arc<Team>, usize)>> = const { RefCell::new(None) };
+}
+
+/// Gives the calling thread a team of its own, of `threads` threads with itself.
+pub(super) fn own(threads: usize) {
+    OWN.set(Some((Arc::default(), threads)));
+}
+
+/// Threads of the calling thread's own team, if it has one.
+pub(super) fn own_threads() -> Option<usize> {
+    OWN.with_borrow(|own| own.as_ref().map(|(_, threads)| *threads))
+}
 
 /// Calls `f(i)` once for every `i < n` on up to `threads` threads, this one included. `false`: nothing was called,
 /// because another fork is under way.
 pub(super) fn fork(n: usize, threads: usize, f: Work<'_>) -> bool {
-    if TEAM.busy.swap(true, Ordering::Acquire) {
+    let team = OWN.with_borrow(|own| own.as_ref().map_or_else(|| SHARED.clone(), |(team, _)| team.clone()));
+    if team.busy.swap(true, Ordering::Acquire) {
         return false;
     }
     // SAFETY: the owner of `busy` is the only thread here, the gate is shut and no helper is inside. `Shut` below keeps `f`
     // borrowed until that is so again, also when `f` panics.
-    unsafe { *TEAM.work.get() = Some((std::mem::transmute::<Work<'_>, Work<'static>>(f), n)) };
-    TEAM.next.store(0, Ordering::Relaxed);
-    TEAM.failed.store(false, Ordering::Relaxed);
-    let number = TEAM.gate.load(Ordering::Relaxed) >> 32;
-    TEAM.gate.store(number.wrapping_add(1) << 32 | OPEN, Ordering::Release);
-    let shut = Shut;
-    while TEAM.helpers.load(Ordering::Relaxed) + 1 < threads.min(n) {
-        TEAM.helpers.fetch_add(1, Ordering::Relaxed);
-        rayon::spawn(help);
+    unsafe { *team.work.get() = Some((std::mem::transmute::<Work<'_>, Work<'static>>(f), n)) };
+    team.next.store(0, Ordering::Relaxed);
+    team.failed.store(false, Ordering::Relaxed);
+    let number = team.gate.load(Ordering::Relaxed) >> 32;
+    team.gate.store(number.wrapping_add(1) << 32 | OPEN, Ordering::Release);
+    let shut = Shut(&team);
+    while team.helpers.load(Ordering::Relaxed) + 1 < threads.min(n) {
+        team.helpers.fetch_add(1, Ordering::Relaxed);
+        let team = team.clone();
+        rayon::spawn(move || help(&team));
     }
-    take_pieces(n, f);
+    take_pieces(&team, n, f);
     drop(shut);
     true
 }
 
-fn take_pieces(n: usize, f: Work<'_>) {
+fn take_pieces(team: &Team, n: usize, f: Work<'_>) {
     loop {
-        let i = TEAM.next.fetch_add(1, Ordering::Relaxed);
+        let i = team.next.fetch_add(1, Ordering::Relaxed);
         if i >= n {
             break;
         }
@@ -83,11 +97,12 @@ fn take_pieces(n: usize, f: Work<'_>) {
 }
 
 /// Ends a fork: shuts the gate and waits until no helper is inside.
-struct Shut;
+struct Shut<'a>(&'a Team);
 
-impl Drop for Shut {
+impl Drop for Shut<'_> {
     fn drop(&mut self) {
-        let mut gate = TEAM.gate.fetch_and(!OPEN, Ordering::AcqRel);
+        let team = self.0;
+        let mut gate = team.gate.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0;
         while gate & (OPEN - 1) != 0 {
             spins += 1;
@@ -97,29 +112,29 @@ impl Drop for Shut {
             } else {
                 spin_loop()
             }
-            gate = TEAM.gate.load(Ordering::Acquire);
+            gate = team.gate.load(Ordering::Acquire);
         }
-        let failed = TEAM.failed.load(Ordering::Relaxed);
-        TEAM.busy.store(false, Ordering::Release);
+        let failed = team.failed.load(Ordering::Relaxed);
+        team.busy.store(false, Ordering::Release);
         assert!(!failed || std::thread::panicking(), "a helper's piece panicked");
     }
 }
 
 /// The life of a helper: enters each fork once, leaves when none has come for a while.
-fn help() {
+fn help(team: &Team) {
     let (mut seen, mut spins, mut idle_since) = (0, 0u32, Instant::now());
     loop {
-        let gate = TEAM.gate.load(Ordering::Acquire);
+        let gate = team.gate.load(Ordering::Acquire);
         if gate & OPEN != 0 && gate >> 32 != seen {
-            if TEAM.gate.compare_exchange(gate, gate + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            if team.gate.compare_exchange(gate, gate + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 seen = gate >> 32;
                 // SAFETY: this thread is inside, so the work stays valid and unwritten.
-                let work = unsafe { *TEAM.work.get() };
+                let work = unsafe { *team.work.get() };
                 let (f, n) = work.expect("an open gate has work behind it");
-                if catch_unwind(AssertUnwindSafe(|| take_pieces(n, f))).is_err() {
-                    TEAM.failed.store(true, Ordering::Relaxed);
+                if catch_unwind(AssertUnwindSafe(|| take_pieces(team, n, f))).is_err() {
+                    team.failed.store(true, Ordering::Relaxed);
                 }
-                TEAM.gate.fetch_sub(1, Ordering::Release);
+                team.gate.fetch_sub(1, Ordering::Release);
                 (spins, idle_since) = (0, Instant::now());
             }
             continue;
@@ -130,5 +145,5 @@ fn help() {
             break;
         }
     }
-    TEAM.helpers.fetch_sub(1, Ordering::Relaxed);
+    team.helpers.fetch_sub(1, Ordering::Relaxed);
 }

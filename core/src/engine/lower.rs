@@ -109,7 +109,8 @@ impl Lower {
         let layout = |paged: bool| {
             let parts: Vec<Part> =
                 parts(layers, dtypes, 1, &[GRID]).into_iter().filter(|p| p.kind.is_paged() == paged).collect();
-            let bytes = parts.iter().map(|p| p.row_bytes() as u64).sum();
+            // Of all ranks, one after the other.
+            let bytes = caps.ranks as u64 * parts.iter().map(|p| p.row_bytes() as u64).sum::<u64>();
             Layout { parts, bytes }
         };
         let (page, state) = (layout(true), layout(false));

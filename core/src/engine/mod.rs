@@ -146,8 +146,8 @@ impl<B: Backend> Engine<B> {
         options: &EngineOptions,
         report: &mut dyn FnMut(Progress),
     ) -> Result<Self> {
-        let spec = architecture.spec();
         let caps = backend.caps();
+        let spec = architecture.spec_on(caps.ranks)?;
         let name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
         let fingerprint = [fingerprint, name.as_bytes()].concat();
         // Checked before minutes of loading, so that impossible options fail early, and again with the memory that is

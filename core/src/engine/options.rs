@@ -160,7 +160,8 @@ impl EngineOptions {
             ..Limits::default()
         };
         let useful = Split::useful_bytes(&shape, &limits, self.slots, self.kv_pages);
-        let budget = self.memory.unwrap_or_else(|| match (caps.backend, free) {
+        // A rank's share of the memory is for its share of the states.
+        let budget = self.memory.map(|all| all / caps.ranks as u64).unwrap_or_else(|| match (caps.backend, free) {
             ("cpu", Some(free)) => useful.min(free / 4),
             (_, Some(free)) => free / 100 * 85,
             (_, None) => BLIND_BUDGET.min(useful),

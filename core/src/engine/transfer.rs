@@ -83,6 +83,7 @@ impl<B: Backend> Engine<B> {
     /// [`Error::BadRequest`] if the tree holds no such prefix; [`Error::Io`] of `out`, which `file` names; a device error.
     pub async fn export(&self, what: Export, file: &str, out: &mut dyn Write) -> Result<Exported> {
         self.check_usable()?;
+        self.check_whole(file)?;
         let path = self.scheduler.path(&what.realm, &what.tokens, what.states.max(1));
         if path.depth == 0 {
             let tokens = what.tokens.len();
@@ -134,6 +135,7 @@ impl<B: Backend> Engine<B> {
     pub fn import(&mut self, bundle: &mut Reader<'_>, into: &Import) -> Result<Imported> {
         self.check_usable()?;
         let file = bundle.file().to_owned();
+        self.check_whole(&file)?;
         let origin = self.admissible(bundle.head(), &file, into)?;
         bundle.verify()?;
         let head = bundle.head();
@@ -162,6 +164,18 @@ impl<B: Backend> Engine<B> {
             return Err(Error::BadRequest(format!("{file}: the prefix tree has no room for its {GRID}-token blocks")));
         }
         Ok(Imported { tokens, states, pages, origin })
+    }
+
+    /// # Errors
+    /// [`Error::BadRequest`] if each of several ranks has a part of the states.
+    fn check_whole(&self, file: &str) -> Result<()> {
+        match self.caps().ranks {
+            1 => Ok(()),
+            ranks => Err(Error::BadRequest(format!(
+                "{file}: the states of a model on {ranks} ranks are in parts, which bundles do not have yet; save and load them \
+                 with --ranks 1"
+            ))),
+        }
     }
 
     /// Checks everything about a bundle but its values; returns the origin under which they would live.

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use crate::{
-    Result, blocks::Plan, config::Config, layer::LayerState, models::ModelSpec, ops::Feature, weights::NormKind,
+    Error, Result, blocks::Plan, config::Config, layer::LayerState, models::ModelSpec, ops::Feature, weights::NormKind,
 };
 
 /// An RMS norm over the model width.
@@ -162,6 +162,35 @@ impl Architecture {
     /// What a backend needs to run it, of what not every backend has.
     pub fn features(&self) -> impl Iterator<Item = Feature> {
         self.layers.iter().flatten().flat_map(|s| &s.branches).filter_map(|b| b.plan.feature())
+    }
+
+    /// Facts of which the states are those that one of `ranks` ranks has.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] naming the layer and the number that does not divide, and the numbers of ranks that are possible.
+    pub fn spec_on(&self, ranks: usize) -> Result<ModelSpec> {
+        let share = self.share(ranks).map_err(|why| {
+            let possible = (1..=8).filter(|n| self.share(*n).is_ok()).map(|n| n.to_string());
+            let what = format!("{} on {ranks} ranks", self.family);
+            Error::Unsupported { what, why: format!("{why}; possible are {}", possible.collect::<Vec<_>>().join(", ")) }
+        })?;
+        Ok(ModelSpec { parameters: self.spec().parameters, vocab: self.vocab, ..share.spec() })
+    }
+
+    /// What each of some ranks has: its share of every mixer and of the output matrix. Norms and embeddings are whole.
+    fn share(&self, ranks: usize) -> Result<Self, String> {
+        let mut share = self.clone();
+        if !self.vocab.is_multiple_of(ranks) {
+            return Err(format!(
+                "`vocab_size`: {} rows of the output matrix do not divide over {ranks} ranks",
+                self.vocab
+            ));
+        }
+        share.vocab /= ranks;
+        for branch in share.layers.iter_mut().flatten().flat_map(|step| &mut step.branches) {
+            branch.plan = branch.plan.share(ranks).map_err(|why| format!("`{}`: {why}", branch.prefix))?;
+        }
+        Ok(share)
     }
 
     /// Facts that need no weights.

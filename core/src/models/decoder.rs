@@ -2,14 +2,14 @@
 
 use super::{Architecture, Input, Limits, Model, ModelSpec, Norm, Output, SubLayer};
 use crate::{
-    Result,
+    Error, Result,
     backend::{Backend, Ops},
     blocks::{Mixer, Out, Pass, Scratch, Widths, Workspace},
     layer::LayerPools,
-    ops::{Embed, Gather, Matmul, RmsNorm, Weight},
+    ops::{AllGather, AllReduce, Embed, Gather, Matmul, RmsNorm, Weight},
     step::{Bucket, Step},
     tensor::{DType, Tensor},
-    weights::{Loader, Part},
+    weights::{Loader, Part, Rank},
 };
 
 /// Names of the output matrix `[V, D]`; a leading slash: outside of the prefix.
@@ -26,6 +26,9 @@ struct LoadedNorm<Buf> {
 /// it writes the other.
 const BRANCHES: [Scratch; 2] =
     [Scratch::activations("outputs of branches"), Scratch::activations("outputs of the next branches")];
+
+/// What one of several ranks has of the sum of a residual step's branches.
+const PARTIAL: Scratch = Scratch::activations("a rank's outputs of branches");
 
 /// Input of a residual step's branches.
 enum Reads<Buf> {
@@ -48,6 +51,8 @@ struct LoadedSubLayer<Buf> {
     reads: Reads<Buf>,
     mixers: Vec<Mixer<Buf>>,
     gives: Gives<Buf>,
+    /// Of several ranks each has a part of the branches' sum.
+    shared: bool,
 }
 
 /// What the residual steps of a pass read and write.
@@ -72,6 +77,8 @@ pub(super) struct Decoder<B: Backend> {
     stream: Tensor<B::Buf>,
     /// `[max outputs, V] f32`.
     logits: Tensor<B::Buf>,
+    /// `[max outputs, V / W] f32`: the columns of one of several ranks.
+    own_logits: Option<Tensor<B::Buf>>,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -85,14 +92,16 @@ impl<B: Backend> Decoder<B> {
             table = head;
         }
         let embedding = l.matrix(a.width, &[Part::whole(table, a.vocab, 0)]).await?;
-        let output = match tied {
-            true => embedding.clone(),
-            false => l.matrix(a.width, &[Part::whole(head, a.vocab, 0)]).await?,
-        };
+        let ranks = l.ranks().len();
+        let rows = |rank: Rank| vec![Part::rows(if tied { table } else { head }, a.vocab, rank.share(a.vocab), 0)];
+        let output = l.matrix_on(a.width, rows).await?;
         let mut widths = Widths::default();
         let columns = a.layers.iter().flatten().map(|s| s.input.columns(a.width)).max().unwrap_or(a.width);
         widths.want(Scratch::NORM, columns);
         widths.want(Scratch::MID, a.width);
+        if ranks > 1 {
+            widths.want(PARTIAL, a.width);
+        }
         let mut layers = Vec::with_capacity(a.layers.len());
         for layer in &a.layers {
             let mut loaded = Vec::with_capacity(layer.len());
@@ -107,10 +116,14 @@ impl<B: Backend> Decoder<B> {
         let largest = Bucket::holding(limits.max_tokens, 1, 1, limits.max_outputs, 1);
         let tensor = |label: &str, dtype: DType, dims: [usize; 2]| {
             let bytes = (dims[0] * dims[1] * dtype.bytes()).next_multiple_of(4);
-            Ok::<_, crate::Error>(Tensor::new(backend.alloc(label, bytes as u64)?, dtype, &dims))
+            Ok::<_, Error>(Tensor::new(backend.alloc(label, bytes as u64)?, dtype, &dims))
+        };
+        let own_logits = match ranks {
+            1 => None,
+            _ => Some(tensor("logits of a rank", DType::F32, [largest.outputs, a.vocab / ranks])?),
         };
         Ok(Self {
-            spec: a.spec(),
+            spec: a.spec_on(ranks)?,
             embedding,
             embedding_scale: a.embedding_scale,
             layers,
@@ -121,6 +134,7 @@ impl<B: Backend> Decoder<B> {
             work: Workspace::alloc(backend, &widths, largest.tokens.max(largest.outputs))?,
             stream: tensor("residual stream", backend.caps().act, [largest.tokens, columns])?,
             logits: tensor("logits", DType::F32, [largest.outputs, a.vocab])?,
+            own_logits,
         })
     }
 }
@@ -133,7 +147,7 @@ async fn load_step<B: Backend>(
     widths: &mut Widths,
     kept: &mut Scratch,
 ) -> Result<LoadedSubLayer<B::Buf>> {
-    let columns = step.input.columns(width);
+    let (columns, ranks) = (step.input.columns(width), l.ranks().len());
     let reads = match &step.input {
         Input::Stream => Reads::Stream,
         Input::Normed(norm) => Reads::Normed(load_norm(l, norm, columns).await?),
@@ -144,7 +158,7 @@ async fn load_step<B: Backend>(
     };
     let mut mixers = Vec::with_capacity(step.branches.len());
     for branch in &step.branches {
-        branch.plan.want(widths);
+        branch.plan.share(ranks).map_err(|why| Error::Unsupported { what: branch.prefix.clone(), why })?.want(widths);
         let prefix = l.stored_prefix(&branch.prefix).to_owned();
         mixers.push(branch.plan.load(l, &prefix, branch.scale).await?);
     }
@@ -160,7 +174,7 @@ async fn load_step<B: Backend>(
             Gives::Keep(*kept)
         }
     };
-    Ok(LoadedSubLayer { reads, mixers, gives })
+    Ok(LoadedSubLayer { reads, mixers, gives, shared: ranks > 1 })
 }
 
 async fn load_norm<B: Backend>(l: &mut Loader<'_, B>, norm: &Norm, width: usize) -> Result<LoadedNorm<B::Buf>> {
@@ -191,18 +205,25 @@ impl<Buf: crate::backend::Handle> LoadedSubLayer<Buf> {
             mixer.begin(pass, &read)?;
         }
         let width = s.x.row_len();
-        let mut out = match &self.gives {
+        let result = match &self.gives {
             Gives::Add => Out { to: s.x.clone(), add: true },
             Gives::AddNormed(_) => Out { to: pass.scratch(BRANCHES[0], width), add: false },
             Gives::Keep(to) => Out { to: pass.scratch(*to, width), add: false },
+        };
+        let mut out = match self.shared {
+            true => Out { to: pass.scratch(PARTIAL, width), add: false },
+            false => result.clone(),
         };
         // Experts last: the other mixers cover the time of routing.
         for mixer in self.mixers.iter().rev() {
             mixer.forward(pass, pools, &read, &out)?;
             out.add = true;
         }
+        if self.shared {
+            pass.op(AllReduce { x: out.to, out: result.to.clone(), accumulate: result.add })?;
+        }
         match &self.gives {
-            Gives::AddNormed(norm) => pass.op(RmsNorm { accumulate: true, ..norm.op(&out.to, &s.x) }),
+            Gives::AddNormed(norm) => pass.op(RmsNorm { accumulate: true, ..norm.op(&result.to, &s.x) }),
             Gives::Add | Gives::Keep(_) => Ok(()),
         }
     }
@@ -259,15 +280,18 @@ impl<B: Backend> Model<B> for Decoder<B> {
         let normed = self.work.view(Scratch::NORM, outputs, self.spec.width);
         pass.op(Gather { step: step.clone(), x, out: picked.clone() })?;
         pass.op(self.norm.op(&picked, &normed))?;
+        let logits = self.logits.head(outputs);
+        let own = self.own_logits.as_ref().map(|own| own.head(outputs));
         pass.op(Matmul {
             x: normed,
             w: self.output.clone(),
             columns: None,
             bias: None,
-            out: self.logits.head(outputs),
+            out: own.clone().unwrap_or_else(|| logits.clone()),
             scale: self.logits_scale,
             accumulate: false,
-        })
+        })?;
+        own.map_or(Ok(()), |x| pass.op(AllGather { x, out: logits }))
     }
 
     fn logits(&self) -> &Tensor<B::Buf> {

@@ -57,7 +57,7 @@ fn architecture(
         ..attention::Plan::new(a.width, heads)
     };
     let (kernel, bias) = (conv_taps_or(c, "conv_L_cache", 3)?, c.bool_or("conv_bias", false)?);
-    let conv = short_conv::Plan { width: a.width, kernel, bias };
+    let conv = short_conv::Plan { width: a.width, channels: a.width, kernel, bias };
     let listed = c.opt_usizes("full_attn_idxs")?;
     let attends = |i: usize| listed.as_ref().is_none_or(|l| l.contains(&i));
     let types = layer_types(c, |i| if attends(i) { LayerType::Attention } else { LayerType::Conv })?;

@@ -27,6 +27,7 @@ fn caps() -> Caps {
         state: DType::F32,
         max_binding: u64::MAX,
         asynchronous: false,
+        ranks: 1,
     }
 }
 

@@ -7,6 +7,8 @@
 
 mod activation;
 mod adjust;
+mod all_gather;
+mod all_reduce;
 mod attention;
 mod conv1d;
 mod embed;
@@ -18,6 +20,8 @@ mod latent_attention;
 mod latent_kv;
 mod logprobs;
 mod matmul;
+mod rank_norm;
+mod rebind;
 mod rms_norm;
 mod rope_kv;
 mod route;
@@ -27,6 +31,8 @@ mod selective_scan;
 
 pub use activation::{Act, Activation};
 pub use adjust::Adjust;
+pub use all_gather::AllGather;
+pub use all_reduce::AllReduce;
 pub use attention::Attention;
 pub use conv1d::Conv1d;
 pub use embed::Embed;
@@ -38,6 +44,8 @@ pub use latent_attention::LatentAttention;
 pub use latent_kv::LatentKv;
 pub use logprobs::Logprobs;
 pub use matmul::{Matmul, RowBlock, Weight};
+pub use rank_norm::RankNorm;
+pub use rebind::Rebind;
 pub use rms_norm::{Gate, RmsNorm};
 pub use rope_kv::{KvPool, RopeKv};
 pub use route::{Route, Router};
@@ -77,6 +85,8 @@ pub enum Feature {
     LatentAttention,
     /// [`GatedDelta`] with a decay per key channel.
     ChannelDecay,
+    /// [`AllReduce`], [`AllGather`] and [`RankNorm`].
+    Ranks,
 }
 
 impl Feature {
@@ -85,6 +95,7 @@ impl Feature {
         match self {
             Self::LatentAttention => "attention over latents",
             Self::ChannelDecay => "a delta rule with a decay per channel",
+            Self::Ranks => "sums over ranks",
         }
     }
 }
@@ -105,6 +116,13 @@ macro_rules! ops {
                 Self::$name(op)
             }
         })*
+
+        impl<Buf> Op<Buf> {
+            /// The same op over other handles.
+            pub fn rebind<New>(&self, to: &mut dyn FnMut(&Buf) -> New) -> Op<New> {
+                match self { $(Self::$name(op) => Op::$name(op.rebind(to)),)* }
+            }
+        }
 
         impl<Buf: Handle> Op<Buf> {
             /// The op's stem: the name of its file in `core/src/ops`, `kernels` and `shaders`.
@@ -148,6 +166,9 @@ ops! {
     Adjust "adjust",
     Sample "sample",
     Logprobs "logprobs",
+    AllReduce "all_reduce",
+    AllGather "all_gather",
+    RankNorm "rank_norm",
 }
 
 impl<Buf: Handle> Op<Buf> {
@@ -195,6 +216,7 @@ impl<Buf: Handle> Op<Buf> {
         match self {
             Self::HeadMatmul(_) | Self::LatentKv(_) | Self::LatentAttention(_) => Some(Feature::LatentAttention),
             Self::GatedDelta(op) if op.decays_per_channel() => Some(Feature::ChannelDecay),
+            Self::AllReduce(_) | Self::AllGather(_) | Self::RankNorm(_) => Some(Feature::Ranks),
             _ => None,
         }
     }

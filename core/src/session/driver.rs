@@ -1,7 +1,6 @@
 //! The engine's side: one loop that takes orders between steps and sends out what the steps gave.
 
 use std::{
-    any::Any,
     collections::HashMap,
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -18,6 +17,7 @@ use crate::{
     controls::Logprobs,
     engine::{self, AnyEngine, Finished, Request, SeqId},
     state::CacheEvent,
+    survive::panic_text,
 };
 
 /// Something to do with the engine between two steps. What it returns sends the reply: whoever has that sees the new snapshot.
@@ -276,13 +276,7 @@ async fn caught<T>(future: impl Future<Output = T>) -> std::result::Result<T, St
     std::future::poll_fn(|context| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
         Ok(Poll::Ready(value)) => Poll::Ready(Ok(value)),
         Ok(Poll::Pending) => Poll::Pending,
-        Err(payload) => Poll::Ready(Err(said(&*payload))),
+        Err(payload) => Poll::Ready(Err(panic_text(&*payload))),
     })
     .await
-}
-
-/// The message of a panic.
-pub(super) fn said(payload: &(dyn Any + Send)) -> String {
-    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| payload.downcast_ref().cloned()).unwrap_or_else(|| "without a message".into())
 }

@@ -351,7 +351,8 @@ mod thread {
     use crate::{
         Error, Result,
         engine::AnyEngine,
-        session::{Chat, Text, block, driver::said},
+        session::{Chat, Text, block},
+        survive::panic_text,
     };
 
     /// The stack of the engine's thread in bytes: that of a main thread.
@@ -392,7 +393,9 @@ mod thread {
                     let _ = thread.join();
                     Err(e)
                 }
-                Err(_) => Err(Error::Panicked(thread.join().map_or_else(|e| said(&*e), |()| "while loading".into()))),
+                Err(_) => {
+                    Err(Error::Panicked(thread.join().map_or_else(|e| panic_text(&*e), |()| "while loading".into())))
+                }
             }
         }
     }

@@ -1,6 +1,12 @@
 //! The matrices of experts: stacked in one tensor or some, or stored one by one.
 
-use super::{ExpertParts, Loader, Stream, most_rows};
+use std::ops::Range;
+
+use super::{
+    ExpertParts, ExpertShare, Loader, Rank,
+    gather::{Stream, plain_bytes},
+    most_rows,
+};
 use crate::{
     Error, Result,
     backend::Backend,
@@ -10,8 +16,11 @@ use crate::{
     tensor::{DType, Tensor},
 };
 
+/// Bytes of stored tensors that are the rows of one expert.
+type StoredExpert = Vec<(StoredTensor, Range<usize>)>;
+
 impl<B: Backend> Loader<'_, B> {
-    /// The matrices `[n, k]` of `experts` experts.
+    /// The matrices `[n, k]` of `experts` experts; of several ranks each has its `share` of every one of them.
     ///
     /// # Errors
     /// As [`Loader::matrix`], and [`Error::Unsupported`] if the experts have several dtypes on a device that gathers them.
@@ -21,7 +30,11 @@ impl<B: Backend> Loader<'_, B> {
         n: usize,
         k: usize,
         parts: &ExpertParts,
+        share: ExpertShare,
     ) -> Result<Vec<ExpertRange<B::Buf>>> {
+        if self.ranks().len() > 1 {
+            return self.shared_experts([experts, n, k], parts, share).await;
+        }
         let name = parts.stacked.first().or(parts.each.first().map(|(name, _)| name));
         if let Some(name) = name
             && let Some(ranges) = self.random_experts(experts, n, k, name)?
@@ -37,6 +50,68 @@ impl<B: Backend> Loader<'_, B> {
             }
             None => self.separate_experts(experts, n, k, &parts.each).await,
         }
+    }
+
+    /// Each rank's share of every expert, read expert by expert.
+    async fn shared_experts(
+        &mut self,
+        [experts, n, k]: [usize; 3],
+        parts: &ExpertParts,
+        share: ExpertShare,
+    ) -> Result<Vec<ExpertRange<B::Buf>>> {
+        let (name, stored) = self.stored_experts([experts, n, k], parts)?;
+        self.refuse_factor(&name).await?;
+        let (like, ranks) = (&stored[0][0].0, self.ranks().len());
+        let (kind, width) = ((like.dtype, like.format), plain_bytes(like, &name)?);
+        if let Some((other, _)) = stored.iter().flatten().find(|(t, _)| (t.dtype, t.format) != kind) {
+            let what = format!("tensor `{}` with experts of {:?} and {:?}", self.full(&name), kind.0, other.dtype);
+            return Err(Error::Unsupported { what, why: "ranks have experts of one type".into() });
+        }
+        let (rows, columns) = match share {
+            ExpertShare::Rows(_) => (n / ranks, k),
+            ExpertShare::Columns => (n, k / ranks),
+        };
+        let gather = ExpertGather::of(self, &name, kind, columns * width, [experts, rows, columns])?;
+        let mut gathers: Vec<ExpertGather<B>> = self.ranks().map(|rank| gather.on(rank)).collect();
+        for (e, pieces) in stored.into_iter().enumerate() {
+            let mut matrix = Vec::with_capacity(n * k * width);
+            for (tensor, bytes) in pieces {
+                matrix.extend_from_slice(&tensor.read(bytes).await?);
+            }
+            for (rank, gather) in self.ranks().zip(&mut gathers) {
+                gather.put(self, e, 0, &share.cut(rank, &matrix, n, k * width))?;
+            }
+        }
+        for gather in gathers {
+            gather.finish(self)?;
+        }
+        Ok(gather.ranges)
+    }
+
+    /// Where the rows of each expert are stored, and the name of a tensor of them.
+    fn stored_experts(&self, [experts, n, k]: [usize; 3], parts: &ExpertParts) -> Result<(String, Vec<StoredExpert>)> {
+        let stacked = parts.stacked.iter().find(|name| self.stores(name));
+        if let Some(name) = stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {
+            let runs = self.runs(name, &[experts, n, k])?;
+            if !runs.iter().all(Run::is_whole) {
+                let what = format!("tensor `{}`", self.full(name));
+                return Err(Error::Unsupported { what, why: "its experts are parts of tensors".into() });
+            }
+            let of = |e: usize, run: &Run| {
+                let each = run.tensor.bytes() / experts;
+                (run.tensor.clone(), e * each..(e + 1) * each)
+            };
+            return Ok((name.clone(), (0..experts).map(|e| runs.iter().map(|run| of(e, run)).collect()).collect()));
+        }
+        let tensor = |e: usize, (pattern, rows): &(String, usize)| {
+            let name = self.full(&pattern.replace("{}", &e.to_string()));
+            let tensor = self.checkpoint.tensor(&name, &[*rows, k])?;
+            let bytes = 0..tensor.bytes();
+            Ok((tensor, bytes))
+        };
+        let expert = |e| parts.each.iter().map(|each| tensor(e, each)).collect::<Result<StoredExpert>>();
+        let stored = (0..experts).map(expert).collect::<Result<_>>()?;
+        Ok((parts.each[0].0.replace("{}", "0"), stored))
     }
 
     /// Experts in tensors of all of them, side by side in the rows of each expert.
@@ -147,7 +222,32 @@ struct ExpertGather<B: Backend> {
     streams: Vec<Vec<Stream<B::Buf>>>,
 }
 
+impl ExpertShare {
+    /// A rank's part of a matrix of `n` rows of `row` bytes.
+    fn cut(self, rank: Rank, matrix: &[u8], n: usize, row: usize) -> Vec<u8> {
+        match self {
+            Self::Rows(sections) => {
+                let taken = rank.share_of(rank.of, n / sections / rank.of * row);
+                matrix.chunks(n / sections * row).flat_map(|section| &section[taken.clone()]).copied().collect()
+            }
+            Self::Columns => {
+                let taken = rank.share_of(rank.of, row / rank.of);
+                matrix.chunks(row).flat_map(|row| &row[taken.clone()]).copied().collect()
+            }
+        }
+    }
+}
+
 impl<B: Backend> ExpertGather<B> {
+    /// The same buffers, to be filled for one rank.
+    fn on(&self, rank: Rank) -> Self {
+        let stream = |b: &RowBlock<B::Buf>| Stream::new(Some(rank), b.w.buf.clone(), 0);
+        let streams = self.ranges.iter().map(|r| r.blocks.iter().map(stream).collect()).collect();
+        let Self { ranges, dtype, format, per_range, row_bytes, .. } = self;
+        let (ranges, row_bytes) = (ranges.clone(), *row_bytes);
+        Self { ranges, dtype: *dtype, format: *format, per_range: *per_range, row_bytes, streams }
+    }
+
     /// Buffers for experts that are stored like a tensor.
     fn new(l: &Loader<'_, B>, name: &str, like: &StoredTensor, [experts, n, k]: [usize; 3]) -> Result<Self> {
         Self::of(l, name, (like.dtype, like.format), like.row_bytes(), [experts, n, k])
@@ -174,7 +274,7 @@ impl<B: Backend> ExpertGather<B> {
             }
             ranges.push(ExpertRange { first, experts: count, blocks });
         }
-        let stream = |b: &RowBlock<B::Buf>| Stream::new(b.w.buf.clone(), 0);
+        let stream = |b: &RowBlock<B::Buf>| Stream::new(None, b.w.buf.clone(), 0);
         let streams = ranges.iter().map(|r: &ExpertRange<B::Buf>| r.blocks.iter().map(stream).collect()).collect();
         Ok(Self { ranges, dtype, format, per_range, row_bytes, streams })
     }

@@ -13,6 +13,7 @@ mod model;
 mod prefix_scenarios;
 mod promise;
 mod random;
+mod ranks;
 mod rule;
 mod scaled;
 mod session;

@@ -64,7 +64,11 @@ impl TestModel {
     }
 
     pub fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
-        let (backend, name, mut report) = (Behind::new(asynchronous, self.products), self.name.as_bytes(), |_| {});
+        self.on(Behind::new(asynchronous, self.products), options)
+    }
+
+    pub fn on<B: Backend>(&self, backend: B, options: &EngineOptions) -> Engine<B> {
+        let (name, mut report) = (self.name.as_bytes(), |_| {});
         block_on(Engine::load(backend, &self.architecture, &self.checkpoint, name, options, &mut report)).unwrap()
     }
 }
@@ -153,7 +157,7 @@ fn controls(random: &mut Random, vocab: usize, max_tokens: usize) -> Controls {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Output(
     pub Vec<u32>,
-    Vec<Box<[f32]>>,
+    pub Vec<Box<[f32]>>,
     Vec<Option<Box<Logprobs>>>,
     Option<FinishReason>,
     Arc<[Logprobs]>,
@@ -216,7 +220,7 @@ impl<'a> Alone<'a> {
 }
 
 /// Requests of one case: prompts over a few shared stems, so that prefixes meet, diverge and grow.
-fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
+pub(super) fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
     // Such requests reuse nothing, so they are in some cases of the long runs only.
     let scores = random.0 > 12 && random.0 % 4 == 3;
     let mut texts: Vec<Vec<u32>> = vec![Vec::new()];
@@ -275,7 +279,7 @@ fn requests(random: &mut Random, vocab: usize, context: usize) -> Vec<Asked> {
     out
 }
 
-fn options(random: &mut Random, requests: &[Asked], context: usize) -> EngineOptions {
+pub(super) fn options(random: &mut Random, requests: &[Asked], context: usize) -> EngineOptions {
     let pages = |r: &Request| (r.prompt.len() + r.max_tokens - 1).div_ceil(64);
     let largest = requests.iter().map(|asked| pages(&asked.request)).max().unwrap();
     EngineOptions {

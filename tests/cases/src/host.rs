@@ -30,11 +30,13 @@ pub struct Dtypes {
     pub conv: DType,
     /// Recurrent states.
     pub state: DType,
+    /// Ranks, all of which get the same arguments.
+    pub ranks: usize,
 }
 
 impl From<&Caps> for Dtypes {
     fn from(c: &Caps) -> Self {
-        Self { act: c.act, products: c.products, int8: c.int8, kv: c.kv, conv: c.conv, state: c.state }
+        Self { act: c.act, products: c.products, int8: c.int8, kv: c.kv, conv: c.conv, state: c.state, ranks: c.ranks }
     }
 }
 

@@ -16,6 +16,7 @@ mod gated_delta;
 mod host;
 mod latent;
 mod matmul;
+mod ranks;
 mod rms_norm;
 mod rope_kv;
 mod route;
@@ -75,7 +76,7 @@ impl Case {
     /// The op over handles without memory: for everything that depends on shapes only, with f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
         let d = selkie_core::tensor::DType::F32;
-        let dtypes = Dtypes { act: d, products: d, int8: false, kv: d, conv: d, state: d };
+        let dtypes = Dtypes { act: d, products: d, int8: false, kv: d, conv: d, state: d, ranks: 1 };
         let host = self.spec.host(&dtypes, &mut Rng::blank(&self.id()));
         let handle = |(id, bytes): (usize, usize)| Some(Plain { id, bytes: bytes as u64 });
         let bufs = host.sizes().into_iter().enumerate().map(handle).collect();
@@ -103,7 +104,7 @@ impl Handle for Plain {
 pub fn all() -> Vec<Case> {
     let mut t = Table { op: "", cases: vec![] };
     type Fill = fn(&mut Table);
-    let ops: [(&'static str, Fill); 18] = [
+    let ops: [(&'static str, Fill); 21] = [
         ("embed", embed::cases),
         ("gather", embed::gather),
         ("rms_norm", rms_norm::cases),
@@ -122,6 +123,9 @@ pub fn all() -> Vec<Case> {
         ("sample", sample::cases),
         ("adjust", rules::adjust),
         ("logprobs", rules::logprobs),
+        ("all_reduce", ranks::all_reduce),
+        ("all_gather", ranks::all_gather),
+        ("rank_norm", ranks::rank_norm),
     ];
     for (op, cases) in ops {
         t.op = op;
@@ -192,6 +196,9 @@ specs! {
     Sample sample::Draw,
     Adjust rules::Rule,
     Logprobs rules::Report,
+    AllReduce ranks::Sum,
+    AllGather ranks::Columns,
+    RankNorm ranks::Norm,
 }
 
 /// The table while it is being filled.
@@ -321,6 +328,7 @@ mod tests {
         kv: DType::F32,
         conv: DType::F32,
         state: DType::F32,
+        ranks: 1,
     };
 
     pub(super) fn near(w: &Want) -> f64 {

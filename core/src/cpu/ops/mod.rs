@@ -2,6 +2,8 @@
 
 mod activation;
 mod adjust;
+mod all_gather;
+mod all_reduce;
 mod attention;
 mod conv1d;
 mod embed;
@@ -13,20 +15,25 @@ mod latent_attention;
 mod latent_kv;
 mod logprobs;
 mod matmul;
+mod rank_norm;
 mod rms_norm;
 mod rope_kv;
 mod route;
 mod sample;
 mod selective_scan;
 
-use super::Buf;
+use super::{Buf, Member};
+use crate::error::Result;
 use crate::format::Products;
 use crate::ops::Op;
 
 impl Op<Buf> {
-    /// Runs the op on the calling thread and its helpers. The op has passed [`Op::check`].
-    pub(super) fn run(&self, products: Products) {
+    /// Runs the op on the calling thread and its helpers. The op has passed [`Op::check`]. Fails only if another rank does.
+    pub(super) fn run(&self, products: Products, member: &Member) -> Result<()> {
         match self {
+            Self::AllReduce(op) => return op.run(member),
+            Self::AllGather(op) => return op.run(member),
+            Self::RankNorm(op) => return op.run(member),
             Self::Embed(op) => op.run(),
             Self::RmsNorm(op) => op.run(),
             Self::Matmul(op) => op.run(products),
@@ -46,5 +53,6 @@ impl Op<Buf> {
             Self::Sample(op) => op.run(),
             Self::Logprobs(op) => op.run(),
         }
+        Ok(())
     }
 }

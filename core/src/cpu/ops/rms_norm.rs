@@ -62,7 +62,7 @@ fn add_scaled<S: Simd>(s: S, a: f32, y: &[f32], x: &mut [f32]) {
 fn norm_row<S: Simd>(
     s: S,
     x: &[f32],
-    gate: Option<(&[f32], Act, bool)>,
+    gate: Option<RowGate<'_>>,
     weight: &[f32],
     groups: usize,
     eps: f32,
@@ -74,22 +74,38 @@ fn norm_row<S: Simd>(
         let (x, out) = (&x[part.clone()], &mut out[part.clone()]);
         let weight = if weight.len() == len { weight } else { &weight[part.clone()] };
         let gate = gate.map(|(z, act, before)| (&z[part.clone()], act, before));
-        let mut sum = s.zero();
-        for (i, out) in out.chunks_mut(LANES).enumerate() {
-            let mut v = s.load_partial(&x[i * LANES..]);
-            if let Some((z, act, true)) = gate {
-                v = s.mul(v, act.apply(s, s.load_partial(&z[i * LANES..])));
-            }
-            sum = s.fma(v, v, sum);
-            s.store_partial(v, out);
+        let squares = gated(s, x, gate, out);
+        scaled(s, 1.0 / (squares / len as f32 + eps).sqrt(), weight, gate, out);
+    }
+}
+
+/// A row of a gate, its activation, and whether it comes before the norm.
+pub(super) type RowGate<'a> = (&'a [f32], Act, bool);
+
+/// Writes what is normed and returns the sum of its squares.
+#[inline(always)]
+pub(super) fn gated<S: Simd>(s: S, x: &[f32], gate: Option<RowGate<'_>>, out: &mut [f32]) -> f32 {
+    let mut sum = s.zero();
+    for (i, out) in out.chunks_mut(LANES).enumerate() {
+        let mut v = s.load_partial(&x[i * LANES..]);
+        if let Some((z, act, true)) = gate {
+            v = s.mul(v, act.apply(s, s.load_partial(&z[i * LANES..])));
         }
-        let scale = s.splat(1.0 / (s.reduce_sum(sum) / len as f32 + eps).sqrt());
-        for (i, out) in out.chunks_mut(LANES).enumerate() {
-            let mut v = s.mul(s.mul(s.load_partial(out), scale), s.load_partial(&weight[i * LANES..]));
-            if let Some((z, act, false)) = gate {
-                v = s.mul(v, act.apply(s, s.load_partial(&z[i * LANES..])));
-            }
-            s.store_partial(v, out);
+        sum = s.fma(v, v, sum);
+        s.store_partial(v, out);
+    }
+    s.reduce_sum(sum)
+}
+
+/// Norms what [`gated`] has written.
+#[inline(always)]
+pub(super) fn scaled<S: Simd>(s: S, factor: f32, weight: &[f32], gate: Option<RowGate<'_>>, out: &mut [f32]) {
+    let factor = s.splat(factor);
+    for (i, out) in out.chunks_mut(LANES).enumerate() {
+        let mut v = s.mul(s.mul(s.load_partial(out), factor), s.load_partial(&weight[i * LANES..]));
+        if let Some((z, act, false)) = gate {
+            v = s.mul(v, act.apply(s, s.load_partial(&z[i * LANES..])));
         }
+        s.store_partial(v, out);
     }
 }

@@ -1,0 +1,95 @@
+//! The promise on two ranks: cache on = cache off, alone = batched, bit for bit, with lower tiers; and what a failed rank does.
+
+use std::collections::HashMap;
+
+use pollster::block_on;
+use selkie_core::{
+    engine::{Engine, EngineOptions, Event, SeqId},
+    format::Products,
+    ranks::Ranks,
+};
+
+use crate::{
+    promise::{Asked, Output, TestModel, micro_models, options, requests},
+    random::Random,
+};
+
+const CONTEXT: usize = 512;
+
+fn ranks() -> Ranks {
+    Ranks::open(2, Products::default()).unwrap()
+}
+
+/// Runs all requests, three times as many at once as the engine takes; free slots and pages are filled with NaN.
+fn run(engine: &mut Engine<Ranks>, all: &[Asked]) -> Vec<Output> {
+    let mut outputs = vec![Output::default(); all.len()];
+    let ids: HashMap<SeqId, usize> =
+        all.iter().enumerate().map(|(i, asked)| (engine.submit(asked.request()).unwrap(), i)).collect();
+    while !engine.is_idle() {
+        engine.poison_free().unwrap();
+        for event in block_on(engine.step()).unwrap() {
+            let id = match &event {
+                Event::Token { id, .. } => *id,
+                Event::Finished(end) => end.id,
+            };
+            outputs[ids[&id]].take(event);
+        }
+    }
+    outputs
+}
+
+/// Runs a case in a small engine with a cache, twice, and its requests alone without one. Returns the tokens reused.
+fn case(model: &TestModel, seed: u64) -> usize {
+    let mut random = Random(seed);
+    let requests = requests(&mut random, 40, CONTEXT);
+    let options = EngineOptions { prefix_cache: true, ..options(&mut random, &requests, CONTEXT) };
+    let alone = EngineOptions {
+        max_batch: 1,
+        prefix_cache: false,
+        context: Some(CONTEXT),
+        logits: true,
+        ..EngineOptions::default()
+    };
+    let mut engine = model.on(ranks(), &alone);
+    let want: Vec<Output> =
+        requests.iter().map(|asked| run(&mut engine, std::slice::from_ref(asked)).remove(0)).collect();
+    let mut engine = model.on(ranks(), &options);
+    for round in 0..2 {
+        let found = run(&mut engine, &requests);
+        for (i, (found, want)) in found.iter().zip(&want).enumerate() {
+            assert_eq!(found, want, "{}, seed {seed}, round {round}, request {i}, {options:?}", model.name);
+        }
+    }
+    if let Some(disk) = &options.tiers.disk {
+        std::fs::remove_dir_all(&disk.dir).unwrap();
+    }
+    let given: usize = 2 * requests.iter().map(|asked| asked.request.prompt.len()).sum::<usize>();
+    given - engine.stats().tokens_prefilled as usize
+}
+
+#[test]
+fn two_ranks_keep_the_promise() {
+    let divides = |model: &&TestModel| model.architecture.spec_on(2).is_ok();
+    let models = micro_models();
+    let models: Vec<&TestModel> = models.iter().filter(divides).collect();
+    assert!(models.len() >= 4, "{} models", models.len());
+    let reused: usize = (1..4).flat_map(|seed| models.iter().map(move |model| case(model, seed))).sum();
+    assert!(reused > 1000, "{reused} tokens reused");
+}
+
+#[test]
+fn what_does_not_divide_is_refused_before_loading() {
+    let models = micro_models();
+    let refused = |name: &str, ranks: usize| {
+        let model = models.iter().find(|m| m.name == name).unwrap();
+        model.architecture.spec_on(ranks).unwrap_err().to_string()
+    };
+    let hybrid = refused("micro hybrid", 4);
+    for part in
+        ["nemotron_h on 4 ranks", "`layers.0.mixer.`", "2 heads do not divide over 4 ranks", "possible are 1, 2"]
+    {
+        assert!(hybrid.contains(part), "{hybrid}");
+    }
+    let vocabulary = refused("micro attention", 3);
+    assert!(vocabulary.contains("`vocab_size`: 40 rows"), "{vocabulary}");
+}

@@ -1,0 +1,80 @@
+//! Models on several ranks of the CPU: every reference folder whose sizes divide, in whole and in uneven steps, and what is refused.
+
+use std::path::{Path, PathBuf};
+
+use libtest_mimic::{Failed, Trial};
+use selkie_core::{Result, format::Products, ranks::Ranks};
+
+use crate::{CPU, check, common, golden::folders, load, sessions};
+
+/// Folder, ranks and the reason of each refusal.
+const REFUSED: &[(&str, usize, &str)] = &[
+    ("kimi_linear", 2, "`layers.0.self_attn.`: Kimi Delta Attention is not split over ranks yet; possible are 1"),
+    ("kimi_linear", 4, "`layers.0.self_attn.`: Kimi Delta Attention is not split over ranks yet; possible are 1"),
+    ("kimi_linear_groups", 2, "`layers.0.self_attn.`: attention over latents is not split over ranks yet"),
+    ("kimi_linear_groups", 4, "`layers.0.self_attn.`: attention over latents is not split over ranks yet"),
+    ("zamba2", 2, "`layers.1.shared_transformer.feed_forward.`: an MLP with an adapter is not split over ranks yet"),
+    ("zamba2", 4, "`layers.1.shared_transformer.feed_forward.`: an MLP with an adapter is not split over ranks yet"),
+    (
+        "zamba2_blocks",
+        2,
+        "`layers.1.shared_transformer.self_attn.`: attention with an adapter is not split over ranks yet",
+    ),
+    (
+        "zamba2_blocks",
+        4,
+        "`layers.1.shared_transformer.self_attn.`: attention with an adapter is not split over ranks yet",
+    ),
+    ("qwen3_window", 2, "`layers.0.self_attn.`: 3 KV heads do not divide over 2 ranks"),
+    ("qwen3_window", 4, "`layers.0.self_attn.`: 6 heads do not divide over 4 ranks"),
+    ("falcon_h1", 4, "`layers.0.mamba.`: 6 heads do not divide over 4 ranks; possible are 1, 2"),
+    ("falcon_h1_norm", 4, "`layers.0.mamba.`: 6 heads do not divide over 4 ranks; possible are 1, 2"),
+    ("nemotron_h_latent", 4, "`layers.0.mixer.`: 6 heads do not divide over 4 ranks; possible are 1, 2"),
+];
+
+/// Ways to cut a prompt into steps.
+const CUTS: [(&str, &[usize]); 2] = [("", &[]), (" in uneven steps", &[1, 30, 3, 64, 7, 50, 1, 1])];
+
+fn open<const RANKS: usize>() -> Result<Ranks> {
+    Ranks::open(RANKS, Products::default())
+}
+
+/// Models on one rank, which is the way of several without others, and on two and four.
+pub fn trials() -> Vec<Trial> {
+    let mut trials = on::<1>("cpu-1-rank", |dir| dir.ends_with("granitemoehybrid"));
+    trials.extend(on::<2>("cpu-2-ranks", |_| true));
+    trials.extend(on::<4>("cpu-4-ranks", |_| true));
+    trials.extend(sessions::on("cpu-2-ranks", open::<2>));
+    trials
+}
+
+fn on<const RANKS: usize>(name: &'static str, which: fn(&Path) -> bool) -> Vec<Trial> {
+    let test = |dir: PathBuf| {
+        let folder = dir.file_name().expect("a folder").to_string_lossy().into_owned();
+        let refusal = REFUSED.iter().find(|(refused, ranks, _)| *refused == folder && *ranks == RANKS);
+        CUTS[..if refusal.is_some() { 1 } else { 2 }]
+            .iter()
+            .map(|&(label, steps)| {
+                let (dir, id) = (dir.clone(), format!("{name} {folder}{label}"));
+                let run = move |backend: &Ranks| match refusal {
+                    Some((.., why)) => refused(backend, &dir, why),
+                    None => {
+                        let found = pollster::block_on(check(backend, &dir, CPU, 2, steps))?;
+                        eprintln!("{id}: {found}");
+                        Ok(())
+                    }
+                };
+                (format!("{folder}{label}"), false, run)
+            })
+            .collect::<Vec<_>>()
+    };
+    common::on(name, open::<RANKS>, folders().into_iter().filter(|dir| which(dir)).flat_map(test))
+}
+
+fn refused(backend: &Ranks, dir: &Path, why: &str) -> Result<(), Failed> {
+    match pollster::block_on(load(backend, dir)) {
+        Err(e) if e.message().is_some_and(|text| text.contains(why)) => Ok(()),
+        Err(e) => Err(format!("{:?}, not {why:?}", e.message()).into()),
+        Ok(_) => Err("it was loaded".into()),
+    }
+}
