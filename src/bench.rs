@@ -37,6 +37,7 @@ mod ops {
 }
 mod overhead;
 mod prefix;
+mod restore;
 #[cfg(feature = "serve")]
 mod serve;
 mod speculate;
@@ -70,7 +71,10 @@ pub fn run(args: &BenchArgs) -> Outcome {
         BenchCommand::Speculate(args) => speculate::run(args),
         BenchCommand::Prefix(args) if args.traffic => traffic::run(args),
         BenchCommand::Prefix(args) if args.overhead => overhead::run(args),
-        BenchCommand::Prefix(args) => prefix::run(args),
+        BenchCommand::Prefix(args) => match args.restore {
+            Some(tokens) => restore::run(args, tokens),
+            None => prefix::run(args),
+        },
     }
 }
 

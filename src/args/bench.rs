@@ -198,6 +198,13 @@ pub struct BenchPrefixArgs {
     /// The cost of the cache without hits, and the time to the first token of a hit
     #[arg(long, conflicts_with = "traffic")]
     pub overhead: bool,
+    /// The time to the first token of a prompt of so many tokens, by where its pages and states are: nowhere, on the device, in
+    /// host memory, on disk
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["traffic", "overhead"], value_parser = one_to(MAX_TOKENS))]
+    pub restore: Option<usize>,
+    /// Repetitions of the traffic; the cases take turns, and the median of each is reported
+    #[arg(long, value_name = "N", default_value = "1", value_parser = one_to(1000), requires = "traffic")]
+    pub runs: usize,
     /// Number of chats
     #[arg(long, value_name = "N", default_value = "64", value_parser = one_to(MOST_BATCH), requires = "traffic")]
     pub chats: usize,

@@ -7,6 +7,7 @@ use selkie_core::{
     Result,
     engine::{AnyEngine, EngineOptions, Event, Request},
     model_dir::ModelFiles,
+    state::Report,
     step::PAGE,
 };
 use serde_json::json;
@@ -65,7 +66,7 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     ))
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
+pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
@@ -102,8 +103,8 @@ fn hits(args: &BackendArgs, files: &Arc<ModelFiles>) -> Outcome<(f64, f64)> {
     let (mut hits, mut alone) = (Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
         let suffix = random.ids(SUFFIX, vocab);
-        let hit = pollster::block_on(first_token(&mut *engine, [&prefix[..], &suffix].concat()))?;
-        let bare = pollster::block_on(first_token(&mut *engine, suffix.iter().rev().copied().collect()))?;
+        let hit = pollster::block_on(first_token(&mut *engine, [&prefix[..], &suffix].concat()))?.ms;
+        let bare = pollster::block_on(first_token(&mut *engine, suffix.iter().rev().copied().collect()))?.ms;
         // The first request puts the prefix into the cache.
         if round > 0 {
             hits.push(hit);
@@ -113,15 +114,24 @@ fn hits(args: &BackendArgs, files: &Arc<ModelFiles>) -> Outcome<(f64, f64)> {
     Ok((median(hits), median(alone)))
 }
 
-/// Milliseconds from submission to the first token.
-async fn first_token(engine: &mut dyn AnyEngine, prompt: Vec<u32>) -> Result<f64> {
+/// A request for one token.
+pub(super) struct First {
+    /// Milliseconds from submission to the token.
+    pub ms: f64,
+    /// What it reused.
+    pub cache: Option<Report>,
+}
+
+/// Runs a request for one token alone.
+pub(super) async fn first_token(engine: &mut dyn AnyEngine, prompt: Vec<u32>) -> Result<First> {
     let start = Instant::now();
     engine.submit(Request { prompt, max_tokens: 1, ..Request::default() })?;
-    let mut first = 0.0;
+    let mut first = First { ms: 0.0, cache: None };
     while !engine.is_idle() {
         for event in engine.step().await? {
-            if let Event::Token { .. } = event {
-                first = start.elapsed().as_secs_f64() * 1e3;
+            match event {
+                Event::Token { .. } => first.ms = start.elapsed().as_secs_f64() * 1e3,
+                Event::Finished(end) => first.cache = end.cache,
             }
         }
     }

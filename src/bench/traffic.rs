@@ -52,14 +52,18 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     for budget in BUDGETS {
         let part = |n: usize| (n * budget).div_ceil(100);
         let room = Room { slots: part(all.peak_slots), pages: part(all.peak_pages) };
-        for &(name, policy, host) in &series {
-            terminal::note(format_args!("{budget} % of the working set, {name} ..."));
-            let result = work(policy, Some(room), host)?;
-            if result.backend == "cpu" && result.texts != all.texts {
-                return Err(Failure::Other(format!("the answers differ with {budget} % and {name}")));
+        let mut runs: Vec<Vec<Totals>> = series.iter().map(|_| Vec::new()).collect();
+        for _ in 0..args.runs {
+            for (&(name, policy, host), runs) in series.iter().zip(&mut runs) {
+                terminal::note(format_args!("{budget} % of the working set, {name} ..."));
+                let result = work(policy, Some(room), host)?;
+                if result.backend == "cpu" && result.texts != all.texts {
+                    return Err(Failure::Other(format!("the answers differ with {budget} % and {name}")));
+                }
+                runs.push(result);
             }
-            results.push((budget, name, result));
         }
+        results.extend(series.iter().zip(runs).map(|(&(name, ..), runs)| (budget, name, median(runs))));
     }
     if let Some(mut file) = svg {
         let cells: Vec<chart::Cell> = results
@@ -78,6 +82,12 @@ pub fn run(args: &BenchPrefixArgs) -> Outcome {
     }
     let mut out = Output::new();
     if args.target.json { out.json(&json(&all, &results)) } else { out.text(&text(&all, &results)) }
+}
+
+/// The run of median time.
+fn median(mut runs: Vec<Totals>) -> Totals {
+    runs.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    runs.swap_remove(runs.len() / 2)
 }
 
 /// Sizes of the pools.
