@@ -16,7 +16,8 @@ use crate::{
     tier::{Content, Disk, Host, Loading, Name, Pace, Place, Rates, Tier, TierOptions, TierStats, Value},
 };
 
-/// Bytes of values on their way to or from a disk for which there is host memory besides that of the host tier.
+/// Bytes of values on their way to or from a disk for which there is host memory besides that of the host tier; at least this,
+/// and room for the pages of a prompt and a few states, which leave the device together: of a prefix with a gap nothing is of use.
 const TRANSIT: u64 = 256 << 20;
 
 /// Every so many times that computing seems faster, loading is tried, since a rate that was measured at a bad moment would last
@@ -114,8 +115,8 @@ impl Lower {
             Layout { parts, bytes }
         };
         let (page, state) = (layout(true), layout(false));
-        let transit = if options.disk.is_some() { TRANSIT.max(4 * (page.bytes + state.bytes)) } else { 0 };
-        let disk = options.disk.as_ref().map(|disk| Disk::open(disk, &numerics(caps))).transpose()?;
+        let transit = if options.disk.is_some() { TRANSIT.max(8 * (page.bytes + state.bytes)) } else { 0 };
+        let disk = options.disk.as_ref().map(|disk| Disk::open(disk, &numerics(caps), transit)).transpose()?;
         Ok(Some(Self {
             memory: backend.host_memory(options.host + transit)?,
             host: Host::new(options.host),

@@ -36,8 +36,6 @@ use crate::{
     state::PrefixKey,
 };
 
-/// Values that wait to be written, in bytes. What comes when there are more is not written.
-const MOST_QUEUED: u64 = 256 << 20;
 /// A partly written file of this age was left by a process that ended.
 const ABANDONED: Duration = Duration::from_secs(600);
 /// The longest time between sweeps.
@@ -71,6 +69,7 @@ struct Shared {
     index: Mutex<Index>,
     /// Bytes that wait to be written; `written` is notified when there are fewer.
     queued: Mutex<u64>,
+    most_queued: u64,
     written: Condvar,
     cleared: AtomicU64,
     /// A write failed: no further one is tried.
@@ -98,11 +97,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Disk {
-    /// Opens the directory and reads its index. `numerics` names what decides the bits of values besides the model.
+    /// Opens the directory and reads its index. `numerics` names what decides the bits of values besides the model. What comes while
+    /// more than `most_queued` bytes wait to be written is not written.
     ///
     /// # Errors
     /// [`Error::BadRequest`] if other users can write the directory or it cannot be used, with the reason.
-    pub fn open(options: &DiskOptions, numerics: &str) -> Result<Self> {
+    pub fn open(options: &DiskOptions, numerics: &str, most_queued: u64) -> Result<Self> {
         let DiskOptions { dir, bytes, ttl, identity } = options;
         let mut hasher = Hasher::default();
         hasher.update(identity);
@@ -117,6 +117,7 @@ impl Disk {
             ttl: *ttl,
             index: Mutex::default(),
             queued: Mutex::new(0),
+            most_queued,
             written: Condvar::new(),
             cleared: AtomicU64::new(0),
             full: AtomicBool::new(false),
@@ -145,7 +146,7 @@ impl Disk {
             return;
         }
         let mut queued = lock(&self.shared.queued);
-        if *queued > 0 && *queued + bytes > MOST_QUEUED {
+        if *queued > 0 && *queued + bytes > self.shared.most_queued {
             return;
         }
         let cleared = self.shared.cleared.load(Ordering::Relaxed);

@@ -17,7 +17,7 @@ impl Disk {
     ///
     /// # Errors
     /// Always.
-    pub fn open(options: &DiskOptions, _numerics: &str) -> Result<Self> {
+    pub fn open(options: &DiskOptions, _numerics: &str, _most_queued: u64) -> Result<Self> {
         Err(Error::Unsupported {
             what: format!("a disk cache in {}", options.dir.display()),
             why: "a browser has no directories".into(),

@@ -164,7 +164,7 @@ fn another_namespace_another_model_and_other_numerics_find_nothing() {
     let mut engine = small(model, TierOptions { disk: Some(other), ..host(0) });
     assert_eq!(lifted(&mut engine, &mut alone, of("a", 1)), [0, 0]);
     let name = Name { key: PrefixKey::root(b"x", &Realm::default()), content: Content::Page };
-    let [one, two] = ["cpu", "cuda"].map(|numerics| Disk::open(&folder.options(1 << 30), numerics).unwrap());
+    let [one, two] = ["cpu", "cuda"].map(|numerics| Disk::open(&folder.options(1 << 30), numerics, QUEUED).unwrap());
     one.store(name, vec![1; 10].into());
     drop(one);
     assert!(block_on(two.load(vec![(name, Heap.take(10).unwrap())])).unwrap().is_empty(), "values of other numerics");
@@ -282,17 +282,19 @@ fn only_its_owner_can_read_it_and_only_its_owner_may_write() {
     use std::os::unix::fs::PermissionsExt;
     let folder = Folder::new("modes");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    let disk = Disk::open(&folder.options(1 << 20), "cpu").unwrap();
+    let disk = Disk::open(&folder.options(1 << 20), "cpu", QUEUED).unwrap();
     disk.store(name(1), value(1));
     drop(disk);
     let files = folder.files();
     assert_eq!((mode(&folder.0), mode(files[0].parent().unwrap()), mode(&files[0])), (0o700, 0o700, 0o600));
     fs::set_permissions(&folder.0, fs::Permissions::from_mode(0o770)).unwrap();
-    let refused = Disk::open(&folder.options(1 << 20), "cpu").unwrap_err().to_string();
+    let refused = Disk::open(&folder.options(1 << 20), "cpu", QUEUED).unwrap_err().to_string();
     assert!(refused.contains("other users can write it"), "{refused}");
 }
 
 /// Bytes of the values below.
+/// Most bytes that wait to be written.
+const QUEUED: u64 = 256 << 20;
 const SIZE: u64 = 20_000;
 
 fn name(n: u64) -> Name {
@@ -319,14 +321,14 @@ fn whole(disk: &Disk, numbers: std::ops::Range<u64>) -> usize {
 #[test]
 fn quota_and_time_to_live_are_kept() {
     let folder = Folder::new("quota");
-    let disk = Disk::open(&folder.options(10 * SIZE), "cpu").unwrap();
+    let disk = Disk::open(&folder.options(10 * SIZE), "cpu", QUEUED).unwrap();
     let size = |files: Vec<PathBuf>| files.iter().map(|f| fs::metadata(f).unwrap().len()).sum::<u64>();
     (0..50).for_each(|n| disk.store(name(n), value(n)));
     drop(disk);
     assert!(size(folder.files()) <= 10 * SIZE && folder.files().len() >= 7, "{}", size(folder.files()));
     let brief = DiskOptions { ttl: Duration::from_millis(50), ..folder.options(10 * SIZE) };
     thread::sleep(Duration::from_millis(100));
-    let disk = Disk::open(&brief, "cpu").unwrap();
+    let disk = Disk::open(&brief, "cpu", QUEUED).unwrap();
     assert_eq!((whole(&disk, 0..50), folder.files().len()), (0, 0), "all of them were old");
     disk.store(name(1), value(1));
     let stored = Instant::now();
@@ -343,7 +345,7 @@ fn a_process_that_writes() {
     let Ok(dir) = std::env::var("SELKIE_TIER_CHILD") else { return };
     let number = |name| std::env::var(name).unwrap().parse::<u64>().unwrap();
     let (bytes, first, count) = (number("SELKIE_TIER_BYTES"), number("SELKIE_TIER_FIRST"), number("SELKIE_TIER_COUNT"));
-    let disk = Disk::open(&Folder(dir.into()).leaked(bytes), "cpu").unwrap();
+    let disk = Disk::open(&Folder(dir.into()).leaked(bytes), "cpu", QUEUED).unwrap();
     for n in first..first + count {
         disk.store(name(n), value(n));
     }
@@ -386,7 +388,7 @@ fn a_kill_at_any_write_leaves_each_file_whole_or_absent() {
         let left = folder.files();
         let complete = left.iter().filter(|f| f.extension().is_some_and(|e| e != "new")).count();
         partly += left.len() - complete;
-        let disk = Disk::open(&folder.options(1 << 30), "cpu").unwrap();
+        let disk = Disk::open(&folder.options(1 << 30), "cpu", QUEUED).unwrap();
         assert_eq!(disk.size().0, complete, "kill {kill}");
         // What has its name is whole.
         assert_eq!(whole(&disk, 0..1000), complete, "kill {kill}");
@@ -400,7 +402,7 @@ fn a_kill_at_any_write_leaves_each_file_whole_or_absent() {
 fn two_processes_share_a_directory() {
     let folder = Folder::new("two");
     let quota = 40 * SIZE;
-    let disk = Disk::open(&folder.options(quota), "cpu").unwrap();
+    let disk = Disk::open(&folder.options(quota), "cpu", QUEUED).unwrap();
     let mut other = folder.writer(quota, 0..400).spawn().unwrap();
     let mut found = 0;
     for round in 0..20 {
@@ -412,7 +414,7 @@ fn two_processes_share_a_directory() {
     // Both write the same values: either file is right.
     let mut both = [0..100, 0..100].map(|numbers| folder.writer(quota, numbers).spawn().unwrap());
     both.iter_mut().for_each(|child| assert!(child.wait().unwrap().success()));
-    let disk = Disk::open(&folder.options(quota), "cpu").unwrap();
+    let disk = Disk::open(&folder.options(quota), "cpu", QUEUED).unwrap();
     found += whole(&disk, 0..100);
     assert!(found > 20, "{found} values found");
     let bytes: u64 = folder.files().iter().map(|f| fs::metadata(f).unwrap().len()).sum();
