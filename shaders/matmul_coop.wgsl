@@ -30,6 +30,18 @@ fn weights(w: vec2<u32>) -> vec4<f16> {
 #endif
 }
 
+// Eight weights. Coded ones are decoded to f16 as they are loaded: the slices ahead then take no more registers than others.
+fn w_slice(i: u32) -> vec4<u32> {
+#if CODED
+    let w = w_v8(i);
+    let a = clamp(w[0], vec4<f32>(-65504.0), vec4<f32>(65504.0));
+    let b = clamp(w[1], vec4<f32>(-65504.0), vec4<f32>(65504.0));
+    return vec4<u32>(pack2x16float(a.xy), pack2x16float(a.zw), pack2x16float(b.xy), pack2x16float(b.zw));
+#else
+    return w_raw8(i);
+#endif
+}
+
 // Eight elements of a row of x.
 fn x_slice(m: u32, k: u32) -> vec4<u32> {
     return bitcast<vec4<u32>>(packed_v4(m * P.packed_row + k / 2u));
@@ -76,7 +88,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var x_$p_$i = x_slice(m0 + row + $iu * (WG / TR), k_first + $pu * BK + offset);
 #end
 #for i W_LOADS
-    var w_$p_$i = w_raw8(w_at_$i + k_first + $pu * BK);
+    var w_$p_$i = w_slice(w_at_$i + k_first + $pu * BK);
 #end
 #end
     for (var k = k_first; k < k_end; k += BK * AHEAD) {
@@ -97,7 +109,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             x_$p_$i = x_slice(m0 + row + $iu * (WG / TR), next_$p + offset);
 #end
 #for i W_LOADS
-            w_$p_$i = w_raw8(w_at_$i + next_$p);
+            w_$p_$i = w_slice(w_at_$i + next_$p);
 #end
         }
 #for s STEPS

@@ -1,6 +1,6 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. A team of LANES threads shares ROWS weight rows and splits K; every
 // thread handles eight elements of K at a time for all MR rows of x, with DEEP loads per weight row in flight. A workgroup
-// computes WG / LANES * ROWS columns of MR rows.
+// computes WG / LANES * ROWS columns of MR rows. With WIDE, for coded weights, it is 32 elements at a time, in two runs of 16.
 //
 // Fusion:
 //   NORM      x is normalised as it is read: u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm.
@@ -20,6 +20,19 @@ fn mac8(a: f32, x: mat2x4<f32>, w: mat2x4<f32>) -> f32 {
     let b = fma(x[0].w, w[0].w, fma(x[0].z, w[0].z, fma(x[0].y, w[0].y, fma(x[0].x, w[0].x, a))));
     return fma(x[1].w, w[1].w, fma(x[1].z, w[1].z, fma(x[1].y, w[1].y, fma(x[1].x, w[1].x, b))));
 }
+
+#if WIDE
+// The sum of 16 products.
+fn dot16(c: mat4x4<f32>, x: mat2x4<f32>, y: mat2x4<f32>) -> f32 {
+    let p = fma(c[3], y[1], fma(c[2], y[0], fma(c[1], x[1], c[0] * x[0])));
+    return p.x + p.y + p.z + p.w;
+}
+
+fn sum16(x: mat2x4<f32>, y: mat2x4<f32>) -> f32 {
+    let p = x[0] + x[1] + y[0] + y[1];
+    return p.x + p.y + p.z + p.w;
+}
+#endif
 
 #if NORM
 // Elements k to k + 7 of row m before the norm.
@@ -109,6 +122,31 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var square$m = 0.0;
 #end
 #endif
+#if WIDE
+    for (var k = 32u * lane; k < P.k; k += 32u * LANES) {
+        let at = w_runs(k);
+#for r ROWS
+        let f$r = w_wide(row$r + k);
+#end
+#for m MR
+#for h 2
+#for e 2
+#if NORM
+        let v$m_$h_$e = gated($mu, at[$h] + 8u * $eu);
+        square$m = mac8(square$m, v$m_$h_$e, v$m_$h_$e);
+        let x$m_$h_$e = scaled(v$m_$h_$e, at[$h] + 8u * $eu);
+#else
+        let x$m_$h_$e = x_v8($mu * P.x_row + at[$h] + 8u * $eu);
+#endif
+#end
+        let total$m_$h = sum16(x$m_$h_0, x$m_$h_1);
+#for r ROWS
+        acc$r_$m += f$r.scale[$h] * dot16(f$r.c$h, x$m_$h_0, x$m_$h_1) - f$r.offset[$h] * total$m_$h;
+#end
+#end
+#end
+    }
+#else
 #if EIGHT
     var k = 8u * lane;
     for (; k + SPAN * (DEEP - 1u) < P.k; k += SPAN * DEEP) {
@@ -163,6 +201,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 #end
     }
+#endif
 #endif
     // The factor of the output row that this thread stores.
     var factor = P.scale;

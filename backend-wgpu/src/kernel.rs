@@ -284,7 +284,7 @@ impl ViewSpec {
                 }
                 return;
             }
-            Elem::Codes(format) => return codes::accessors(n, b, format, s),
+            Elem::Codes(format) => return codes::accessors(n, b, format, binding.wide, s),
             Elem::F32 | Elem::U32 => {}
         }
         let t = if self.elem == Elem::F32 { "f32" } else { "u32" };
@@ -512,7 +512,11 @@ impl<B: Handle> Builder<B> {
             // A binding's element is 16 bytes: four words or eight halves.
             let per_vector = 16 / t.dtype.bytes();
             let aligned = t.offset % per_vector == 0 && (t.rows() <= 1 || t.row_stride % per_vector == 0);
-            let wide = v.vector && aligned && t.row_len() % per_vector == 0 && v.format == Format::Plain;
+            let whole = match v.format {
+                Format::Plain => t.row_len() % per_vector == 0,
+                format => codes::is_vectors(format),
+            };
+            let wide = v.vector && aligned && whole;
             let (id, writable) = (t.buf.as_ref().map(Handle::id), v.access != Access::Read);
             let (from, to) = (t.byte_offset() as u64, t.byte_end() as u64);
             let binding = match bindings.iter().position(|(_, other, ..)| *other == id) {

@@ -1,6 +1,7 @@
 //! Matrix products with cooperative matrices: f16 factors, f32 sums.
 
 use selkie_core::backend::Handle;
+use selkie_core::format::Format;
 use selkie_core::ops::Access::{self, InPlace, Read, Write};
 use selkie_core::ops::{Matmul, RowBlock};
 use selkie_core::tensor::{DType, Tensor};
@@ -14,10 +15,14 @@ const ROWS: usize = 128;
 /// Whether a block of weights can be read in slices of 32 of K, 8 elements at a time.
 pub(super) fn takes<B: Handle>(block: &RowBlock<B>, k: usize) -> bool {
     let w = &block.w;
-    matches!(w.dtype, DType::Bf16 | DType::F16)
-        && k.is_multiple_of(32)
+    let vectors = matches!(w.dtype, DType::Bf16 | DType::F16)
         && w.offset.is_multiple_of(8)
-        && (w.rows() <= 1 || w.row_stride.is_multiple_of(8))
+        && (w.rows() <= 1 || w.row_stride.is_multiple_of(8));
+    k.is_multiple_of(32) && (coded(block) || vectors)
+}
+
+fn coded<B: Handle>(block: &RowBlock<B>) -> bool {
+    block.format != Format::Plain
 }
 
 /// The output tile of a workgroup: see `matmul_coop.wgsl`.
@@ -86,12 +91,13 @@ struct Plan {
 impl Plan {
     /// Chosen by measurement on an H200, which runs two or three workgroups per multiprocessor. K is split if the tiles alone
     /// would leave most of a large device idle.
-    fn pick(m: usize, n: usize, k: usize) -> Self {
+    /// Coded slices are not loaded ahead: every load would decode them once more in the shader, which then compiles for seconds.
+    fn pick(m: usize, n: usize, k: usize, coded: bool) -> Self {
         let tile = Tile::pick(m, n);
         let tiles = [m.div_ceil(tile.m()), n.div_ceil(tile.n())];
         let fits = |[slice, ahead]: &[usize; 2]| k.is_multiple_of(slice * ahead);
         let [slice, ahead] = match m {
-            ..=FEW => [[64, 4], [64, 1], [32, 1]].into_iter().find(fits).unwrap_or([32, 1]),
+            ..=FEW if !coded => [[64, 4], [64, 1], [32, 1]].into_iter().find(fits).unwrap_or([32, 1]),
             _ => [32, 1],
         };
         let parts = (places(m) / (tiles[0] * tiles[1])).clamp(1, most_parts(m, k));
@@ -195,18 +201,19 @@ fn product<B: Handle>(
 ) {
     let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
     let quads = [n, block.col, op.out.row_len(), op.out.row_stride, op.out.offset].iter().all(|v| v.is_multiple_of(4));
-    let plan = Plan::pick(m, n, k);
+    let plan = Plan::pick(m, n, k, coded(block));
     let split = quads && (plan.parts > 1 || m <= FEW);
     let b = packed
         .views(plan.tile.constants(Builder::new(shader!("matmul_coop")), plan.slice), Read)
         .constant("AHEAD", plan.ahead)
-        .flag("W_F16", block.w.dtype == DType::F16)
+        .flag("CODED", coded(block))
+        .flag("W_F16", coded(block) || block.w.dtype == DType::F16)
         .flag("SPLIT", split)
         .param("n", n)
         .param("k", k)
         .param("m_tiles", plan.tiles[0])
         .param("n_tiles", plan.tiles[1])
-        .vectors("w", Read, &block.w);
+        .weight("w", block);
     let (tiles, limit) = (plan.tiles[0] * plan.tiles[1], facts.max_binding);
     if !split {
         let b = b.flag("WHOLE", quads);
@@ -254,7 +261,7 @@ mod tests {
             (16, 4096, 21504, 8),
             (9, 16, 64, 1),
         ] {
-            assert_eq!(Plan::pick(m, n, k).parts, want, "{m} x {n} x {k}");
+            assert_eq!(Plan::pick(m, n, k, false).parts, want, "{m} x {n} x {k}");
         }
     }
 
@@ -263,7 +270,7 @@ mod tests {
         for (n, k) in [(36, 4128), (1536, 4096), (4096, 21504), (18560, 4096), (4096, 64), (4096, 32)] {
             let mut reserved = 0;
             for m in 9..1500 {
-                let plan = Plan::pick(m, n, k);
+                let plan = Plan::pick(m, n, k, false);
                 let most = most_sums(m, n, k);
                 let [rows, columns] = plan.sums();
                 let fits = (plan.parts == 1 && m > FEW) || plan.parts * rows * columns <= most;

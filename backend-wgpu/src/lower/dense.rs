@@ -2,6 +2,7 @@
 
 use selkie_core::backend::Handle;
 use selkie_core::error::Result;
+use selkie_core::format::Format;
 use selkie_core::ops::Access::{InPlace, Read, Write};
 use selkie_core::ops::{Activation, Embed, Gather, Matmul, RmsNorm, RowBlock};
 
@@ -93,11 +94,17 @@ pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result
     Ok(vec![b.build("activation", (op.out.len() / 4).div_ceil(256), facts.max_binding)])
 }
 
+/// Weights from which on eight rows are faster with cooperative matrices, measured on an H200.
+const LARGE: usize = 1 << 24;
+
 /// Whether the product uses cooperative matrices. Native only: browsers have none, and the constant `false` lets the wasm
 /// build drop those shaders.
 fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
     let native = cfg!(not(target_family = "wasm"));
-    native && facts.cooperative && op.x.rows() > gemv::FEW_ROWS && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
+    // Eight rows of a large weight are limited by arithmetic elsewhere; codes would be decoded twice for a tile that is half empty.
+    let large = op.w.n * op.w.k >= LARGE && op.w.blocks.iter().all(|b| b.format == Format::Plain);
+    let few = gemv::FEW_ROWS - usize::from(large);
+    native && facts.cooperative && op.x.rows() > few && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
 }
 
 /// Maximum scratch bytes of the product with this many rows or fewer.

@@ -7,6 +7,7 @@ use selkie_core::ops::{Activation, Conv1d, Matmul, Op, RmsNorm, RowBlock};
 use selkie_core::tensor::Tensor;
 
 use super::{Facts, MOST_BINDINGS, act, eights, lanes};
+use crate::codes;
 use crate::kernel::{Builder, Kernel, shader};
 
 /// Maximum weights of a product that is fused with the norm of its x. Every workgroup repeats the norm, which must cost less
@@ -136,12 +137,18 @@ pub(super) fn product<B: Handle>(
     let eight = eights("matmul", block, k)?;
     let sides = if fused.activation.is_some_and(|next| next.up.is_some()) { 2 } else { 1 };
     let norm = fused.norm.map(|(norm, _)| norm);
-    let step = if eight { 8 } else { 4 };
-    let plan = Gemv::pick(m, k, step, norm.is_some(), norm.is_some_and(|norm| norm.gate.is_some()));
+    let wide = codes::is_wide(block.format);
+    let plan = if wide {
+        Gemv::wide(m, k)
+    } else {
+        let step = if eight { 8 } else { 4 };
+        Gemv::pick(m, k, step, norm.is_some(), norm.is_some_and(|norm| norm.gate.is_some()))
+    };
     let mut b = plan
         .constants(Builder::new(shader!("matmul_vec")), facts, k)
         .constant("MR", m)
         .constant("SIDES", sides)
+        .flag("WIDE", wide)
         .flag("EIGHT", eight)
         .flag("COLUMNS", op.columns.is_some())
         .flag("BIAS", op.bias.is_some())
@@ -218,6 +225,12 @@ impl Gemv {
         };
         let rows = if norm && !gate { 4 } else { 2 };
         Self { threads: 256, lanes, rows, deep: (k / (step * lanes)).clamp(1, 4) }
+    }
+
+    /// The same for coded weights that are read 32 elements at a time.
+    fn wide(m: usize, k: usize) -> Self {
+        let (most, rows) = if m > 2 { (32, 4) } else { (64, 2) };
+        Self { threads: 256, lanes: lanes(k, 32).min(most), rows, deep: 1 }
     }
 
     fn constants<B: Handle>(&self, b: Builder<B>, facts: &Facts, k: usize) -> Builder<B> {
