@@ -91,7 +91,7 @@ struct Plan {
 impl Plan {
     /// Chosen by measurement on an H200, which runs two or three workgroups per multiprocessor. K is split if the tiles alone
     /// would leave most of a large device idle.
-    /// Coded slices are not loaded ahead: every load would decode them once more in the shader, which then compiles for seconds.
+    /// Coded slices are not loaded ahead: every load of one decodes it, in code of its own.
     fn pick(m: usize, n: usize, k: usize, coded: bool) -> Self {
         let tile = Tile::pick(m, n);
         let tiles = [m.div_ceil(tile.m()), n.div_ceil(tile.n())];
