@@ -131,7 +131,7 @@ pub fn export(
 ) -> Export {
     let mut ends: Vec<u32> = encoded.boundaries.iter().map(|end| *end as u32).collect();
     ends.sort_unstable();
-    Export { model, name, tokens: encoded.ids, ends, messages, realm, states }
+    Export { model, name, tokens: encoded.ids, ends, messages, realm, states, from: 0 }
 }
 
 /// Writes a bundle.

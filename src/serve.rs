@@ -16,7 +16,8 @@ use selkie_core::session::Model;
 use tokio::time::{sleep, timeout};
 
 use crate::{
-    args::{ServeArgs, ServerArgs},
+    args::{Role, ServeArgs, ServerArgs},
+    bundle,
     failure::{Failure, Outcome},
     interrupt::Interrupt,
     model,
@@ -26,6 +27,7 @@ use crate::{
 
 use answer::{Read, generate};
 use app::{App, Limits, Phase};
+use handover::Part;
 use host::Hosts;
 use listen::Connections;
 pub use local::Local;
@@ -40,6 +42,7 @@ mod blocks;
 mod fields;
 mod gate;
 mod guard;
+mod handover;
 mod host;
 mod info;
 mod keys;
@@ -54,6 +57,7 @@ mod refusal;
 mod responses;
 mod run;
 mod speech;
+mod spool;
 mod sse;
 mod state;
 mod voice;
@@ -87,14 +91,17 @@ pub fn run(args: &ServeArgs) -> Outcome {
         body: usize::try_from(args.server.max_body).unwrap_or(usize::MAX),
         state: args.server.max_state,
         answer: Duration::from_secs(args.server.answer_time as u64),
+        handover: Duration::from_secs(args.handover.handover_time as u64),
     };
+    check_role(args)?;
+    let handover = handover::bind(&args.handover)?;
     let local = listen.is_loopback();
     let open = !local && keys.is_none();
     let hosts = local.then(|| Hosts::new(address.port(), args.server.allow_host.clone()));
     let mut app = App::new(names, places, limits);
     app.formats = (args.server.tool_call_parser, args.server.reasoning_parser);
     (app.keys, app.hosts, app.site) = (keys, hosts, web::found());
-    app.files = Some(files.clone());
+    (app.files, app.handover) = (Some(files.clone()), Part::new(&args.handover));
     let app = Arc::new(app);
     let interrupt = Interrupt::listen()?;
     Output::new().text(&format!("http://{address}/\n"))?;
@@ -103,11 +110,29 @@ pub fn run(args: &ServeArgs) -> Outcome {
     }
     let runtime = runtime()?;
     let backend = args.model.backend.clone();
-    let load = move || model::load(&backend, &files, &options);
-    let ended = runtime.block_on(live(app, listener, args, interrupt, load));
+    let divided = args.handover.role != Role::Both;
+    let load = move || {
+        if divided {
+            // Both servers compare it; the first call reads all weights.
+            bundle::identity(&files)?;
+        }
+        model::load(&backend, &files, &options)
+    };
+    let ended = runtime.block_on(live(app, Sockets { http: listener, handover }, args, interrupt, load));
     // Nothing is left that anybody waits for.
     runtime.shutdown_background();
     ended
+}
+
+/// Refuses options with which there is nothing to hand over.
+fn check_role(args: &ServeArgs) -> Outcome {
+    let why = match args.handover.role {
+        Role::Both => return Ok(()),
+        _ if args.model.backend.ranks > 1 => "--ranks 1: the states of several ranks are in parts",
+        _ if args.pool.no_prefix_cache => "the prefix cache, where states are handed over: leave --no-prefix-cache out",
+        _ => return Ok(()),
+    };
+    Err(Failure::Usage(format!("--role prefill and decode need {why}")))
 }
 
 /// Few threads: the work is the engine's, which has its own. Those that prepare prompts are as many as cores.
@@ -140,17 +165,27 @@ fn on_runtime(listener: TcpListener) -> Outcome<tokio::net::TcpListener> {
     made.map_err(|e| Failure::Other(format!("the socket cannot be used: {e}")))
 }
 
+/// Where a server listens.
+struct Sockets {
+    http: TcpListener,
+    /// For those who fetch prompts.
+    handover: Option<TcpListener>,
+}
+
 /// Serves from the start of loading to the end of draining.
 async fn live(
     app: Arc<App>,
-    listener: TcpListener,
+    sockets: Sockets,
     args: &ServeArgs,
     interrupt: Interrupt,
     load: impl FnOnce() -> Outcome<Model> + Send + 'static,
 ) -> Outcome {
     let rules = Connections::new(args.server.max_connections);
     let phase = app.phase.subscribe();
-    let mut server = tokio::spawn(listen::serve(on_runtime(listener)?, router(app.clone()), rules, phase));
+    let mut server = tokio::spawn(listen::serve(on_runtime(sockets.http)?, router(app.clone()), rules, phase));
+    if let Some(listener) = sockets.handover {
+        tokio::spawn(handover::serve(on_runtime(listener)?, app.clone()));
+    }
     let events = kv_events::Publisher::bind(&args.server).await?;
     let mut loading = tokio::task::spawn_blocking(load);
     let model = loop {

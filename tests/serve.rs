@@ -12,6 +12,8 @@ mod controls;
 #[cfg(target_os = "linux")]
 #[path = "serve/crowd.rs"]
 mod crowd;
+#[path = "serve/handover.rs"]
+mod handover;
 #[path = "serve/soak.rs"]
 mod soak;
 #[path = "serve/state.rs"]

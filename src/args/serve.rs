@@ -31,6 +31,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub server: ServerArgs,
     #[command(flatten)]
+    pub handover: HandoverArgs,
+    #[command(flatten)]
     pub pool: PoolArgs,
 }
 
@@ -92,6 +94,38 @@ pub struct ServerArgs {
     /// The namespace whose prefixes are published
     #[arg(long, value_name = "NAME", default_value = "", requires = "kv_events")]
     pub kv_events_namespace: String,
+}
+
+/// Prompts that one server computes for another.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Hand-over")]
+pub struct HandoverArgs {
+    /// What is done of a request that a router sends to two servers (`sglang-router --pd-disaggregation`)
+    #[arg(long, value_name = "ROLE", default_value = "both")]
+    pub role: Role,
+    /// Address where computed prompts are fetched; they are not encrypted, and whoever reaches it may read them
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
+    pub handover_listen: IpAddr,
+    /// Port where computed prompts are fetched; the router is told
+    #[arg(long, value_name = "N", default_value = "8998")]
+    pub handover_port: u16,
+    /// Another machine from which prompts may be fetched, by the host that the router names; may be given several times
+    #[arg(long, value_name = "HOST")]
+    pub prefill_host: Vec<String>,
+    /// Seconds that a prompt may take on the other server; then it is computed by the one that answers
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = at_least_one)]
+    pub handover_time: usize,
+}
+
+/// What a server does of a request that is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Role {
+    /// All of it, as without a second server
+    Both,
+    /// It computes the prompt and gives its state to the other one
+    Prefill,
+    /// It answers with the state of the other one
+    Decode,
 }
 
 /// Encoding of KV events.

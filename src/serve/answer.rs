@@ -21,6 +21,7 @@ use super::{
     app::{App, Phase},
     fields::Fields,
     guard::Caller,
+    handover::{self, Opened},
     metrics::Broken,
     refusal::{Dialect, Refusal},
     run::{News, Ready, Run},
@@ -56,11 +57,13 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
     let (caller, body) = receive(&app, request).await?;
     // Reading, rendering and tokenising may take long; this thread has other requests to serve.
     let work = {
-        let (app, caller) = (app.clone(), caller.clone());
+        let (app, caller, model) = (app.clone(), caller.clone(), model.clone());
         move || {
             let fields = Fields::body(&body.bytes)?;
             app.check_name(fields.get::<String>("model")?.as_deref())?;
-            let (wanted, speak) = read(&fields)?;
+            let (mut wanted, speak) = read(&fields)?;
+            let meetings = app.handover.meetings(&fields)?;
+            app.handover.limit(&mut wanted, &meetings);
             let places = app.gate.take(wanted.choices(), app.metrics.mean_seconds());
             let places = places.inspect_err(|e| {
                 if e.status == 429 {
@@ -69,10 +72,13 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
             })?;
             let (n, stream) = (wanted.n, wanted.stream);
             let ready = Ready::new(&model, app.speech(&model), wanted, &caller, places)?;
-            Ok((ready, speak, n, stream))
+            Ok((ready, speak, n, stream, meetings))
         }
     };
-    let (ready, speak, n, stream) = blocking(work).await?;
+    let (ready, speak, n, stream, meetings) = blocking(work).await?;
+    let prompts = meetings.into_iter().zip(ready.prompts()).collect();
+    let namespace = ready.namespace().to_owned();
+    let rooms = handover::prepare(&app, &model, prompts, &namespace).await?;
     let run = Run::start(app.ready()?, ready);
     app.metrics.started(run.len());
     let head = Head {
@@ -82,7 +88,7 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
         n,
         prompt_tokens: run.prompt_tokens(),
     };
-    let mut answering = Answering::new(app, run, speak(head));
+    let mut answering = Answering::new(app, run, speak(head), rooms);
     if stream {
         let comments = answering.voice.has_comments();
         return Ok(streamed(comments, sse::body(comments, |out| async move { answering.stream(&out).await })));
@@ -164,14 +170,16 @@ struct Answering {
     app: Arc<App>,
     run: Run,
     voice: Box<dyn Voice>,
+    /// Those who wait for its prompts, if it is computed for others.
+    rooms: Vec<Option<Opened>>,
     /// Choices that have not ended.
     open: usize,
     failed: bool,
 }
 
 impl Answering {
-    fn new(app: Arc<App>, run: Run, voice: Box<dyn Voice>) -> Self {
-        Self { app, open: run.len(), run, voice, failed: false }
+    fn new(app: Arc<App>, run: Run, voice: Box<dyn Voice>, rooms: Vec<Option<Opened>>) -> Self {
+        Self { app, open: run.len(), run, voice, rooms, failed: false }
     }
 
     async fn stream(&mut self, out: &Out) {
@@ -207,6 +215,8 @@ impl Answering {
                 Some(News::Ended(choice, ended)) => {
                     self.open -= 1;
                     self.app.metrics.ended(&ended);
+                    // Such a request has one answer to each prompt.
+                    self.rooms.get_mut(choice).and_then(Option::take).into_iter().for_each(Opened::computed);
                     if let Some(out) = out {
                         self.voice.said(out, choice, &ended.last, Tokens::default());
                         self.voice.end(out, choice, &ended);

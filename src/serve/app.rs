@@ -18,7 +18,7 @@ use selkie_core::{
 };
 use tokio::sync::watch;
 
-use super::{gate::Gate, host::Hosts, keys::Keys, metrics::Metrics, refusal::Refusal, speech::Speech};
+use super::{gate::Gate, handover::Part, host::Hosts, keys::Keys, metrics::Metrics, refusal::Refusal, speech::Speech};
 use crate::web::files::Site;
 
 /// Limits of requests.
@@ -30,6 +30,8 @@ pub struct Limits {
     pub state: u64,
     /// How long an answer may take.
     pub answer: Duration,
+    /// How long a prompt may take that another server computes.
+    pub handover: Duration,
 }
 
 /// Where the server is in its life.
@@ -65,6 +67,8 @@ pub struct App {
     pub hosts: Option<Hosts>,
     /// The browser page, if there is one.
     pub site: Option<Site>,
+    /// What this server does of requests that are divided.
+    pub handover: Part,
     /// Limits of requests.
     pub limits: Limits,
     /// Changes once or twice.
@@ -94,6 +98,7 @@ impl App {
             keys: None,
             hosts: None,
             site: None,
+            handover: Part::Both,
             limits,
             phase: watch::Sender::new(Phase::Open),
             created: system_clock(),

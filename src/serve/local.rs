@@ -39,7 +39,7 @@ impl Local {
         let cannot = |e| Failure::Other(format!("cannot listen on a free local port: {e}"));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
-        let limits = Limits { body: 1 << 30, state: 0, answer: LONG };
+        let limits = Limits { body: 1 << 30, state: 0, answer: LONG, handover: LONG };
         let mut app = App::new(vec!["bench".into()], answers, limits);
         app.hosts = Some(Hosts::new(address.port(), Vec::new()));
         let app = Arc::new(app);

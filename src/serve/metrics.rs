@@ -70,6 +70,32 @@ pub struct Metrics {
     /// Answers by reason of their end: stop, length, abort, error.
     ends: [AtomicU64; 4],
     refused: AtomicU64,
+    /// Prompts by what became of their hand-over: over, known, not.
+    handed: [AtomicU64; 3],
+    handed_tokens: AtomicU64,
+    handed_bytes: AtomicU64,
+}
+
+/// What became of a prompt that one server computes for another.
+pub enum Handed {
+    /// It went over.
+    Over {
+        /// Tokens that need not be computed.
+        tokens: usize,
+        /// Bytes of its bundle.
+        bytes: u64,
+    },
+    /// The other side had all of it.
+    Known,
+    /// Nothing came of it.
+    Not,
+}
+
+impl Handed {
+    /// Bytes that went over.
+    pub fn bytes(&self) -> u64 {
+        if let Self::Over { bytes, .. } = self { *bytes } else { 0 }
+    }
 }
 
 /// The reasons of `request_success`, in the order of [`Metrics::ends`].
@@ -106,6 +132,9 @@ impl Metrics {
             ]),
             ends: Default::default(),
             refused: AtomicU64::new(0),
+            handed: Default::default(),
+            handed_tokens: AtomicU64::new(0),
+            handed_bytes: AtomicU64::new(0),
         }
     }
 
@@ -122,6 +151,20 @@ impl Metrics {
     /// A request was refused because too many run and wait.
     pub fn refused(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A prompt was handed over, or not.
+    pub fn handed(&self, what: &Handed) {
+        let which = match what {
+            Handed::Over { tokens, bytes } => {
+                self.handed_tokens.fetch_add(*tokens as u64, Ordering::Relaxed);
+                self.handed_bytes.fetch_add(*bytes, Ordering::Relaxed);
+                0
+            }
+            Handed::Known => 1,
+            Handed::Not => 2,
+        };
+        self.handed[which].fetch_add(1, Ordering::Relaxed);
     }
 
     /// A later token of an answer came after this time.
@@ -177,6 +220,17 @@ impl Metrics {
         }
         let refused = self.refused.load(Ordering::Relaxed);
         page.one("vllm:admission_rejections_total", "counter", "Requests that found no place.", refused as f64);
+        let name = "selkie:handover_total";
+        page.family(name, "counter", "Prompts that one server computes for another, by what became of them.");
+        for (result, count) in ["over", "known", "not"].iter().zip(&self.handed) {
+            page.line(name, &format!("result=\"{result}\""), count.load(Ordering::Relaxed) as f64);
+        }
+        for (name, help, count) in [
+            ("selkie:handover_tokens_total", "Prompt tokens whose state was handed over.", &self.handed_tokens),
+            ("selkie:handover_bytes_total", "Bytes that were handed over.", &self.handed_bytes),
+        ] {
+            page.one(name, "counter", help, count.load(Ordering::Relaxed) as f64);
+        }
         let histograms = self.histograms.lock().unwrap_or_else(PoisonError::into_inner);
         histograms.iter().for_each(|(name, help, histogram)| page.histogram(name, help, histogram));
         page.text

@@ -34,6 +34,7 @@ pub struct Ready {
     choices: Vec<Choice>,
     /// Choices of each prompt.
     n: usize,
+    namespace: String,
     places: Places,
 }
 
@@ -117,7 +118,18 @@ impl Ready {
                 choices.push(Choice { prepared, waits: waits && i > 0, answer: None, seed, listener, report, echo });
             }
         }
-        Ok(Self { choices, n, places })
+        Ok(Self { choices, n, namespace, places })
+    }
+
+    /// The tokens of each prompt.
+    pub fn prompts(&self) -> impl Iterator<Item = Vec<u32>> {
+        let first = self.choices.iter().step_by(self.n);
+        first.map(|choice| choice.prepared.as_ref().map_or_else(Vec::new, |prepared| prepared.prompt().to_vec()))
+    }
+
+    /// The namespace in which they run.
+    pub fn namespace(&self) -> &str {
+        &self.namespace
     }
 }
 
@@ -237,7 +249,7 @@ impl Report {
 impl Run {
     /// Sends a request. Of several choices of one long prompt, the first computes it and the others reuse it.
     pub fn start(model: &Model, ready: Ready) -> Self {
-        let Ready { choices, n, places } = ready;
+        let Ready { choices, n, places, .. } = ready;
         let mut run = Self { choices, n, model: model.clone(), next: 0, _places: places };
         let now = (0..run.choices.len()).filter(|i| !run.choices[*i].waits).collect();
         run.send(now);

@@ -1,12 +1,11 @@
 //! `/v1/state/save` and `/v1/state/load`: bundles over HTTP, out of and into the caller's namespace.
 //!
-//! The engine's thread writes and reads a temporary file without a name, so that it waits for no client and a bundle needs no
-//! memory. Clients name no path.
+//! They are on their way in files, see [`spool`](super::spool). Clients name no path.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::File,
     future::poll_fn,
-    io::{self, BufReader, BufWriter, Seek, SeekFrom, Write},
+    io::{BufReader, Seek, SeekFrom, Write},
     pin::Pin,
     sync::Arc,
     time::Duration,
@@ -43,6 +42,7 @@ use super::{
     page::Pieces,
     refusal::{Dialect, Refusal},
     speech::ToolUse,
+    spool::{self, PIECE, on_disk, spool, too_long},
 };
 use crate::bundle::{STATES, export};
 
@@ -56,8 +56,6 @@ const STALL_TIME: Duration = Duration::from_secs(30);
 const WAIT: Duration = Duration::from_secs(10);
 /// Bundles that may be on their way at a time: each has a file.
 static TRANSFERS: Semaphore = Semaphore::const_new(2);
-/// Bytes that are written to or read from a file at a time.
-const PIECE: usize = 1 << 20;
 
 /// `/v1/state/save`: the state after a prompt as a bundle. The prompt is computed if the cache has it not.
 pub async fn save(State(app): State<Arc<App>>, request: Request) -> Response<Body> {
@@ -101,17 +99,8 @@ async fn attempt_save(app: Arc<App>, request: Request) -> Result<Response<Body>,
     let (name, work_model) = (app.name().to_owned(), model);
     let (file, bytes) = blocking(move || {
         let what = wanted.export(name, identity(&files)?);
-        let mut out = BufWriter::with_capacity(PIECE, Limited { file: spool()?, left: most });
-        let work = work_model.with(move |engine| {
-            let saved = pollster::block_on(engine.export(what, NAME, &mut out));
-            saved.and_then(|saved| {
-                let file = out.into_inner().map_err(|e| Error::io(NAME, e.into_error()))?.file;
-                Ok((file, saved.bytes))
-            })
-        });
-        let (mut file, bytes) = work.wait().map_err(|e| Refusal::from(&*e))?.map_err(|e| too_large(e, most))?;
-        file.seek(SeekFrom::Start(0)).map_err(on_disk)?;
-        Ok((file, bytes))
+        let (file, saved) = spool::export(&work_model, what, NAME, most)?;
+        Ok((file, saved.bytes))
     })
     .await?;
     let mut response = Response::new(Body::new(Pieces::new(file, bytes, Some(Box::new(transfer)))));
@@ -207,12 +196,12 @@ impl Wanted {
 }
 
 /// The files of the model, which are there since before it was loaded.
-fn files(app: &App) -> Result<Arc<ModelFiles>, Refusal> {
+pub fn files(app: &App) -> Result<Arc<ModelFiles>, Refusal> {
     app.files.clone().ok_or_else(|| Refusal::new(501, "this server has no files of its model").coded("not_served"))
 }
 
 /// Digests of the model's files. The first call reads all weights.
-fn identity(files: &ModelFiles) -> Result<Identity, Refusal> {
+pub fn identity(files: &ModelFiles) -> Result<Identity, Refusal> {
     Ok(pollster::block_on(files.identity(&mut |_| {}))?)
 }
 
@@ -266,52 +255,4 @@ async fn next_data(body: &mut Body) -> Result<Option<Bytes>, axum::Error> {
         }
     }
     Ok(None)
-}
-
-/// A file in the folder for temporary ones that only this process can reach: it has no name any more.
-fn spool() -> Result<File, Refusal> {
-    use std::hash::{BuildHasher, RandomState};
-    let path = std::env::temp_dir().join(format!("selkie-{:016x}.bundle", RandomState::new().hash_one("a name")));
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let file = options.open(&path).and_then(|file| fs::remove_file(&path).map(|()| file));
-    file.map_err(on_disk)
-}
-
-fn on_disk(e: io::Error) -> Refusal {
-    tracing::warn!("a file for a bundle: {e}");
-    Refusal::new(500, format!("the server has no room for the bundle: {e}"))
-}
-
-fn too_long(most: u64) -> Refusal {
-    Refusal::new(413, format!("the bundle has more than {most} bytes, which --max-state allows"))
-}
-
-fn too_large(e: Error, most: u64) -> Refusal {
-    match e {
-        Error::Io { source, .. } if source.kind() == io::ErrorKind::FileTooLarge => too_long(most),
-        Error::Io { source, .. } => on_disk(source),
-        e => e.into(),
-    }
-}
-
-/// A file of a limited size.
-struct Limited {
-    file: File,
-    left: u64,
-}
-
-impl Write for Limited {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let left = self.left.checked_sub(bytes.len() as u64).ok_or(io::ErrorKind::FileTooLarge)?;
-        let written = self.file.write(bytes)?;
-        self.left = left + (bytes.len() - written) as u64;
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
-    }
 }

@@ -79,6 +79,7 @@ impl<B: Backend> Side<B> {
             messages: None,
             realm: Realm { origin: origin.into(), ..Realm::default() },
             states: 4,
+            from: 0,
         };
         let mut out = Vec::new();
         self.engine.export(what, "out", &mut out).await?;

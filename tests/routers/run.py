@@ -2,6 +2,8 @@
 """Two `selkie serve` with the demo model behind routers that exist.
 
 - SGLang's router (cache_aware) in front of both: the same answers, and a conversation stays where its prefix is.
+- The same router with a prefill and a decode worker: the answers of `selkie batch`, also when the decode worker has to compute a
+  prompt itself. A prefill worker that is killed in the middle ends its requests, soon, and a new one at its place takes the next.
 - Dynamo's indexer, fed by the KV events of one: what it says of a prompt is what the server then reuses. For a prompt that leaves a
   path between two states the indexer may say more, by that gap, and never less.
 - The events themselves, decoded by msgspec, in both formats, and again from the replay socket.
@@ -10,6 +12,7 @@ usage: run.py [--selkie PROGRAM] [--seed N]      (pip install -r requirements.tx
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -80,14 +83,16 @@ def started(name, command):
 
 
 @contextlib.contextmanager
-def server(program, *options):
-    """`selkie serve`: its URL."""
-    port = free_port()
+def server(program, *options, port=None, child_to=None):
+    """`selkie serve`: its URL. Its process is put into the list `child_to`."""
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [program, "serve", "--backend", "cpu", "--port", str(port), "--served-model-name", "demo", *options]
     with started("selkie serve", command) as child:
         wait_until("selkie serve", lambda: child.poll() is not None or call(f"{url}/v1/models"))
         assert child.poll() is None, "selkie serve has ended"
+        if child_to is not None:
+            child_to.append(child)
         yield url
 
 
@@ -127,6 +132,87 @@ def sglang(program):
             # A turn that went to the other server would reuse nothing.
             assert most > 0 and reused == most, f"reused {reused} tokens behind the router, {most} alone"
     print(f"sglang-router: 12 turns, the same answers, {reused} tokens reused behind it and alone")
+
+
+def metric(url, name):
+    """The value of a line of `/metrics`, by its beginning."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rsplit(" ", 1)[1]) for line in lines if all(part in line for part in name))
+
+
+def batch(program, requests):
+    """The texts that `selkie batch` answers."""
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    done = subprocess.run([program, "batch", "-", "--backend", "cpu"], input=lines, capture_output=True, text=True, timeout=120, check=True)
+    return [json.loads(line)["text"] for line in done.stdout.splitlines()]
+
+
+def questions(count):
+    """Chats with a long beginning of their own, and one that several share."""
+    for i in range(count):
+        name = ("Iris", "Leo", "Mona")[i % 3]
+        system = f"Your name is {name}. " * (20 + i)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"What is {i + 2} + {i + 5}?"}]
+        yield {"messages": messages, "temperature": 0, "max_tokens": 24}
+
+
+def handover(program):
+    """The router with a worker that computes prompts and one that answers."""
+    over = ("selkie:handover_total", 'result="over"')
+    room, address = free_port(), free_port()
+    prefill_options = ["--role", "prefill", "--handover-port", str(room)]
+    workers, asked = [], list(questions(12))
+    expected = batch(program, asked)
+    with contextlib.ExitStack() as stack:
+        first = contextlib.ExitStack()
+        stack.enter_context(first)
+        prefill = first.enter_context(server(program, *prefill_options, port=address, child_to=workers))
+        decode = stack.enter_context(server(program, "--role", "decode"))
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        router = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
+        pair = ["--pd-disaggregation", "--prefill", prefill, str(room), "--decode", decode]
+        health = ["--health-check-interval-secs", "1", "--disable-retries", "--disable-circuit-breaker"]
+        metrics = ["--prometheus-port", str(free_port())]
+        stack.enter_context(started("router", [sys.executable, *router, *metrics, *pair, *health]))
+        wait_until("the router", lambda: complete(url, "Once")[1] > 0)
+        chat = lambda body: call(f"{url}/v1/chat/completions", {"model": "demo", **body})
+        content = lambda answer: answer["choices"][0]["message"]["content"]
+        for body, text in zip(asked[:8], expected):
+            answer = chat(body)
+            usage = answer["usage"]
+            blocks = (usage["prompt_tokens"] - 1) // BLOCK * BLOCK
+            assert content(answer) == text, f"through the router {content(answer)!r}, batch {text!r}"
+            assert usage["prompt_tokens_details"]["cached_tokens"] == blocks, usage
+        # Of some, earlier ones had brought all that can be used.
+        sent, failed = metric(decode, over), metric(decode, ("selkie:handover_total", 'result="not"'))
+        assert sent >= 4 and failed == 0, f"of 8 prompts {sent} were handed over, {failed} failed"
+
+        # Killed while a request waits in it: an error or an answer of the decode worker, and no hang.
+        pool = concurrent.futures.ThreadPoolExecutor(32)
+        endless = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
+        for _ in range(16):
+            pool.submit(call, f"{prefill}/v1/completions", endless)
+        wait_until("the prefill worker to be busy", lambda: call(f"{prefill}/load")["server_load"] == 16)
+        ended = pool.submit(chat, asked[8])
+        time.sleep(0.5)
+        workers[0].kill()
+        begin = time.monotonic()
+        with contextlib.suppress(urllib.error.HTTPError):
+            assert content(ended.result(60)) == expected[8]
+        assert time.monotonic() - begin < 30, "a request waited for a worker that was killed"
+        pool.shutdown()
+        first.close()
+        direct = call(f"{decode}/v1/chat/completions", {"model": "demo", **asked[9], "bootstrap_host": "127.0.0.1", "bootstrap_port": room, "bootstrap_room": 1})
+        assert content(direct) == expected[9]
+
+        # Another one at its place takes the next requests.
+        stack.enter_context(server(program, *prefill_options, port=address))
+        wait_until("the router to see it", lambda: content(chat(asked[10])) == expected[10])
+        assert content(chat(asked[11])) == expected[11]
+        wait_until("all requests to end", lambda: call(f"{decode}/load")["server_load"] == 0)
+    print(f"hand-over: 11 chats as `selkie batch` answers them, {sent:.0f} prompts over, a killed worker")
 
 
 def prompts(seed, count):
@@ -281,9 +367,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--selkie", default="target/release/selkie")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["sglang", "events", "dynamo"])
+    parser.add_argument("--only", choices=["sglang", "handover", "events", "dynamo"])
     args = parser.parse_args()
-    for name, run in [("sglang", lambda: sglang(args.selkie)), ("events", lambda: events(args.selkie, args.seed)), ("dynamo", lambda: dynamo(args.selkie, args.seed))]:
+    parts = [("sglang", lambda: sglang(args.selkie)), ("handover", lambda: handover(args.selkie))]
+    for name, run in [*parts, ("events", lambda: events(args.selkie, args.seed)), ("dynamo", lambda: dynamo(args.selkie, args.seed))]:
         if args.only in (None, name):
             start = time.monotonic()
             run()

@@ -101,6 +101,7 @@ impl WasmEngine {
                     messages,
                     realm: Realm { namespace: request.namespace, origin: request.origin },
                     states: request.states.unwrap_or(STATES),
+                    from: 0,
                 })
             })?
             .map_err(|e: selkie_core::Error| error::from_core(&e))?;

@@ -16,6 +16,7 @@ pub(super) const MOST_HEADER: u64 = 16 << 20;
 const MOST_DIMS: usize = 4;
 const FORMAT: &str = "selkie-bundle";
 const METADATA: &str = "__metadata__";
+const FROM: &str = "from";
 
 /// Names of the tensors that are not values of layers.
 pub(super) const TOKENS: &str = "tokens";
@@ -50,6 +51,9 @@ pub(super) fn write(head: &Head, messages: Option<usize>) -> Vec<u8> {
         ("numerics", head.numerics.clone()),
     ] {
         meta.insert(key.into(), value.into());
+    }
+    if head.from != 0 {
+        meta.insert(FROM.into(), head.from.to_string().into());
     }
     let mut json = format!("{{\"{METADATA}\":{}", serde_json::Value::Object(meta));
     let mut at = 0;
@@ -146,6 +150,10 @@ fn read_meta(meta: &[(String, String)]) -> Result<Head, String> {
         Digest::parse(get(key)?).ok_or_else(|| format!("metadata `{key}`: not a digest of 64 hexadecimal digits"))
     };
     let model = Identity { weights: digest("weights")?, config: digest("config")?, tokenizer: digest("tokenizer")? };
+    let from = match get(FROM) {
+        Ok(text) => text.parse().map_err(|_| format!("metadata `{FROM}`: not a number of tokens"))?,
+        Err(_) => 0,
+    };
     Ok(Head {
         name: get("model")?.to_owned(),
         model,
@@ -153,6 +161,7 @@ fn read_meta(meta: &[(String, String)]) -> Result<Head, String> {
         tokens: Vec::new(),
         ends: Vec::new(),
         messages: None,
+        from,
         parts: Vec::new(),
     })
 }
@@ -280,7 +289,7 @@ impl<'de> Deserialize<'de> for Strings {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Strings, A::Error> {
-                /// Seven keys are written; a few more may be ignored.
+                /// Up to eight keys are written; a few more may be ignored.
                 const MOST: usize = 64;
                 let mut all: Vec<(String, String)> = Vec::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {

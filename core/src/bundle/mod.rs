@@ -63,6 +63,8 @@ pub struct Head {
     pub ends: Vec<u32>,
     /// The conversation that the tokens are, as a JSON array of messages, if they are one.
     pub messages: Option<String>,
+    /// Tokens whose pages are left out, a multiple of [`GRID`], because the reader has them. 0 in every bundle that is kept.
+    pub from: usize,
     /// The values in the order of the file.
     pub parts: Vec<Part>,
 }
@@ -83,7 +85,7 @@ impl Head {
 
     /// Tokens from which a request can be continued without computing them.
     pub fn depth(&self) -> usize {
-        self.positions().last().copied().unwrap_or(self.pages() * GRID)
+        self.positions().last().copied().unwrap_or(self.from.saturating_add(self.pages() * GRID))
     }
 
     /// Bytes of all values.
@@ -122,8 +124,11 @@ impl Head {
         if self.parts.is_empty() || depth == 0 {
             return Err(format!("it holds no state; a bundle covers at least {GRID} tokens"));
         }
-        if depth > tokens || pages != 0 && pages * GRID != depth {
+        if depth > tokens || pages != 0 && self.from.checked_add(pages * GRID) != Some(depth) {
             return Err(format!("{pages} pages and states up to {depth} do not belong to {tokens} tokens"));
+        }
+        if !self.from.is_multiple_of(GRID) || self.from != 0 && pages == 0 {
+            return Err(format!("`from` is {}; pages can be left out up to a multiple of {GRID}", self.from));
         }
         Ok(())
     }
@@ -158,7 +163,7 @@ impl Head {
     /// [`Error::BadModel`] naming the tensor.
     pub fn check_parts(&self, file: &str, layers: &[crate::layer::LayerState]) -> Result<()> {
         let positions = self.positions();
-        let pages = self.depth() / GRID;
+        let pages = (self.depth() - self.from) / GRID;
         let want = parts(layers, Dtypes::default(), pages, &positions);
         for (i, want) in want.iter().enumerate() {
             let found = self.parts.get(i).filter(|p| p.order() == want.order());

@@ -18,6 +18,15 @@ pub(super) struct Path {
     pub states: Vec<(usize, u32)>,
 }
 
+/// How much of some tokens the prefix tree has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Coverage {
+    /// Tokens whose pages it has, a multiple of [`GRID`].
+    pub known: usize,
+    /// Tokens from which a request could be continued.
+    pub usable: usize,
+}
+
 /// Slots and pages that wait for their values. Nobody sees them before [`Scheduler::land`]; [`Scheduler::close_landing`] frees them.
 #[derive(Debug)]
 pub(super) struct Landing {
@@ -40,6 +49,11 @@ impl Landing {
     /// The page to write at this place of the path; `None` if the tree has one.
     pub fn page(&self, index: usize) -> Option<u32> {
         self.pages.get(index.checked_sub(self.nodes.len())?).copied()
+    }
+
+    /// Nodes of the path that the tree has.
+    pub fn known(&self) -> usize {
+        self.nodes.len()
     }
 
     /// The slot to write for this position.
@@ -136,6 +150,12 @@ impl Scheduler {
     /// Tells subscribers about the host tier.
     pub(super) fn report_host(&mut self, place: Place, stored: bool) {
         self.cache.report(CacheEvent::Host { hash: place.hash, root: place.root, stored });
+    }
+
+    /// How much of `tokens` the tree has for requests of this realm.
+    pub fn coverage(&self, realm: &Realm, tokens: &[u32]) -> Coverage {
+        let (found, _) = self.follow(realm, tokens);
+        Coverage { known: found.nodes.len() * GRID, usable: found.hit * GRID }
     }
 
     /// The deepest prefix of `tokens` in the tree that a request could be continued from, with its deepest `states` states.

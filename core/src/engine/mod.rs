@@ -32,6 +32,7 @@ use std::{collections::HashMap, sync::Arc};
 
 pub use any::{AnyEngine, Exporting, Retiring, Stepping};
 pub use draft::{Drafter, MOST_DRAFTS, Ngram, Speculate};
+pub use landing::Coverage;
 pub use news::{Event, FinishReason, Finished, Timing};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
 pub use plan::{Plan, PlanRow, SeqId};

@@ -32,6 +32,9 @@ pub struct Export {
     pub realm: Realm,
     /// Most states, the deepest ones. At least one is written.
     pub states: usize,
+    /// Tokens whose pages the reader has, so that they are left out; 0 for a bundle that anybody can read. The last page is
+    /// always there.
+    pub from: usize,
 }
 
 /// What a bundle got.
@@ -94,6 +97,7 @@ impl<B: Backend> Engine<B> {
         }
         let caps = self.caps();
         let dtypes = Dtypes { kv: caps.kv, conv: caps.conv, state: caps.state };
+        let left_out = (what.from / GRID).min(path.pages.len().saturating_sub(1));
         let positions: Vec<usize> = path.states.iter().map(|(position, _)| *position).collect();
         let head = Head {
             name: what.name,
@@ -102,14 +106,15 @@ impl<B: Backend> Engine<B> {
             tokens: what.tokens,
             ends: what.ends,
             messages: what.messages,
-            parts: parts(&self.spec().layers, dtypes, path.depth / GRID, &positions),
+            from: left_out * GRID,
+            parts: parts(&self.spec().layers, dtypes, path.depth / GRID - left_out, &positions),
         };
         let io = |e| Error::io(file, e);
         let mut writer = Writer::new(out, &head).map_err(io)?;
         let mut reads: VecDeque<Pin<Box<B::Read>>> = VecDeque::new();
         for part in &head.parts {
             for row in 0..part.rows() {
-                let entry = path.entry(part, row);
+                let entry = path.entry(part, left_out + row);
                 for pool in self.runner.pools_of(part) {
                     reads.push_back(Box::pin(self.runner.backend().read(&pool.slice_rows(entry as usize, 1))));
                     if reads.len() == READS {
@@ -145,12 +150,17 @@ impl<B: Backend> Engine<B> {
             Error::BadRequest(why) => Error::BadRequest(format!("{file}: {why}")),
             e => e,
         })?;
+        let left_out = head.from / GRID;
         // What made room for it goes to a lower tier before it is overwritten.
-        if let Err(e) = self.demote() {
+        let ready = match landing.known() < left_out {
+            true => Err(Error::BadRequest(format!("{file}: it leaves out pages that are no longer in the cache"))),
+            false => self.demote(),
+        };
+        if let Err(e) = ready {
             self.scheduler.close_landing(landing);
             return Err(e);
         }
-        let written = bundle.rows(&mut |part, row, bytes| match landing.entry(part, row) {
+        let written = bundle.rows(&mut |part, row, bytes| match landing.entry(part, left_out + row) {
             Some(entry) => self.write_row(&file, part, entry, bytes),
             None => Ok(()),
         });

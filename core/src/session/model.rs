@@ -159,6 +159,13 @@ pub struct Prepared {
     reader: Reader,
 }
 
+impl Prepared {
+    /// The tokens of its prompt.
+    pub fn prompt(&self) -> &[u32] {
+        &self.request.prompt
+    }
+}
+
 /// What handles and answers share.
 pub(super) struct Inner {
     text: Arc<Text>,

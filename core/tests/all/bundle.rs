@@ -64,7 +64,7 @@ fn elsewhere(files: &ModelFiles) -> Engine<Wrapped> {
     let inner = CpuBackend::new();
     let mut caps = inner.caps().clone();
     (caps.backend, caps.asynchronous) = ("elsewhere", true);
-    engine(Wrapped { inner, caps, polls: 2, before: Box::new(|| Ok(())) }, files, &options())
+    engine(Wrapped { inner, caps, polls: 2, before: Box::new(|_| Ok(())) }, files, &options())
 }
 
 fn ids(n: usize, seed: u32, vocab: usize) -> Vec<u32> {
@@ -104,6 +104,16 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
 }
 
 fn export<B: Backend>(engine: &Engine<B>, model: &Identity, tokens: &[u32], realm: Realm) -> (Vec<u8>, Exported) {
+    export_from(engine, model, tokens, realm, 0)
+}
+
+fn export_from<B: Backend>(
+    engine: &Engine<B>,
+    model: &Identity,
+    tokens: &[u32],
+    realm: Realm,
+    from: usize,
+) -> (Vec<u8>, Exported) {
     let what = Export {
         model: model.clone(),
         name: "test".into(),
@@ -112,6 +122,7 @@ fn export<B: Backend>(engine: &Engine<B>, model: &Identity, tokens: &[u32], real
         messages: None,
         realm,
         states: 8,
+        from,
     };
     let mut out = Vec::new();
     let exported = block_on(engine.export(what, "out.bundle", &mut out)).unwrap();
@@ -174,6 +185,41 @@ fn out_and_in_on_the_cpu_changes_no_bit() {
 }
 
 #[test]
+fn pages_that_the_reader_has_are_left_out() {
+    for (family, paged) in [("nemotron_h", true), ("llama", true), ("mamba2", false)] {
+        let files = golden(family);
+        let model = identity(&files);
+        let mut first = cpu(&files);
+        let (whole, second) = first_turn(&mut first, &model, 5);
+        let mut busy = cpu(&files);
+        run(&mut busy, &request(&second[..140], 2));
+        let known = busy.scheduler().coverage(&Realm::default(), &second[..200]).known;
+        assert_eq!(known, 128, "{family}");
+        // More than there is: the last page goes anyway.
+        for (from, pages) in [(known, 1), (10_000, 1), (100, 2)] {
+            let (bytes, exported) = export_from(&first, &model, &second[..202], Realm::default(), from);
+            assert_eq!((exported.tokens, bytes.len() < whole.len()), (192, paged), "{family}");
+            let head = Reader::open(Cursor::new(&*bytes), "x").unwrap().head().clone();
+            assert_eq!((head.pages(), head.depth()), (if paged { pages } else { 0 }, 192), "{family}");
+            let mut fresh = cpu(&files);
+            let before = held(&fresh);
+            match import(&mut fresh, &bytes, &into(&model)) {
+                Err(e) if paged => assert!(e.to_string().contains("no longer in the cache"), "{e}"),
+                imported => assert!(!paged && imported.unwrap().tokens == 192, "{family}"),
+            }
+            assert!(!paged || held(&fresh) == before, "{family}");
+        }
+        let (rest, _) = export_from(&first, &model, &second[..202], Realm::default(), known);
+        let imported = import(&mut busy, &rest, &into(&model)).unwrap();
+        assert_eq!((imported.tokens, imported.pages), (192, usize::from(paged)), "{family}");
+        let off = EngineOptions { prefix_cache: false, ..options() };
+        let want = run(&mut engine(CpuBackend::new(), &files, &off), &request(&second, 20)).0;
+        let (got, report) = run(&mut busy, &request(&second, 20));
+        assert_eq!((report.reused, got == want), (192, true), "{family}");
+    }
+}
+
+#[test]
 fn a_bundle_joins_what_runs_and_what_is_there() {
     let files = golden("nemotron_h");
     let model = identity(&files);
@@ -186,7 +232,7 @@ fn a_bundle_joins_what_runs_and_what_is_there() {
         let inner = CpuBackend::new();
         let caps = selkie_core::backend::Caps { asynchronous: true, ..inner.caps().clone() };
         let small = EngineOptions { step_tokens: 40, ..options() };
-        let backend = Wrapped { inner, caps, polls: 1, before: Box::new(|| Ok(())) };
+        let backend = Wrapped { inner, caps, polls: 1, before: Box::new(|_| Ok(())) };
         let mut busy = engine(backend, &files, &small);
         busy.submit(request(&second, 20)).unwrap();
         let mut tokens = Vec::new();
@@ -375,8 +421,16 @@ fn nothing_to_save_is_an_error_and_writes_nothing() {
     let model = identity(&files);
     let engine = cpu(&files);
     let realm = Realm::default();
-    let what =
-        Export { model, name: String::new(), tokens: ids(99, 1, 300), ends: vec![], messages: None, realm, states: 1 };
+    let what = Export {
+        model,
+        name: String::new(),
+        tokens: ids(99, 1, 300),
+        ends: vec![],
+        messages: None,
+        realm,
+        states: 1,
+        from: 0,
+    };
     let mut out = Vec::new();
     let error = block_on(engine.export(what, "out.bundle", &mut out)).unwrap_err().to_string();
     assert!(error.contains("out.bundle") && error.contains("99 tokens") && out.is_empty(), "{error}");

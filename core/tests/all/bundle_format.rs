@@ -31,6 +31,7 @@ fn head(dtype: DType) -> Head {
         tokens: (0..133).collect(),
         ends: vec![7, 64, 133],
         messages: Some(r#"[{"role":"user","content":"ä"}]"#.into()),
+        from: 0,
         parts: parts(&LAYERS, dtypes, 2, &[64, 128]),
     }
 }
@@ -179,7 +180,9 @@ fn refusals_name_what_is_wrong() {
 #[test]
 fn a_head_that_no_reader_accepts_is_not_written() {
     let good = head(DType::F32);
-    let wrong: [fn(&mut Head); 6] = [
+    let wrong: [fn(&mut Head); 8] = [
+        |h| h.from = 64,
+        |h| h.from = usize::MAX - 63,
         |h| h.parts.clear(),
         |h| h.tokens.truncate(100),
         |h| h.ends = vec![200],

@@ -45,7 +45,7 @@ fn faulty(before: impl Fn() -> Result<()> + Send + 'static) -> Model {
     let wrap = || {
         let inner = CpuBackend::new();
         let caps = inner.caps().clone();
-        Wrapped { inner, caps, polls: 1, before: Box::new(before) }
+        Wrapped { inner, caps, polls: 1, before: Box::new(move |_| before()) }
     };
     spawn(wrap).unwrap()
 }

@@ -321,7 +321,7 @@ fn a_step_that_is_dropped_while_it_waits_loses_nothing() {
     for asynchronous in [false, true] {
         let inner = CpuBackend::new();
         let caps = Caps { asynchronous, ..inner.caps().clone() };
-        let mut s = session_on(Wrapped { inner, caps, polls: 3, before: Box::new(|| Ok(())) }, "../models/demo");
+        let mut s = session_on(Wrapped { inner, caps, polls: 3, before: Box::new(|_| Ok(())) }, "../models/demo");
         let questions = [("What is 17 + 25?", "17 + 25 = 42."), ("What is 81 - 36?", "81 - 36 = 45.")];
         let ids = questions.map(|(q, _)| s.submit(chat(q)).unwrap());
         let mut texts: HashMap<SeqId, String> = HashMap::new();

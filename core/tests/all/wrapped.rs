@@ -1,4 +1,4 @@
-//! The CPU backend with late reads and faults.
+//! A backend of the CPU with late reads and faults.
 
 use std::{
     future::Future,
@@ -15,27 +15,30 @@ use selkie_core::{
     tensor::Tensor,
 };
 
-/// The CPU, changed.
-pub struct Wrapped {
-    pub inner: CpuBackend,
+/// What is called before a step.
+pub type Before<B> = Box<dyn Fn(&B) -> Result<()>>;
+
+/// The CPU, or ranks of it, changed.
+pub struct Wrapped<B: Backend = CpuBackend> {
+    pub inner: B,
     /// May present it as an asynchronous device.
     pub caps: Caps,
     /// How often a read is not ready.
     pub polls: usize,
     /// Called before each step.
-    pub before: Box<dyn Fn() -> Result<()>>,
+    pub before: Before<B>,
 }
 
-pub struct LateRead {
-    inner: <CpuBackend as Backend>::Read,
+pub struct LateRead<R> {
+    inner: R,
     /// Polls left until it is ready.
     polls: usize,
 }
 
-impl Future for LateRead {
-    type Output = Result<Vec<u8>>;
+impl<R: Future + Unpin> Future for LateRead<R> {
+    type Output = R::Output;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<R::Output> {
         if self.polls == 0 {
             return Pin::new(&mut self.inner).poll(context);
         }
@@ -45,11 +48,14 @@ impl Future for LateRead {
     }
 }
 
-impl Backend for Wrapped {
-    type Buf = <CpuBackend as Backend>::Buf;
-    type Rec<'a> = <CpuBackend as Backend>::Rec<'a>;
-    type Tape = <CpuBackend as Backend>::Tape;
-    type Read = LateRead;
+impl<B: Backend + 'static> Backend for Wrapped<B>
+where
+    B::Read: Unpin,
+{
+    type Buf = B::Buf;
+    type Rec<'a> = B::Rec<'a>;
+    type Tape = B::Tape;
+    type Read = LateRead<B::Read>;
 
     fn caps(&self) -> &Caps {
         &self.caps
@@ -66,6 +72,9 @@ impl Backend for Wrapped {
     fn write(&self, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()> {
         self.inner.write(dst, at, bytes)
     }
+    fn write_on(&self, rank: usize, dst: &Self::Buf, at: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.write_on(rank, dst, at, bytes)
+    }
     fn scratch(&self, op: &Op<Self::Buf>) -> u64 {
         self.inner.scratch(op)
     }
@@ -73,14 +82,14 @@ impl Backend for Wrapped {
         self.inner.reserve(bytes)
     }
     fn run(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<()> {
-        (self.before)()?;
+        (self.before)(&self.inner)?;
         self.inner.run(f)
     }
     fn record(&self, f: impl FnOnce(&mut Self::Rec<'_>) -> Result<()>) -> Result<Self::Tape> {
         self.inner.record(f)
     }
     fn play(&self, tape: &Self::Tape) -> Result<()> {
-        (self.before)()?;
+        (self.before)(&self.inner)?;
         self.inner.play(tape)
     }
     fn read(&self, src: &Tensor<Self::Buf>) -> Self::Read {
