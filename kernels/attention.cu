@@ -1,7 +1,7 @@
 // Attention of one query head over its row's pages in f32 arithmetic: every head dim, every dtype. Eight lanes share a
 // key; each group of lanes keeps its own running softmax, merged at the end. The keys of a query are cut into SPLITS runs
 // of pages. Grid (T, H, SPLITS).
-// HEAD_DIM, HEADS, KV_HEADS, SPLITS, WINDOW (0 = none); q_t, kv_t, out_t.
+// HEAD_DIM, HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), FIRST; q_t, kv_t, out_t.
 
 constexpr int THREADS = 128;
 constexpr int LANES = 8;
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     u32 r = st.token_row(t);
     if (r == NONE) return;
     int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    int position = st.position(t), begin = WINDOW ? max(0, position + 1 - WINDOW) : 0;
+    int position = st.position(t), begin = max(WINDOW ? position + 1 - WINDOW : 0, min(FIRST, position));
     int first_page = begin / PAGE, pages = position / PAGE + 1 - first_page;
     int per = div_up(pages, SPLITS);
     int from = max(begin, (first_page + split * per) * PAGE), to = min(position + 1, (first_page + (split + 1) * per) * PAGE);

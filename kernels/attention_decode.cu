@@ -4,7 +4,7 @@
 // and outputs are computed transposed, keys and dims in the rows of the mma, so that 8 heads fill its columns. The last of
 // the SPLITS blocks to finish merges the results of all of them in the order of their numbers.
 // Grid (T, KV heads, SPLITS).
-// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), WARPS, STAGES; out_t.
+// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), FIRST, WARPS, STAGES; out_t.
 
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int TILES = div_up(GROUP, 8);          // of 8 query heads
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     u32 r = st.token_row(t);
     int position = st.position(t), row_first = st.row(guess)[0];
     const u32 *table = st.page_row(guess);
-    int begin = WINDOW ? max(0, position + 1 - WINDOW) : 0, first_page = begin / PAGE + split;
+    int begin = max(WINDOW ? position + 1 - WINDOW : 0, min(FIRST, position)), first_page = begin / PAGE + split;
     // Pages i .. i + 31 of this block, one a lane.
     auto ids_from = [&](int i) { return table[min(first_page + (i + lane) * SPLITS, st.pages - 1)]; };
     u32 ids = ids_from(0), next = ids_from(32);

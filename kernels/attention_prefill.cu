@@ -1,7 +1,7 @@
 // Attention of many queries, bf16, tensor cores: a block owns 64 * MT consecutive tokens of one row and one query head and
 // walks the row's pages once; the next page is copied to shared memory meanwhile. Scores and softmax stay in registers.
 // Grid (tiles, H); tiles are counted over the rows in order, the last ones (most keys) start first.
-// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, WINDOW (0 = none), MT; out is bf16.
+// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, WINDOW (0 = none), FIRST, MT; out is bf16.
 
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
@@ -89,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
                 }
             }
         }
-        bool edge = page * PAGE + PAGE - 1 > q_first + w0 || (WINDOW && page * PAGE < q_first + w0 + 16 * MT - WINDOW);
+        bool edge = page * PAGE + PAGE - 1 > q_first + w0 || (WINDOW && page * PAGE < q_first + w0 + 16 * MT - WINDOW) ||
+                    page * PAGE < FIRST;
         u32 p[MT][4][4];
 #pragma unroll
         for (int m = 0; m < MT; m++) {
@@ -103,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
 #pragma unroll
                         for (int j = 0; j < 2; j++) {
                             int key = page * PAGE + n * 8 + 2 * c + j;
-                            if (key > position || (WINDOW && key <= position - WINDOW)) s[m][n][2 * e + j] = -INF;
+                            if (key > position || (WINDOW && key <= position - WINDOW) || key < min(FIRST, position))
+                                s[m][n][2 * e + j] = -INF;
                         }
                 }
 #pragma unroll

@@ -2,7 +2,7 @@
 // head. One warpgroup copies tiles of KEYS keys and values; two warpgroups of 64 tokens each compute the softmax of one tile
 // while the product with the values of the tile before still runs.
 // Grid (H, tiles); tiles are counted over the rows in order, the last ones (most keys) start first.
-// HEAD_DIM (64, 128 or 256), HEADS, KV_HEADS, WINDOW (0 = none); out is bf16.
+// HEAD_DIM (64, 128 or 256), HEADS, KV_HEADS, WINDOW (0 = none), FIRST; out is bf16.
 
 #include "wgmma.cuh"
 
@@ -138,11 +138,11 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) ENTRY(PARAMETERS) {
     // Scores to weights, in place, and the factor for the sums so far.
     auto softmax = [&](int i) {
         int key0 = (from + i) * KEYS, position = q_first + w0;
-        if (key0 + KEYS - 1 > position || (WINDOW && key0 <= position + 15 - WINDOW)) {
+        if (key0 + KEYS - 1 > position || (WINDOW && key0 <= position + 15 - WINDOW) || key0 < FIRST) {
 #pragma unroll
             for (int n = 0; n < KEYS / 2; n++) {
                 int key = key0 + n / 4 * 8 + 2 * c + n % 2, mine = position + g + n / 2 % 2 * 8;
-                if (key > mine || (WINDOW && key <= mine - WINDOW)) s[n] = -INF;
+                if (key > mine || (WINDOW && key <= mine - WINDOW) || key < min(FIRST, mine)) s[n] = -INF;
             }
         }
 #pragma unroll

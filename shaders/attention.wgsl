@@ -29,7 +29,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
     let end = ints_at(P.positions + t) + 1u;
-    let begin = select(0u, end - P.window, end > P.window);
+    let begin = max(select(0u, end - P.window, end > P.window), min(P.first, end - 1u));
     let first_page = max(split * P.per, begin / PAGE);
     let last_page = min(split * P.per + P.per, (end + PAGE - 1u) / PAGE);
     for (var i = thread; i < HEADS * QUADS; i += 256u) {

@@ -20,7 +20,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let kv = head / P.heads_per_kv;
     let end = ints_at(P.positions + t) + 1u;
-    let begin = select(0u, end - P.window, end > P.window);
+    let begin = max(select(0u, end - P.window, end > P.window), min(P.first, end - 1u));
 #for i QUADS
     let q$i = P.scale * q_v4(t * P.q_row + head * HEAD_DIM + 4u * $iu);
     var acc$i = vec4<f32>();

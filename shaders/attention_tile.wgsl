@@ -13,7 +13,7 @@ var<workgroup> tile: array<vec4<f32>, 1024>;
 
 // The first position that a query at `position` sees.
 fn window_begin(position: u32) -> u32 {
-    return select(0u, position + 1u - P.window, position + 1u > P.window);
+    return max(select(0u, position + 1u - P.window, position + 1u > P.window), min(P.first, position));
 }
 
 // Elements d to d + 3 of query q of the tile.

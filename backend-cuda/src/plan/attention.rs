@@ -136,7 +136,8 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, device: &Device, arena: &A
         .int("HEAD_DIM", hd)
         .int("HEADS", heads)
         .int("KV_HEADS", kv_heads)
-        .int("WINDOW", a.window.map_or(0, |w| w.min(i32::MAX as u32) as usize));
+        .int("WINDOW", a.window.map_or(0, |w| w.min(i32::MAX as u32) as usize))
+        .int("FIRST", a.first.min(i32::MAX as u32) as usize);
     let (st, q, out, scale) = ((&a.step).into(), (&a.q).into(), (&a.out).into(), a.scale);
     let (k_pages, v_pages, partial) = ((&a.pool.k).into(), (&a.pool.v).into(), At(arena.scratch));
     let tiled = arguments::AttentionTiles { st, q, k_pages, v_pages, out, scale };

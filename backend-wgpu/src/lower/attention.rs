@@ -53,6 +53,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
             .constant("HEAD_DIM", hd)
             .param("heads", heads)
             .param("window", op.window.unwrap_or(u32::MAX) as usize)
+            .param("first", op.first as usize)
             .float("scale", op.scale)
             .step(&op.step)
             .vectors("q", Read, &op.q)

@@ -42,6 +42,8 @@ pub struct Plan {
     pub scale: f32,
     /// Positions seen, the own one included.
     pub window: Option<u32>,
+    /// Positions before this one are hidden from those after them.
+    pub first: u32,
 }
 
 /// Norms of q and k before the rotation.
@@ -98,6 +100,7 @@ impl Plan {
             rope: None,
             scale: (heads.head_dim as f32).sqrt().recip(),
             window: None,
+            first: 0,
         }
     }
 
@@ -307,6 +310,7 @@ impl<Buf: Handle> Attention<Buf> {
                 head_dim: hd,
                 scale: p.scale,
                 window: p.window,
+                first: p.first,
             })?;
             first += heads;
         }

@@ -14,6 +14,7 @@ pub mod mamba1;
 pub mod mamba2;
 pub mod mlp;
 pub mod moe;
+pub mod shift;
 pub mod short_conv;
 
 use crate::{

@@ -287,7 +287,7 @@ proptest! {
                 b.run(|r| {
                     let (pool, inv_freq) = (pool.clone(), Some(freq.clone()));
                     r.op(RopeKv { step: ints.clone(), q, k, v, norm: None, inv_freq, q_out: q_out.clone(), pool: pool.clone(), head_dim: hd }.into())?;
-                    r.op(Attention { step: ints.clone(), q: q_out, pool, out: out.clone(), head_dim: hd, scale: 0.3, window }.into())
+                    r.op(Attention { step: ints.clone(), q: q_out, pool, out: out.clone(), head_dim: hd, scale: 0.3, window, first: 0 }.into())
                 }).unwrap();
                 let out = download(&b, &out);
                 let mut at = 0;

@@ -6,7 +6,7 @@ use crate::step::{PAGE, Step};
 use crate::tensor::Tensor;
 
 /// Query head `i` attends with KV head `i / (H / KH)` to all positions of its row up to its own, the last `window` of
-/// them if there is a window. Softmax in f32. Works from the row table, not from the chunks. Keys are walked in absolute blocks
+/// them if there is a window, and of those before `first` its own only. Softmax in f32. Works from the row table, not from the chunks. Keys are walked in absolute blocks
 /// of 64 (a page each), so that a query's result depends on its position only. No keys give 0.
 #[derive(Clone, Debug)]
 pub struct Attention<Buf> {
@@ -24,6 +24,8 @@ pub struct Attention<Buf> {
     pub scale: f32,
     /// Positions seen, the own one included (sliding window).
     pub window: Option<u32>,
+    /// Positions before this one are seen by their own queries only; 0: none is hidden.
+    pub first: u32,
 }
 
 impl<Buf: Handle> Attention<Buf> {

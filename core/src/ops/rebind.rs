@@ -85,7 +85,7 @@ fields! {
     Matmul { x, w, columns, bias, out, scale, accumulate }
     Activation { gate, up, row_gate, out, act }
     RopeKv { step, q, k, v, norm, inv_freq, q_out, pool, head_dim }
-    Attention { step, q, pool, out, head_dim, scale, window }
+    Attention { step, q, pool, out, head_dim, scale, window, first }
     Conv1d { step, x, weight, pool, out, act }
     SelectiveScan { step, x, b, c, dt, par, pool, y, form, heads_per_group, first_head, dt_limit }
     GatedDelta { step, q, k, v, a, b, par, pool, out, heads_per_key, first_head, beta_scale }

@@ -48,6 +48,7 @@ pub(super) struct Attn {
     kv_heads: usize,
     hd: usize,
     window: Option<u32>,
+    first: u32,
     scale: Option<f32>,
     /// q is columns of a wider matrix, and so is out.
     views: bool,
@@ -89,7 +90,8 @@ impl Spec for Attn {
         for t in 0..tables.bucket.tokens {
             let Some(row) = tables.row(t) else { continue };
             let position = tables.position(t);
-            let first = self.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+            let window = self.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+            let first = window.max(position.min(self.first as usize));
             for head in 0..self.heads {
                 let kv_head = head / (self.heads / self.kv_heads);
                 let q = &q[t * cols + head * hd..][..hd];
@@ -124,6 +126,7 @@ impl Spec for Attn {
             head_dim: self.hd,
             scale: self.scale(),
             window: self.window,
+            first: self.first,
         }
         .into()
     }
@@ -137,6 +140,7 @@ pub(super) fn cases(to: &mut Table) {
         kv_heads: 2,
         hd: 16,
         window: None,
+        first: 0,
         scale: None,
         views: false,
     };
@@ -174,6 +178,18 @@ pub(super) fn cases(to: &mut Table) {
         to.add(&format!("window of {window}, decode"), Attn { batch, window: Some(window), ..base.clone() });
     }
     to.add("window, far out", Attn { batch: find("decode far out"), window: Some(70), ..base.clone() });
+    for first in [1, 70] {
+        to.add(&format!("positions from {first} on"), Attn { first, ..base.clone() });
+        let batch = find("decode of 8 rows");
+        to.add(&format!("positions from {first} on, decode"), Attn { batch, first, ..base.clone() });
+        to.add(
+            &format!("positions from {first} on, far out"),
+            Attn { batch: find("decode far out"), first, ..base.clone() },
+        );
+        let wide = Attn { heads: 2, kv_heads: 1, hd: 256, first, ..base.clone() };
+        to.sized(Size::Large, &format!("head dim 256, positions from {first} on, prefill"), wide);
+    }
+    to.add("positions from 1 on, window of 5", Attn { first: 1, window: Some(5), ..base.clone() });
     to.add("sharp softmax", Attn { scale: Some(8.0), ..base.clone() });
     to.add("flat softmax", Attn { scale: Some(0.001), ..base.clone() });
     to.add("columns of wider matrices", Attn { views: true, ..base.clone() });
@@ -203,7 +219,8 @@ mod tests {
     #[test]
     fn equal_scores_average_the_window() {
         let batch = Batch::new(with_pages(vec![cut(64, 2, 0, &[])]));
-        let spec = Attn { batch, heads: 1, kv_heads: 1, hd: 4, window: Some(2), scale: Some(0.0), views: false };
+        let spec =
+            Attn { batch, heads: 1, kv_heads: 1, hd: 4, window: Some(2), first: 0, scale: Some(0.0), views: false };
         let h = spec.host(&F32, &mut Rng::new("average"));
         let want = spec.want(&h);
         let v = h.get("v_pages");
@@ -218,7 +235,7 @@ mod tests {
     #[test]
     fn one_key_gives_its_value() {
         let batch = Batch::new(with_pages(vec![cut(0, 1, 0, &[])]));
-        let spec = Attn { batch, heads: 2, kv_heads: 1, hd: 4, window: None, scale: None, views: false };
+        let spec = Attn { batch, heads: 2, kv_heads: 1, hd: 4, window: None, first: 0, scale: None, views: false };
         let h = spec.host(&F32, &mut Rng::new("one"));
         let want = spec.want(&h);
         let v = &h.get("v_pages")[spec.batch.rows[0].pages[0] as usize * 256..];

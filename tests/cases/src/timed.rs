@@ -339,7 +339,7 @@ impl<B: Backend> Device<'_, B> {
         let (q, out) = (self.act(&[t, h * hd])?, self.act(&[t, h * hd])?);
         let bytes = 2 * rows * keys * kv * hd * kv_type.bytes() + 2 * t * h * hd * q.dtype.bytes();
         let scale = 1.0 / (hd as f32).sqrt();
-        Ok(timed(Attention { step, q, pool, out, head_dim: hd, scale, window: None }, bytes, flops))
+        Ok(timed(Attention { step, q, pool, out, head_dim: hd, scale, window: None, first: 0 }, bytes, flops))
     }
 
     fn matmul(&self, [m, n, k]: [usize; 3]) -> Result<Timed<B::Buf>> {

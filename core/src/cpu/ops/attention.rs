@@ -28,6 +28,7 @@ impl Attention<Buf> {
             hd: self.head_dim,
             scale: self.scale,
             window: self.window,
+            hidden: self.first as usize,
         };
         par::for_each(out.rows().tiles(TILE, columns), 2 * seen * self.q.row_len(), |i, out| {
             dispatch!(Isa::best(), |s| inputs.run(s, i % kv_heads, i / kv_heads * TILE, out));
@@ -44,6 +45,8 @@ struct Inputs<'a> {
     hd: usize,
     scale: f32,
     window: Option<u32>,
+    /// Positions that only their own queries see.
+    hidden: usize,
 }
 
 /// The running softmax of one query.
@@ -171,7 +174,8 @@ impl Inputs<'_> {
     /// The positions that token `t` sees, the last one exclusive.
     fn range(&self, t: usize) -> (usize, usize) {
         let end = self.tables.positions()[t] as usize + 1;
-        (self.window.map_or(0, |w| end.saturating_sub(w as usize)), end)
+        let window = self.window.map_or(0, |w| end.saturating_sub(w as usize));
+        (window.max(self.hidden.min(end - 1)), end)
     }
 }
 
