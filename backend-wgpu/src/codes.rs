@@ -2,7 +2,8 @@
 //!
 //! Blocks keep the layout of the file. Where their size is not a multiple of four bytes, words are put together out of two. Eight
 //! elements from a multiple of eight on always share a scale, an offset and a run of bytes. `w_wide(i)` decodes 32 elements of codes
-//! with less than 8 bits: two runs of 16 elements, which begin at `w_runs(i)` of the row and have a scale and an offset each. Products of few rows read these, since bytes in flight limit them. Nothing but u32 and f32 is needed.
+//! with less than 8 bits: two runs of 16 elements, which begin at `w_runs(i)` of the row and have a scale and an offset each.
+//! Products of few rows read these, since bytes in flight limit them. Nothing but u32 and f32 is needed.
 
 use std::fmt::Write;
 
@@ -61,7 +62,7 @@ fn $n_quad(at: u32) -> vec4<u32> {
 const COMMON: &str = "
 fn $n_byte(at: u32) -> u32 { return ($n_u(at >> 2u) >> ((at & 3u) * 8u)) & 255u; }
 fn $n_half_word(at: u32) -> u32 { return $n_u(at >> 2u) >> ((at & 2u) * 8u); }
-fn $n_half(at: u32) -> f32 { return unpack2x16float($n_u(at >> 2u) >> ((at & 2u) * 8u)).x; }
+fn $n_half(at: u32) -> f32 { return unpack2x16float($n_half_word(at)).x; }
 fn $n_codes(c: u32) -> vec4<f32> {
     let a = unpack2x16float((c & 0x00ff00ffu) | 0x64006400u);
     let b = unpack2x16float(((c >> 8u) & 0x00ff00ffu) | 0x64006400u);
@@ -233,56 +234,55 @@ fn wide(format: Format) -> Option<(&'static str, &'static str)> {
     let found = match format {
         Format::Plain | Format::Q8_0 | Format::I8 | Format::F8 => return None,
         Format::Q4_0 => (
-            "let w = $n_quad(b + 2u); let head = $n_word(b);
-    let d = vec2<f32>(unpack2x16float(head).x);
+            "let w = $n_quad(b + 2u);
+    let d = vec2<f32>($n_half(b));
     return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), d, 8.0 * d);",
             HALVES,
         ),
         Format::Q4_1 => (
-            "let w = $n_quad(b + 4u); let head = $n_word(b);
-    let d = unpack2x16float(head);
+            "let w = $n_quad(b + 4u);
+    let d = unpack2x16float($n_word(b));
     return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), d.xx, -d.yy);",
             HALVES,
         ),
         Format::Q5_0 => (
-            "let w = $n_quad(b + 6u); let head = vec4<u32>($n_word(b), $n_word(b + 2u), 0u, 0u);
-    let d = vec2<f32>(unpack2x16float(head.x).x); let m = head.y;
+            "let w = $n_quad(b + 6u); let m = $n_word(b + 2u);
+    let d = vec2<f32>($n_half(b));
     return $n_Wide($n_codes16($n_low(w, 0u) | $n_fifth4(m)), $n_codes16($n_low(w, 4u) | $n_fifth4(m >> 16u)), d, 16.0 * d);",
             HALVES,
         ),
         Format::Q5_1 => (
-            "let w = $n_quad(b + 8u); let head = vec4<u32>($n_word(b), $n_word(b + 4u), 0u, 0u);
-    let d = unpack2x16float(head.x); let m = head.y;
+            "let w = $n_quad(b + 8u); let m = $n_word(b + 4u);
+    let d = unpack2x16float($n_word(b));
     return $n_Wide($n_codes16($n_low(w, 0u) | $n_fifth4(m)), $n_codes16($n_low(w, 4u) | $n_fifth4(m >> 16u)), d.xx, -d.yy);",
             HALVES,
         ),
         Format::Iq4Nl => (
-            "let w = $n_quad(b + 2u); let head = $n_word(b);
-    let d = vec2<f32>(unpack2x16float(head).x);
+            "let w = $n_quad(b + 2u);
+    let d = vec2<f32>($n_half(b));
     return $n_Wide($n_table16(w), $n_table16(w >> vec4<u32>(4u)), d, vec2<f32>());",
             HALVES,
         ),
         Format::Mxfp4 => (
-            "let w = $n_quad(b + 1u); let head = $n_byte(b);
-    let e = head; let d = bitcast<f32>(select((e - 1u) << 23u, 0x00200000u << (e & 1u), e < 2u));
+            "let w = $n_quad(b + 1u); let e = $n_byte(b);
+    let d = bitcast<f32>(select((e - 1u) << 23u, 0x00200000u << (e & 1u), e < 2u));
     return $n_Wide($n_table16(w), $n_table16(w >> vec4<u32>(4u)), vec2<f32>(d), vec2<f32>());",
             HALVES,
         ),
         Format::Nvfp4 => (
-            "let w = $n_quad(b + 4u + (j >> 1u)); let head = $n_half_word(b + (j >> 4u));
-    let d = vec2<f32>($n_scale(head & 127u), $n_scale((head >> 8u) & 127u));
+            "let w = $n_quad(b + 4u + (j >> 1u)); let e = $n_half_word(b + (j >> 4u));
+    let d = vec2<f32>($n_scale(e & 127u), $n_scale((e >> 8u) & 127u));
     return $n_Wide($n_table16(vec4<u32>(w.xy, w.xy >> vec2<u32>(4u))), $n_table16(vec4<u32>(w.zw, w.zw >> vec2<u32>(4u))), d, vec2<f32>());",
             RUN,
         ),
         Format::F4 => (
-            "let w = $n_quad(b + 8u + (j >> 1u)); let head = vec4<u32>($n_half_word(b + 4u + (j >> 4u)), $n_word(b), 0u, 0u);
-    let d = bitcast<f32>(head.y) * vec2<f32>($n_scale(head.x & 127u), $n_scale((head.x >> 8u) & 127u));
+            "let w = $n_quad(b + 8u + (j >> 1u)); let e = $n_half_word(b + 4u + (j >> 4u));
+    let d = bitcast<f32>($n_word(b)) * vec2<f32>($n_scale(e & 127u), $n_scale((e >> 8u) & 127u));
     return $n_Wide($n_table16(vec4<u32>(w.xy, w.xy >> vec2<u32>(4u))), $n_table16(vec4<u32>(w.zw, w.zw >> vec2<u32>(4u))), d, vec2<f32>());",
             RUN,
         ),
         Format::I4 => (
-            "let w = $n_quad(b + 8u + (j >> 1u)); let head = vec4<u32>($n_pair(b), 0u, 0u);
-    let d = bitcast<vec2<f32>>(head.xy);
+            "let w = $n_quad(b + 8u + (j >> 1u)); let d = bitcast<vec2<f32>>($n_pair(b));
     return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), d.xx, d.yy);",
             "vec2<u32>(j >> 1u, 32u + (j >> 1u))",
         ),
@@ -302,10 +302,10 @@ fn wide(format: Format) -> Option<(&'static str, &'static str)> {
         Format::Q6K => (
             "let l = (j & 32u) >> 1u; let at = b + 192u + ((j >> 4u) & 8u) + ((j >> 5u) & 3u);
     let w = $n_quad(b + ((j >> 1u) & 96u) + l); let v = $n_quad(b + 128u + ((j >> 2u) & 32u) + l);
-    let head = vec4<u32>($n_byte(at), $n_byte(at + 4u), $n_word(b + 208u), 0u);
+    let scales = vec2<u32>($n_byte(at), $n_byte(at + 4u));
     let m = v >> vec4<u32>((j >> 5u) & 2u);
     let h0 = (m & vec4<u32>(0x03030303u)) << vec4<u32>(4u); let h1 = m & vec4<u32>(0x30303030u);
-    let d = unpack2x16float(head.z).x * vec2<f32>(vec2<i32>(head.xy << vec2<u32>(24u)) >> vec2<u32>(24u));
+    let d = $n_half(b + 208u) * vec2<f32>(vec2<i32>(scales << vec2<u32>(24u)) >> vec2<u32>(24u));
     return $n_Wide($n_codes16($n_low(w, 0u) | h0), $n_codes16($n_low(w, 4u) | h1), d, 32.0 * d);",
             "vec2<u32>(0u, 64u) + ((j & 128u) | ((j & 64u) >> 1u) | ((j & 32u) >> 1u))",
         ),

@@ -6,7 +6,7 @@
 //! `offset * -(x's scale * sum of x's codes)`. So neither the number of rows nor threads or the instruction set change a bit.
 //!
 //! Lanes are weight rows: the codes of 16 rows are brought into the order that the products read, depth by depth, and used by
-//! all rows of x.
+//! all rows of x. A single row of x meets codes as they lie in memory where that is faster; its sums are the same integers.
 
 #![allow(
     clippy::needless_range_loop,
@@ -17,12 +17,13 @@ mod blocks;
 mod rounded;
 
 use std::cell::RefCell;
+use std::marker::PhantomData;
 
 use super::gemm::{self, Product, WeightRows};
 use super::simd::codes::{Codes, dispatch_codes};
 use super::simd::{Isa, LANES, Simd};
 use crate::format::{GROUP, with_format};
-use blocks::Blocks;
+use blocks::{Blocks, OneRow, Sink};
 pub(super) use rounded::{ROUNDED, Rounded};
 
 /// Rows of x that share the codes of a panel.
@@ -111,15 +112,21 @@ unsafe fn panels<S: Codes, F: Blocks>(
     scratch: *mut Line,
 ) {
     let groups = p.k / GROUP;
+    if F::PAIRED && S::PAIRS && block.1 - block.0 == 1 {
+        // SAFETY: the caller's contract.
+        return unsafe { one_row::<S, F>(s, p, x, b, (from, to), block.0) };
+    }
     let strips = if S::Float::WIDE_TILE { 2 } else { 1 };
     for n in (from..to).step_by(strips * LANES) {
         for first in (0..groups).step_by(DEPTH) {
             let depth = (first, groups.min(first + DEPTH));
             for i in 0..strips {
                 // SAFETY: the caller's contract.
-                unsafe { pack::<S, F>(s, b, (n + i * LANES, to), depth, Strip(scratch.wrapping_add(i * STRIP))) };
+                unsafe {
+                    unpack::<S, F>(s, b, (n + i * LANES, to), depth, &mut Strip(scratch.wrapping_add(i * STRIP)))
+                };
             }
-            let part = Part { p, x, zero: F::ZERO + if F::WIDE { i32::from(S::BIAS) } else { 0 }, depth, block };
+            let part = Part { p, x, zero: F::above::<S>(), depth, block };
             let cols = (b.col + n, (to - n).min(strips * LANES));
             // One function per instruction set and kind, not one per format.
             // SAFETY: the caller's contract.
@@ -136,17 +143,40 @@ unsafe fn panels<S: Codes, F: Blocks>(
     }
 }
 
-/// Brings the groups `depth` of weight rows `n .. n + 16` into order; rows from `to` on repeat the last one.
+/// Row `m` of x against weight rows `from..to`.
 ///
 /// # Safety
-/// The weight has rows up to `to`, and the groups; the strip has room.
+/// As for [`piece`].
 #[inline(always)]
-unsafe fn pack<S: Codes, F: Blocks>(
+unsafe fn one_row<S: Codes, F: Blocks>(
+    s: S,
+    p: &Product<'_>,
+    x: &Rounded,
+    b: &WeightRows,
+    (from, to): (usize, usize),
+    m: usize,
+) {
+    for n in (from..to).step_by(LANES) {
+        let mut sink = OneRow { acc: s.float().zero(), x, m, format: PhantomData::<F> };
+        // SAFETY: the caller's contract.
+        unsafe {
+            unpack::<S, F>(s, b, (n, to), (0, p.k / GROUP), &mut sink);
+            gemm::store(s.float(), p, sink.acc, m, b.col + n, LANES.min(to - n));
+        }
+    }
+}
+
+/// Hands the groups `depth` of weight rows `n .. n + 16` to a sink; rows from `to` on repeat the last one.
+///
+/// # Safety
+/// The weight has rows up to `to`, and the groups; the sink has room for them.
+#[inline(always)]
+unsafe fn unpack<S: Codes, F: Blocks>(
     s: S,
     b: &WeightRows,
     (n, to): (usize, usize),
     (first, end): (usize, usize),
-    strip: Strip,
+    sink: &mut impl Sink<S>,
 ) {
     let mut rows = [b.ptr; LANES];
     for (r, row) in rows.iter_mut().enumerate() {
@@ -160,7 +190,7 @@ unsafe fn pack<S: Codes, F: Blocks>(
             s.float().prefetch(next.wrapping_add(block * LANES * F::BYTES + at));
         }
         // SAFETY: depths are whole blocks; the caller's contract.
-        unsafe { F::unpack(s, &rows, block * F::BYTES, strip, block * per_block - first) };
+        unsafe { F::unpack(s, &rows, block * F::BYTES, sink, block * per_block - first) };
     }
 }
 

@@ -1,9 +1,13 @@
 //! Blocks of the coded formats, 16 rows at a time.
 //!
+//! Codes go to a [`Sink`]: strips, which many rows of x share, or at once into the products with a single row.
+//!
 //! The same layouts as in [`crate::format::blocks`], read as words of 16 rows: what is one code or scale there is a vector with a
 //! lane per row here.
 
-use super::Strip;
+use super::{Rounded, Strip};
+use std::marker::PhantomData;
+
 use crate::cpu::simd::codes::Codes;
 use crate::cpu::simd::{LANES, Simd};
 use crate::format::blocks::{
@@ -26,41 +30,124 @@ pub(super) trait Blocks: Integers {
     const ZERO: i32 = 0;
     /// Codes need 8 bits, else at most 7 and no sign.
     const WIDE: bool = false;
+    /// What codes stand above their integers.
+    fn above<S: Codes>() -> i32 {
+        Self::ZERO + if Self::WIDE { i32::from(S::BIAS) } else { 0 }
+    }
     /// A scale per 16 columns.
     const SPLIT: bool = false;
     /// There are offsets.
     const OFFSET: bool = false;
 
-    /// Brings the block at byte `at` of 16 rows into a strip, from group `to` on.
+    /// Codes come in runs of 32 bytes, so that they need not be in the order of [`Codes::words`].
+    const PAIRED: bool = false;
+
+    /// Hands on the groups of the block at byte `at` of 16 rows in ascending order; the first is group `to` of the sink.
     ///
     /// # Safety
-    /// The rows have the block, and the strip its groups.
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize);
+    /// The rows have the block, and the sink its groups.
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize);
 }
 
-/// Writes a group.
-///
-/// # Safety
-/// The strip has it.
-#[inline(always)]
-unsafe fn put<S: Codes>(s: S, strip: Strip, to: usize, codes: Steps<S>, scale: V<S>) {
-    // SAFETY: the caller's contract.
-    unsafe {
-        for (j, codes) in codes.into_iter().enumerate() {
-            s.store(codes, strip.codes(to).add(64 * j));
+/// What takes the codes of 16 rows, group by group.
+pub(super) trait Sink<S: Codes> {
+    /// 32 bytes of every row, in the order that it wants them.
+    ///
+    /// # Safety
+    /// The rows have these bytes.
+    unsafe fn eight(&self, s: S, rows: &[*const u8; LANES], at: usize) -> Steps<S>;
+
+    /// Takes a group: codes, a scale per row for each of its H parts, and offsets of the rows.
+    ///
+    /// # Safety
+    /// It has the group.
+    unsafe fn put<const H: usize>(&mut self, s: S, to: usize, codes: Steps<S>, scales: [V<S>; H], offset: Option<V<S>>);
+}
+
+impl<S: Codes> Sink<S> for Strip {
+    #[inline(always)]
+    unsafe fn eight(&self, s: S, rows: &[*const u8; LANES], at: usize) -> Steps<S> {
+        // SAFETY: the caller's contract.
+        let ([a, b, c, d], [e, f, g, h]) = unsafe { (s.words(rows, at), s.words(rows, at + 16)) };
+        [a, b, c, d, e, f, g, h]
+    }
+
+    #[inline(always)]
+    unsafe fn put<const H: usize>(
+        &mut self,
+        s: S,
+        to: usize,
+        codes: Steps<S>,
+        scales: [V<S>; H],
+        offset: Option<V<S>>,
+    ) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            for (j, codes) in codes.into_iter().enumerate() {
+                s.store(codes, self.codes(to).add(64 * j));
+            }
+            for (half, scale) in scales.into_iter().enumerate() {
+                s.float().store_ptr(scale, self.scales(to, half));
+            }
+            if let Some(offset) = offset {
+                s.float().store_ptr(offset, self.offsets(to));
+            }
         }
-        s.float().store_ptr(scale, strip.scales(to, 0));
     }
 }
 
-/// Writes the offsets of a group.
-///
-/// # Safety
-/// The strip has it.
-#[inline(always)]
-unsafe fn put_offset<S: Codes>(s: S, strip: Strip, to: usize, offset: V<S>) {
-    // SAFETY: the caller's contract.
-    unsafe { s.float().store_ptr(offset, strip.offsets(to)) };
+/// Outputs of 16 weight rows and one row of x.
+pub(super) struct OneRow<'a, S: Codes, F> {
+    /// So far.
+    pub acc: V<S>,
+    /// Rounded activations.
+    pub x: &'a Rounded,
+    /// The row.
+    pub m: usize,
+    /// The format of the weights.
+    pub format: PhantomData<F>,
+}
+
+impl<S: Codes, F: Blocks> Sink<S> for OneRow<'_, S, F> {
+    #[inline(always)]
+    unsafe fn eight(&self, s: S, rows: &[*const u8; LANES], at: usize) -> Steps<S> {
+        // SAFETY: the caller's contract.
+        unsafe { s.pairs(rows, at) }
+    }
+
+    #[inline(always)]
+    unsafe fn put<const H: usize>(
+        &mut self,
+        s: S,
+        to: usize,
+        mut codes: Steps<S>,
+        scales: [V<S>; H],
+        offset: Option<V<S>>,
+    ) {
+        let (f, x, m) = (s.float(), self.x, self.m);
+        // SAFETY: the caller's contract: x has the group.
+        let (codes_of_x, scale_of_x) = unsafe { (s.twice(x.group(m, to)), f.splat(x.scale(m, to))) };
+        for codes in &mut codes {
+            *codes = match F::WIDE {
+                true => s.dots::<true>(s.splat(0), *codes, codes_of_x),
+                false => s.dots::<false>(s.splat(0), *codes, codes_of_x),
+            };
+        }
+        let mut sums = s.folded(codes);
+        if H == 1 {
+            sums[0] = s.add(sums[0], sums[1]);
+        }
+        for half in 0..H {
+            // SAFETY: as above.
+            let sum_of_x = unsafe { if H == 2 { x.sum(m, to, half) } else { x.sum(m, to, 0) + x.sum(m, to, 1) } };
+            let sum = s.add(sums[half], s.splat((-F::above::<S>() * sum_of_x) as u32));
+            self.acc = f.fma(s.to_float(sum), f.mul(scales[half], scale_of_x), self.acc);
+        }
+        if let Some(offset) = offset {
+            // SAFETY: as above.
+            self.acc = f.fma(offset, f.splat(unsafe { x.shift(m, to) }), self.acc);
+        }
+    }
 }
 
 /// The low four bits of 16 bytes, then the high ones.
@@ -116,11 +203,11 @@ impl Blocks for Q4_0 {
     const ZERO: i32 = 8;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
-            let scale = s.half(s.words(rows, at)[0]);
-            put(s, strip, to, nibbles(s, s.words(rows, at + 2)), scale);
+            let scale = s.halves(rows, at);
+            sink.put(s, to, nibbles(s, s.words(rows, at + 2)), [scale], None);
         }
     }
 }
@@ -129,12 +216,12 @@ impl Blocks for Q4_1 {
     const OFFSET: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let head = s.words(rows, at)[0];
-            put(s, strip, to, nibbles(s, s.words(rows, at + 4)), s.half(head));
-            put_offset(s, strip, to, s.float().neg(s.half(s.shr(head, 16))));
+            let offset = s.float().neg(s.half(s.shr(head, 16)));
+            sink.put(s, to, nibbles(s, s.words(rows, at + 4)), [s.half(head)], Some(offset));
         }
     }
 }
@@ -143,13 +230,13 @@ impl Blocks for Q5_0 {
     const ZERO: i32 = 16;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let head = s.words(rows, at);
             let high = s.or(s.shr(head[0], 16), s.shl(head[1], 16));
             let codes = fifth_bits(s, nibbles(s, s.words(rows, at + 6)), high);
-            put(s, strip, to, codes, s.half(head[0]));
+            sink.put(s, to, codes, [s.half(head[0])], None);
         }
     }
 }
@@ -158,30 +245,31 @@ impl Blocks for Q5_1 {
     const OFFSET: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let head = s.words(rows, at);
             let codes = fifth_bits(s, nibbles(s, s.words(rows, at + 8)), head[1]);
-            put(s, strip, to, codes, s.half(head[0]));
-            put_offset(s, strip, to, s.float().neg(s.half(s.shr(head[0], 16))));
+            let offset = s.float().neg(s.half(s.shr(head[0], 16)));
+            sink.put(s, to, codes, [s.half(head[0])], Some(offset));
         }
     }
 }
 
 impl Blocks for Q8_0 {
+    const PAIRED: bool = true;
     const WIDE: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
-            let scale = s.half(s.words(rows, at)[0]);
-            let mut codes = eight(s, rows, at + 2);
+            let scale = s.halves(rows, at);
+            let mut codes = sink.eight(s, rows, at + 2);
             for codes in &mut codes {
                 *codes = s.xor(*codes, s.splat(u32::from(S::BIAS) * 0x0101_0101));
             }
-            put(s, strip, to, codes, scale);
+            sink.put(s, to, codes, [scale], None);
         }
     }
 }
@@ -190,12 +278,12 @@ impl Blocks for Iq4Nl {
     const WIDE: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
-            let scale = s.half(s.words(rows, at)[0]);
+            let scale = s.halves(rows, at);
             let codes = looked_up(s, nibbles(s, s.words(rows, at + 2)), &const { shifted(&IQ4_NL, S::BIAS) });
-            put(s, strip, to, codes, scale);
+            sink.put(s, to, codes, [scale], None);
         }
     }
 }
@@ -204,7 +292,7 @@ impl Blocks for Mxfp4 {
     const ZERO: i32 = 12;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let mut scale = [0.0; LANES];
@@ -212,7 +300,7 @@ impl Blocks for Mxfp4 {
                 *scale = half_e8m0(*row.add(at));
             }
             let codes = looked_up(s, nibbles(s, s.words(rows, at + 1)), &const { shifted(&E2M1, 12) });
-            put(s, strip, to, codes, floats(s, scale));
+            sink.put(s, to, codes, [floats(s, scale)], None);
         }
     }
 }
@@ -222,9 +310,9 @@ impl Blocks for Nvfp4 {
     const SPLIT: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
-        unsafe { nvfp4(s, rows, at, strip, to, &[1.0; LANES]) }
+        unsafe { nvfp4(s, rows, at, sink, to, &[1.0; LANES]) }
     }
 }
 
@@ -233,48 +321,48 @@ impl Blocks for F4 {
     const SPLIT: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         let mut factors = [0.0; LANES];
         for (factor, row) in factors.iter_mut().zip(rows) {
             // SAFETY: the caller's contract.
             *factor = f32::from_le_bytes(unsafe { row.add(at).cast::<[u8; 4]>().read_unaligned() });
         }
         // SAFETY: the caller's contract.
-        unsafe { nvfp4(s, rows, at + 4, strip, to, &factors) }
+        unsafe { nvfp4(s, rows, at + 4, sink, to, &factors) }
     }
 }
 
 impl Blocks for I4 {
+    const PAIRED: bool = true;
     const OFFSET: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let [scale, offset] = two_floats(s, rows, at);
-            for (g, codes) in pair(s, rows, at + 8).into_iter().enumerate() {
-                put(s, strip, to + g, codes, scale);
-                put_offset(s, strip, to + g, offset);
+            for (g, codes) in pair(s, sink, rows, at + 8).into_iter().enumerate() {
+                sink.put(s, to + g, codes, [scale], Some(offset));
             }
         }
     }
 }
 
 impl Blocks for I8 {
+    const PAIRED: bool = true;
     const WIDE: bool = true;
     const OFFSET: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let [scale, offset] = two_floats(s, rows, at);
-            let mut codes = eight(s, rows, at + 8);
+            let mut codes = sink.eight(s, rows, at + 8);
             for codes in &mut codes {
                 *codes = s.xor(*codes, s.splat(u32::from(S::BIAS) * 0x0101_0101));
             }
-            put(s, strip, to, codes, scale);
-            put_offset(s, strip, to, offset);
+            sink.put(s, to, codes, [scale], Some(offset));
         }
     }
 }
@@ -300,7 +388,14 @@ unsafe fn two_floats<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize) -> [V
 /// # Safety
 /// As for [`Blocks::unpack`].
 #[inline(always)]
-unsafe fn nvfp4<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize, factors: &[f32; LANES]) {
+unsafe fn nvfp4<S: Codes>(
+    s: S,
+    rows: &[*const u8; LANES],
+    at: usize,
+    sink: &mut impl Sink<S>,
+    to: usize,
+    factors: &[f32; LANES],
+) {
     for g in 0..2 {
         // SAFETY: the caller's contract.
         unsafe {
@@ -313,8 +408,7 @@ unsafe fn nvfp4<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Str
             // 8 bytes are the low, then the high halves of 16 codes.
             let [a, b, c, d, e, f, i, j] = nibbles(s, s.words(rows, at + 4 + 16 * g));
             let codes = looked_up(s, [a, b, e, f, c, d, i, j], &const { shifted(&E2M1, 12) });
-            put(s, strip, to + g, codes, floats(s, scales[0]));
-            s.float().store_ptr(floats(s, scales[1]), strip.scales(to + g, 1));
+            sink.put(s, to + g, codes, [floats(s, scales[0]), floats(s, scales[1])], None);
         }
     }
 }
@@ -337,25 +431,14 @@ fn scale_and_offset<S: Codes>(s: S, head: &[S::B; 4], g: u32) -> (V<S>, V<S>) {
     (f.mul(d, s.to_float(scale)), f.mul(least, s.to_float(offset)))
 }
 
-/// 32 bytes of every row.
-///
-/// # Safety
-/// The rows have these bytes.
-#[inline(always)]
-unsafe fn eight<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize) -> Steps<S> {
-    // SAFETY: the caller's contract.
-    let ([a, b, c, d], [e, f, g, h]) = unsafe { (s.words(rows, at), s.words(rows, at + 16)) };
-    [a, b, c, d, e, f, g, h]
-}
-
 /// Codes of 4 bits of a pair of groups: 32 bytes hold the low halves of one and the high ones of the next.
 ///
 /// # Safety
 /// The rows have these bytes.
 #[inline(always)]
-unsafe fn pair<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize) -> [Steps<S>; 2] {
+unsafe fn pair<S: Codes>(s: S, sink: &impl Sink<S>, rows: &[*const u8; LANES], at: usize) -> [Steps<S>; 2] {
     // SAFETY: the caller's contract.
-    let mut out = [unsafe { eight(s, rows, at) }; 2];
+    let mut out = [unsafe { sink.eight(s, rows, at) }; 2];
     for j in 0..8 {
         out[1][j] = s.and(s.shr(out[0][j], 4), s.splat(LOW));
         out[0][j] = s.and(out[0][j], s.splat(LOW));
@@ -364,19 +447,19 @@ unsafe fn pair<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize) -> [Steps<S
 }
 
 impl Blocks for Q4K {
+    const PAIRED: bool = true;
     const OFFSET: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let head = s.words(rows, at);
             for p in 0..4 {
-                for (i, codes) in pair(s, rows, at + 16 + GROUP * p).into_iter().enumerate() {
+                for (i, codes) in pair(s, sink, rows, at + 16 + GROUP * p).into_iter().enumerate() {
                     let g = 2 * p + i;
                     let (scale, offset) = scale_and_offset(s, &head, g as u32);
-                    put(s, strip, to + g, codes, scale);
-                    put_offset(s, strip, to + g, offset);
+                    sink.put(s, to + g, codes, [scale], Some(offset));
                 }
             }
         }
@@ -384,24 +467,24 @@ impl Blocks for Q4K {
 }
 
 impl Blocks for Q5K {
+    const PAIRED: bool = true;
     const OFFSET: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let head = s.words(rows, at);
-            let high = eight(s, rows, at + 16);
+            let high = sink.eight(s, rows, at + 16);
             for p in 0..4 {
-                for (i, mut codes) in pair(s, rows, at + 48 + GROUP * p).into_iter().enumerate() {
+                for (i, mut codes) in pair(s, sink, rows, at + 48 + GROUP * p).into_iter().enumerate() {
                     let g = 2 * p + i;
                     for (codes, high) in codes.iter_mut().zip(high) {
                         let bit = if g < 4 { s.shl(high, 4 - g as u32) } else { s.shr(high, g as u32 - 4) };
                         *codes = s.or(*codes, s.and(bit, s.splat(FIFTH)));
                     }
                     let (scale, offset) = scale_and_offset(s, &head, g as u32);
-                    put(s, strip, to + g, codes, scale);
-                    put_offset(s, strip, to + g, offset);
+                    sink.put(s, to + g, codes, [scale], Some(offset));
                 }
             }
         }
@@ -409,30 +492,28 @@ impl Blocks for Q5K {
 }
 
 impl Blocks for Q6K {
+    const PAIRED: bool = true;
     const ZERO: i32 = 32;
     const SPLIT: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, strip: Strip, to: usize) {
+    unsafe fn unpack<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize, sink: &mut impl Sink<S>, to: usize) {
         // SAFETY: the caller's contract.
         unsafe {
             let scales = s.words(rows, at + 192);
-            let d = s.half(s.shr(s.words(rows, at + 194)[3], 16));
+            let d = s.halves(rows, at + 208);
             // Groups of 128 columns: 32 bytes are the low bits of two groups, another 32 the upper two bits of all four.
             for h in 0..2 {
-                let upper = eight(s, rows, at + 128 + 32 * h);
-                for low in 0..2 {
-                    for (i, mut codes) in pair(s, rows, at + 64 * h + 32 * low).into_iter().enumerate() {
-                        let quarter = low + 2 * i;
-                        for (codes, upper) in codes.iter_mut().zip(upper) {
-                            let two = s.and(s.shr(upper, 2 * quarter as u32), s.splat(0x0303_0303));
-                            *codes = s.or(*codes, s.shl(two, 4));
-                        }
-                        let g = to + 4 * h + quarter;
-                        let word = s.shr(scales[2 * h + i], 16 * low as u32);
-                        put(s, strip, g, codes, signed_byte(s, word, d));
-                        s.float().store_ptr(signed_byte(s, s.shr(word, 8), d), strip.scales(g, 1));
+                let upper = sink.eight(s, rows, at + 128 + 32 * h);
+                let (even, odd) = (pair(s, sink, rows, at + 64 * h), pair(s, sink, rows, at + 64 * h + 32));
+                for (quarter, mut codes) in [even[0], odd[0], even[1], odd[1]].into_iter().enumerate() {
+                    for (codes, upper) in codes.iter_mut().zip(upper) {
+                        let two = s.and(s.shr(upper, 2 * quarter as u32), s.splat(0x0303_0303));
+                        *codes = s.or(*codes, s.shl(two, 4));
                     }
+                    let word = s.shr(scales[2 * h + quarter / 2], 16 * (quarter % 2) as u32);
+                    let scales = [signed_byte(s, word, d), signed_byte(s, s.shr(word, 8), d)];
+                    sink.put(s, to + 4 * h + quarter, codes, scales, None);
                 }
             }
         }

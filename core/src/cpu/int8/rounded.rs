@@ -100,6 +100,16 @@ impl Rounded {
         u32::from_le_bytes(unsafe { self.codes.get_unchecked(m * self.groups * 8 + i) }.map(|c| c as u8))
     }
 
+    /// The 32 codes of group `g` of row `m`.
+    ///
+    /// # Safety
+    /// It exists.
+    #[inline(always)]
+    pub(super) unsafe fn group(&self, m: usize, g: usize) -> *const u8 {
+        // SAFETY: the caller's contract.
+        unsafe { self.codes.as_ptr().add((m * self.groups + g) * 8).cast() }
+    }
+
     /// Scale of group `g` of row `m`.
     ///
     /// # Safety

@@ -23,6 +23,9 @@ pub trait Codes: Copy + 'static {
     /// What is added (as an exclusive or) to codes of 8 bits before [`Codes::dot`]: 128 where it takes unsigned ones.
     const BIAS: u8;
 
+    /// Whether [`Codes::pairs`] and [`Codes::folded`] are faster than [`Codes::words`] for one row of x.
+    const PAIRS: bool = false;
+
     /// The token for floats.
     fn float(self) -> Self::Float;
 
@@ -34,6 +37,61 @@ pub trait Codes: Copy + 'static {
     /// # Safety
     /// The rows have these bytes.
     unsafe fn words(self, rows: &[*const u8; LANES], at: usize) -> [Self::B; 4];
+
+    /// Bytes `at .. at + 32` of 16 rows: vector `i` holds row `8 (i / 4) + i % 4`, then the fourth row after it.
+    ///
+    /// # Safety
+    /// The rows have these bytes.
+    #[inline(always)]
+    unsafe fn pairs(self, rows: &[*const u8; LANES], at: usize) -> [Self::B; 8] {
+        std::array::from_fn(|i| {
+            let mut both = [[0; 32]; 2];
+            for (h, half) in both.iter_mut().enumerate() {
+                // SAFETY: the caller's contract.
+                *half = unsafe { rows[pair_row(i) + 4 * h].add(at).cast::<[u8; 32]>().read() };
+            }
+            // SAFETY: the array has 64 bytes.
+            unsafe { self.load(both.as_ptr().cast()) }
+        })
+    }
+
+    /// 32 bytes at any address, twice.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn twice(self, p: *const u8) -> Self::B {
+        // SAFETY: the caller's contract; the array has 64 bytes.
+        unsafe { self.load([p.cast::<[u8; 32]>().read(); 2].as_ptr().cast()) }
+    }
+
+    /// The sums of the lower and of the upper four words of each row of [`Codes::pairs`], lane `r` for row `r`.
+    #[inline(always)]
+    fn folded(self, pairs: [Self::B; 8]) -> [Self::B; 2] {
+        let mut sums = [[0u32; LANES]; 2];
+        for (i, pair) in pairs.into_iter().enumerate() {
+            for (w, word) in self.lanes(pair).into_iter().enumerate() {
+                let sum = &mut sums[w / 4 % 2][pair_row(i) + 4 * (w / 8)];
+                *sum = sum.wrapping_add(word);
+            }
+        }
+        // SAFETY: the arrays have 64 bytes.
+        sums.map(|sums| unsafe { self.load(sums.as_ptr().cast()) })
+    }
+
+    /// The two bytes at `at` of every row as f16, in f32.
+    ///
+    /// # Safety
+    /// The rows have these bytes.
+    #[inline(always)]
+    unsafe fn halves(self, rows: &[*const u8; LANES], at: usize) -> <Self::Float as Simd>::V {
+        let halves: [[u8; 2]; LANES] = std::array::from_fn(|r| {
+            // SAFETY: the caller's contract.
+            unsafe { rows[r].add(at).cast::<[u8; 2]>().read() }
+        });
+        // SAFETY: the array has 32 bytes.
+        unsafe { self.float().load_f16(halves.as_ptr().cast()) }
+    }
 
     /// 64 bytes at any address.
     ///
@@ -67,7 +125,16 @@ pub trait Codes: Copy + 'static {
     /// Adds to each lane of `acc` the sum of four products: codes of `w` times the four of `x`, which lie in
     /// `-127..=127`. Codes of `w` are 0 to 127; if `WIDE`, any signed ones, xor [`Codes::BIAS`], which an unsigned
     /// product counts as larger by that.
-    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B;
+    #[inline(always)]
+    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B {
+        self.dots::<WIDE>(acc, w, self.splat(x))
+    }
+
+    /// [`Codes::dot`] with four codes of x per lane.
+    fn dots<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: Self::B) -> Self::B;
+
+    /// `a + b`, modulo 2^32.
+    fn add(self, a: Self::B, b: Self::B) -> Self::B;
 
     /// Signed lanes as floats, rounded to nearest.
     fn to_float(self, a: Self::B) -> <Self::Float as Simd>::V;
@@ -88,6 +155,11 @@ pub trait Codes: Copy + 'static {
         unsafe { self.store(a, out.as_mut_ptr().cast()) };
         out
     }
+}
+
+/// The first row of a vector of [`Codes::pairs`].
+const fn pair_row(i: usize) -> usize {
+    8 * (i / 4) + i % 4
 }
 
 /// Runs an expression with the token `s` for integers of instruction set `isa`, compiled for that instruction set.

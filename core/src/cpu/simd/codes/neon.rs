@@ -104,13 +104,18 @@ impl Codes for Neon {
     }
 
     #[inline(always)]
-    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B {
-        lanewise!(|acc, w| {
-            let (w, x) = (vreinterpretq_s8_u32(w), vreinterpretq_s8_u32(vdupq_n_u32(x)));
+    fn dots<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: Self::B) -> Self::B {
+        lanewise!(|acc, w, x| {
+            let (w, x) = (vreinterpretq_s8_u32(w), vreinterpretq_s8_u32(x));
             let low = vpaddlq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)));
             let high = vpaddlq_s16(vmull_high_s8(w, x));
             vaddq_u32(acc, vreinterpretq_u32_s32(vpaddq_s32(low, high)))
         })
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::B, b: Self::B) -> Self::B {
+        lanewise!(|a, b| vaddq_u32(a, b))
     }
 
     #[inline(always)]

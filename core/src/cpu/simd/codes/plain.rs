@@ -85,12 +85,17 @@ impl Codes for Plain {
     }
 
     #[inline(always)]
-    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B {
-        let x = x.to_le_bytes().map(|b| i32::from(b as i8));
-        zip(acc, w, |acc, w| {
-            let w = w.to_le_bytes().map(|b| i32::from(b as i8));
-            acc.wrapping_add((w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3]) as u32)
-        })
+    fn dots<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: Self::B) -> Self::B {
+        let products = zip(w, x, |w, x| {
+            let [w, x] = [w, x].map(|four| four.to_le_bytes().map(|b| i32::from(b as i8)));
+            (w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3]) as u32
+        });
+        zip(acc, products, u32::wrapping_add)
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::B, b: Self::B) -> Self::B {
+        zip(a, b, u32::wrapping_add)
     }
 
     #[inline(always)]

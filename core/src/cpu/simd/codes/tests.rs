@@ -28,6 +28,10 @@ fn everything<S: Codes>(s: S) -> Vec<[u32; LANES]> {
     let words = unsafe { s.words(&rows, 13) };
     let [a, b, c, d] = words;
     let mut out = words.map(|w| s.lanes(w)).to_vec();
+    // SAFETY: every row has 37 bytes, and so has the start of all.
+    let (pairs, halves, twice) = unsafe { (s.pairs(&rows, 5), s.halves(&rows, 35), s.twice(stored[3..].as_ptr())) };
+    out.extend(pairs.into_iter().chain([twice]).chain(s.folded(pairs)).map(|w| s.lanes(w)));
+    out.push(s.float().to_array(halves).map(|half| if half.is_nan() { 0 } else { half.to_bits() }));
     let nibbles = s.and(a, s.splat(0x0f0f_0f0f));
     let table: [u8; 16] = std::array::from_fn(|i| 7 * i as u8 + 99);
     for r in [
@@ -41,6 +45,8 @@ fn everything<S: Codes>(s: S) -> Vec<[u32; LANES]> {
         s.shl(a, 9),
         s.mul(a, b),
         s.lookup(nibbles, &table),
+        s.add(a, b),
+        s.dots::<false>(c, s.and(a, s.splat(0x7f7f_7f7f)), s.and(b, s.splat(0x7f7f_7f7f))),
         s.dot::<false>(c, s.and(a, s.splat(0x7f7f_7f7f)), 0x7f81_0135),
         s.dot::<false>(c, s.splat(0x7f7f_7f7f), 0x7f7f_7f7f),
         s.dot::<false>(c, s.splat(0x7f7f_7f7f), 0x8181_8181),

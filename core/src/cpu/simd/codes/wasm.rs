@@ -98,14 +98,18 @@ impl Codes for Wasm128 {
     }
 
     #[inline(always)]
-    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B {
-        let x = u32x4_splat(x);
-        lanewise!(|acc, w| {
+    fn dots<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: Self::B) -> Self::B {
+        lanewise!(|acc, w, x| {
             let low = i32x4_extadd_pairwise_i16x8(i16x8_extmul_low_i8x16(w, x));
             let high = i32x4_extadd_pairwise_i16x8(i16x8_extmul_high_i8x16(w, x));
             let even = i32x4_shuffle::<0, 2, 4, 6>(low, high);
             i32x4_add(acc, i32x4_add(even, i32x4_shuffle::<1, 3, 5, 7>(low, high)))
         })
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::B, b: Self::B) -> Self::B {
+        lanewise!(|a, b| u32x4_add(a, b))
     }
 
     #[inline(always)]

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::super::{Avx2, Avx512, LANES, Simd, x86::proven};
-use super::Codes;
+use super::{Codes, pair_row};
 
 /// Token of [`Avx512`] with VNNI.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +33,7 @@ impl Codes for Vnni {
     type B = __m512i;
 
     const BIAS: u8 = 128;
+    const PAIRS: bool = true;
 
     #[inline(always)]
     fn float(self) -> Avx512 {
@@ -66,6 +67,40 @@ impl Codes for Vnni {
                 _mm512_unpacklo_epi64(c, d),
                 _mm512_unpackhi_epi64(c, d),
             ]
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn pairs(self, rows: &[*const u8; LANES], at: usize) -> [Self::B; 8] {
+        proven!({
+            let mut out = [_mm512_setzero_si512(); 8];
+            for (i, out) in out.iter_mut().enumerate() {
+                let (low, high) = (rows[pair_row(i)].wrapping_add(at), rows[pair_row(i) + 4].wrapping_add(at));
+                let low = _mm512_castsi256_si512(_mm256_loadu_si256(low.cast()));
+                *out = _mm512_inserti64x4::<1>(low, _mm256_loadu_si256(high.cast()));
+            }
+            out
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn twice(self, p: *const u8) -> Self::B {
+        proven!(_mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast())))
+    }
+
+    #[inline(always)]
+    fn folded(self, p: [Self::B; 8]) -> [Self::B; 2] {
+        proven!({
+            // Quarters with four sums each: of the lower half of four rows, of the upper, then of the fourth rows after them.
+            let mut sums = [p[0]; 2];
+            for (h, sums) in sums.iter_mut().enumerate() {
+                let [a, b, c, d] = [p[4 * h], p[4 * h + 1], p[4 * h + 2], p[4 * h + 3]];
+                let a = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+                let c = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+                *sums = _mm512_add_epi32(_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c));
+            }
+            let [a, b] = sums;
+            [_mm512_shuffle_i32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b)]
         })
     }
 
@@ -120,13 +155,29 @@ impl Codes for Vnni {
     }
 
     #[inline(always)]
-    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B {
-        proven!(_mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x as i32)))
+    fn dots<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: Self::B) -> Self::B {
+        proven!(_mm512_dpbusd_epi32(acc, w, x))
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::B, b: Self::B) -> Self::B {
+        proven!(_mm512_add_epi32(a, b))
     }
 
     #[inline(always)]
     fn to_float(self, a: Self::B) -> __m512 {
         proven!(_mm512_cvtepi32_ps(a))
+    }
+
+    #[inline(always)]
+    unsafe fn halves(self, rows: &[*const u8; LANES], at: usize) -> __m512 {
+        let mut halves = [0i16; LANES];
+        for (half, row) in halves.iter_mut().zip(rows) {
+            // SAFETY: the caller's contract.
+            *half = unsafe { row.wrapping_add(at).cast::<i16>().read_unaligned() };
+        }
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = halves;
+        proven!(_mm512_cvtph_ps(_mm256_setr_epi16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)))
     }
 
     #[inline(always)]
@@ -147,6 +198,7 @@ impl Codes for Avx2 {
     type B = [__m256i; 2];
 
     const BIAS: u8 = 0;
+    const PAIRS: bool = true;
 
     #[inline(always)]
     fn float(self) -> Self {
@@ -177,6 +229,44 @@ impl Codes for Avx2 {
             })
         }
         out
+    }
+
+    #[inline(always)]
+    unsafe fn pairs(self, rows: &[*const u8; LANES], at: usize) -> [Self::B; 8] {
+        proven!({
+            let mut out = [[_mm256_setzero_si256(); 2]; 8];
+            for (i, out) in out.iter_mut().enumerate() {
+                for (h, out) in out.iter_mut().enumerate() {
+                    *out = _mm256_loadu_si256(rows[pair_row(i) + 4 * h].wrapping_add(at).cast());
+                }
+            }
+            out
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn twice(self, p: *const u8) -> Self::B {
+        proven!([_mm256_loadu_si256(p.cast()); 2])
+    }
+
+    #[inline(always)]
+    fn folded(self, p: [Self::B; 8]) -> [Self::B; 2] {
+        proven!({
+            // As above, with the lower and the upper half of rows in the halves of a register.
+            let (mut low, mut high) = ([_mm256_setzero_si256(); 2], [_mm256_setzero_si256(); 2]);
+            for h in 0..2 {
+                let mut sums = [_mm256_setzero_si256(); 2];
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let [a, b, c, d] = [p[4 * h][r], p[4 * h + 1][r], p[4 * h + 2][r], p[4 * h + 3][r]];
+                    let a = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+                    let c = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+                    *sums = _mm256_add_epi32(_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c));
+                }
+                low[h] = _mm256_permute2x128_si256::<0x20>(sums[0], sums[1]);
+                high[h] = _mm256_permute2x128_si256::<0x31>(sums[0], sums[1]);
+            }
+            [low, high]
+        })
     }
 
     #[inline(always)]
@@ -234,9 +324,8 @@ impl Codes for Avx2 {
     }
 
     #[inline(always)]
-    fn dot<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: u32) -> Self::B {
-        lanewise!(|acc, w| {
-            let x = _mm256_set1_epi32(x as i32);
+    fn dots<const WIDE: bool>(self, acc: Self::B, w: Self::B, x: Self::B) -> Self::B {
+        lanewise!(|acc, w, x| {
             // Sums of two in 16 bits: codes of at most 127 (128 if signed) times 127 do not overflow them.
             let pairs = match WIDE {
                 true => _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)),
@@ -244,6 +333,11 @@ impl Codes for Avx2 {
             };
             _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
         })
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::B, b: Self::B) -> Self::B {
+        lanewise!(|a, b| _mm256_add_epi32(a, b))
     }
 
     #[inline(always)]
