@@ -395,6 +395,10 @@ impl Backend for Cuda {
         self.copies()?.save(self, pools, row, room).map_err(|e| self.faults.name(e))
     }
 
+    fn fetch(&self, saved: &Bytes) -> Result<bool> {
+        self.copies()?.fetch(saved).map_err(|e| self.faults.name(e))
+    }
+
     fn restore(&self, saved: &Bytes, pools: &[Tensor<Buf>], row: usize) -> Result<()> {
         self.copies()?.restore(self, saved, pools, row).map_err(|e| self.faults.name(e))
     }

@@ -1,6 +1,7 @@
 //! Copies between states or pages and host memory, concurrent with the steps: a kernel gathers the pieces of a value into a buffer of the
 //! device, in the order of the steps, and a stream of its own copies that buffer; the other way round likewise. Steps wait for the
-//! kernel only, which takes microseconds, unless the buffer is full.
+//! kernel only, which takes microseconds, unless the buffer is full. What comes back is waited for on the device, or fetched into the
+//! buffer beforehand.
 
 use std::{
     cell::{Cell, RefCell},
@@ -39,13 +40,26 @@ struct Lane {
     head: u64,
     /// Parts of the buffer in use, oldest first, each until its event.
     busy: VecDeque<(Range<u64>, Rc<Event>)>,
+    /// What was brought before anybody waited for it.
+    fetched: Vec<Fetched>,
+}
+
+/// A value in a part of the buffer, until a restore takes it or the part is needed.
+struct Fetched {
+    value: Bytes,
+    part: Range<u64>,
+    done: Rc<Event>,
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
 }
 
 impl Lane {
     fn new(cuda: &Cuda, label: &str) -> Result<Self> {
         let stream = Stream::new(&cuda.context)?;
         let buffer = Buf::alloc(&cuda.context, &cuda.stream, label, BUFFER)?;
-        Ok(Self { stream, buffer, head: 0, busy: VecDeque::new() })
+        Ok(Self { stream, buffer, head: 0, busy: VecDeque::new(), fetched: Vec::new() })
     }
 
     /// A part of the buffer that `user` may write once all that it has enqueued is done.
@@ -57,12 +71,18 @@ impl Lane {
         let part = self.head..self.head + len;
         self.head = part.end;
         // Parts are left in the order in which they were taken.
-        let last = self.busy.iter().rposition(|(other, _)| other.start < part.end && part.start < other.end);
+        let last = self.busy.iter().rposition(|(other, _)| overlap(other, &part));
         if let Some(last) = last {
             user.follow(&self.busy[last].1)?;
             self.busy.drain(..=last);
         }
+        self.fetched.retain(|fetched| !overlap(&fetched.part, &part));
         Ok(part)
+    }
+
+    /// Where this value was fetched to.
+    fn find(&self, value: &Bytes) -> Option<usize> {
+        self.fetched.iter().position(|fetched| std::ptr::eq(&*fetched.value, &**value))
     }
 }
 
@@ -82,7 +102,7 @@ pub struct Copies {
 struct Held {
     value: Bytes,
     start: Event,
-    done: Event,
+    done: Rc<Event>,
 }
 
 impl Copies {
@@ -168,6 +188,23 @@ impl Copies {
         Ok(done)
     }
 
+    /// Brings a value into the buffer, if it is small enough to wait there; true if it is there, or will not be.
+    pub fn fetch(&self, value: &Bytes) -> Result<bool> {
+        let lane = &mut *self.restore.borrow_mut();
+        if let Some(i) = lane.find(value) {
+            return lane.fetched[i].done.is_reached("fetch");
+        }
+        let waiting: u64 = lane.fetched.iter().map(|fetched| fetched.part.end - fetched.part.start).sum();
+        if value.is_empty() || value.len() as u64 > PIECE || waiting + value.len() as u64 > BUFFER / 2 {
+            return Ok(true);
+        }
+        let (part, done) = self.send(lane, value.clone()).inspect_err(|_| {
+            let _ = lane.stream.wait("fetch");
+        })?;
+        lane.fetched.push(Fetched { value: value.clone(), part, done });
+        Ok(false)
+    }
+
     /// Copies a value back into a row of each tensor.
     pub fn restore(&self, cuda: &Cuda, value: &Bytes, pools: &[Tensor<Buf>], row: usize) -> Result<()> {
         let (tensors, bytes) = self.table(cuda, pools)?;
@@ -176,10 +213,13 @@ impl Copies {
         for (first, piece) in value.chunks(PIECE as usize).enumerate() {
             let (first, bytes) = (first as u64 * PIECE, piece.len() as u64);
             let piece = value.slice(first as usize..first as usize + piece.len());
-            let at = self.send(lane, piece).inspect_err(|_| {
-                let _ = lane.stream.wait("restore");
-            })?;
-            cuda.stream.follow(&self.held.borrow().back().expect("it was just sent").done)?;
+            let (at, done) = match lane.find(&piece).map(|i| lane.fetched.swap_remove(i)) {
+                Some(Fetched { part, done, .. }) => (part, done),
+                None => self.send(lane, piece).inspect_err(|_| {
+                    let _ = lane.stream.wait("restore");
+                })?,
+            };
+            cuda.stream.follow(&done)?;
             let args =
                 CopyRows { tensors, row: row as u64, first, bytes, packed: At(lane.buffer.address() + at.start) };
             cuda.run_alone("restore", launch(false, bytes, pools.len(), &args))?;
@@ -190,18 +230,18 @@ impl Copies {
         self.release()
     }
 
-    /// Copies a piece of a value into a part of the buffer.
-    fn send(&self, lane: &mut Lane, value: Bytes) -> Result<Range<u64>> {
+    /// Copies a piece of a value into a part of the buffer, which it has from the event on.
+    fn send(&self, lane: &mut Lane, value: Bytes) -> Result<(Range<u64>, Rc<Event>)> {
         let stream = lane.stream.clone();
         let part = lane.part(value.len() as u64, &stream)?;
-        let (start, done) = (Event::new(true)?, Event::new(true)?);
+        let (start, done) = (Event::new(true)?, Rc::new(Event::new(true)?));
         start.record(&stream)?;
         let to = lane.buffer.address() + part.start;
         // SAFETY: the part is this copy's until its event; the value is held until `done`, or until the caller has waited.
         named("restore", unsafe { result::memcpy_htod_async(to, &value[..], stream.raw) })?;
         done.record(&stream)?;
-        self.held.borrow_mut().push_back(Held { value, start, done });
-        Ok(part)
+        self.held.borrow_mut().push_back(Held { value, start, done: done.clone() });
+        Ok((part, done))
     }
 
     /// Lets go of values that have been copied, and counts them.

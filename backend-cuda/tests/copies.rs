@@ -25,7 +25,11 @@ fn main() {
     let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "cuda"));
     let ignored = matches!(Cuda::open(Options::default()), Err(Error::NoDevice { .. })) && !required;
     let test = || there_and_back().unwrap_or_else(|e| Err(e.to_string().into()));
-    let trials = vec![Trial::test("there and back", test).with_ignored_flag(ignored)];
+    let early = || fetched_early().unwrap_or_else(|e| Err(e.to_string().into()));
+    let trials = vec![
+        Trial::test("there and back", test).with_ignored_flag(ignored),
+        Trial::test("fetched early", early).with_ignored_flag(ignored),
+    ];
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
@@ -84,5 +88,38 @@ fn there_and_back() -> Result<std::result::Result<(), Failed>> {
         return Ok(Err(format!("{bytes} bytes in {time} ms were measured").into()));
     }
     println!("values of {value} bytes came back at {:.1} GB/s", bytes as f64 / time / 1e6);
+    Ok(Ok(()))
+}
+
+/// Values that wait in the buffer come back as those that do not, also after others took their place there.
+fn fetched_early() -> Result<std::result::Result<(), Failed>> {
+    const LEN: usize = 3 << 20;
+    let cuda = Cuda::open(Options::default())?;
+    let rows = 64;
+    let pool = Tensor::new(cuda.alloc("pool", (4 * rows * LEN) as u64)?, DType::F32, &[rows, LEN]);
+    cuda.fill_random(&pool, 7, 1.0)?;
+    let pools = [pool];
+    let memory = cuda.host_memory((4 * rows * LEN) as u64)?;
+    let mut saved = Vec::new();
+    for i in 0..rows {
+        let Some(room) = memory.take(4 * LEN) else { return Ok(Err(format!("no room for value {i}").into())) };
+        saved.push(pollster::block_on(cuda.save(&pools, i, room)?.arrive())?);
+    }
+    // A few wait; then all come, which takes the buffer several times.
+    for few in [1, 4, rows] {
+        let at_once = saved.iter().take(few).map(|value| cuda.fetch(value)).collect::<Result<Vec<_>>>()?;
+        if at_once[0] {
+            return Ok(Err("nothing was fetched".into()));
+        }
+        for i in (few.min(rows - 1)..rows).chain(0..few.min(rows - 1)) {
+            poison(&cuda, &pools, i)?;
+            cuda.restore(&saved[i], &pools, i)?;
+        }
+        for (i, value) in saved.iter().enumerate() {
+            if row(&cuda, &pools, i)? != value[..] {
+                return Ok(Err(format!("{few} fetched: row {i} came back wrongly").into()));
+            }
+        }
+    }
     Ok(Ok(()))
 }

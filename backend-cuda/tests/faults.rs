@@ -101,6 +101,7 @@ fn address() -> Result<(), Failed> {
             head_dim: hd,
             scale: 1.0,
             window: None,
+            first: 0,
         };
         let out = op.out.clone();
         cuda.reserve(cuda.scratch(&op.clone().into()))?;

@@ -159,6 +159,14 @@ pub trait Backend: Sized + 'static {
         // Reads are enqueued now, not when they are awaited.
         Ok(Box::new(Reads::new(reads, room)))
     }
+    /// Begins to bring saved bytes to the device; true once [`Backend::restore`] of them delays nothing that runs. It may be left out.
+    ///
+    /// # Errors
+    /// A device error.
+    fn fetch(&self, saved: &Bytes) -> Result<bool> {
+        let _ = saved;
+        Ok(true)
+    }
     /// Copies saved bytes back into row `row` of such tensors, ordered after everything run before and before everything run
     /// later. Waits for nothing.
     fn restore(&self, saved: &Bytes, pools: &[Tensor<Self::Buf>], row: usize) -> Result<()> {

@@ -525,7 +525,10 @@ fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd
     }
     for window in [None, Some(100)] {
         let (q, out) = (m.act(&[t, heads * hd]), m.act(&[t, heads * hd]));
-        ops.push(Attention { step: step.clone(), q, pool: pool.clone(), out, head_dim: hd, scale: 0.1, window }.into());
+        ops.push(
+            Attention { step: step.clone(), q, pool: pool.clone(), out, head_dim: hd, scale: 0.1, window, first: 0 }
+                .into(),
+        );
     }
 }
 
