@@ -8,6 +8,8 @@ mod common;
 mod drafts;
 #[path = "common/golden.rs"]
 mod golden;
+#[path = "common/heads.rs"]
+mod heads;
 #[path = "common/ranks.rs"]
 mod ranks;
 #[path = "common/routing.rs"]
@@ -490,6 +492,9 @@ fn main() {
     trials.extend(codes_on("wgpu", common::wgpu, WGPU));
     trials.extend(drafts::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() })));
     trials.extend(drafts::on("wgpu", common::wgpu));
+    trials.extend(heads::on("cpu", || Ok(CpuBackend::new()), CPU));
+    trials.extend(heads::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
+    trials.extend(heads::on("wgpu", common::wgpu, WGPU));
     trials.extend(shaders::on("wgpu", common::wgpu));
     trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
     // One head of each pool per piece, with this many slots.

@@ -2,7 +2,7 @@
 //!
 //! Prompts and answers are parts of a given text, else made up: the ids that the model samples are replaced by the answer's. So any
 //! model, one with random weights too, shows what a text that it did not write would gain. A drafter that knows the answer guesses
-//! it, wrongly as often as it is told; the n-gram drafter knows what came before.
+//! it, wrongly as often as it is told; the n-gram drafter knows what came before, and so does the model's head.
 
 use std::{path::Path, sync::Arc, time::Instant};
 
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::{Random, SEED};
 use crate::{
-    args::BenchSpeculateArgs,
+    args::{BenchSpeculateArgs, SpeculateArg},
     embedded,
     failure::{Failure, Outcome},
     input_file, model,
@@ -97,13 +97,15 @@ enum Guesses {
     /// So many at a time, and this percentage of them right.
     Rated(usize, u64),
     Ngram,
+    Head,
 }
 
 /// A text says nothing about guesses of a given quality, so these are measured without one.
 fn cases(args: &BenchSpeculateArgs) -> Vec<Guesses> {
     let counts = [1, 3, 7].into_iter().filter(|count| *count <= args.drafts && args.text.is_none());
     let rated = counts.flat_map(|count| RIGHT.map(|right| Guesses::Rated(count, right)));
-    [Guesses::Off].into_iter().chain(rated).chain([Guesses::Ngram]).collect()
+    let own = if args.how == SpeculateArg::Mtp { Guesses::Head } else { Guesses::Ngram };
+    [Guesses::Off].into_iter().chain(rated).chain([own]).collect()
 }
 
 /// Guesses a text that it knows.
@@ -171,7 +173,7 @@ fn request(args: &BenchSpeculateArgs, text: &[u32], guesses: Guesses) -> Request
     let drafter = match guesses {
         Guesses::Off => Some(rated(usize::MAX, 0)),
         Guesses::Rated(count, right) => Some(rated(args.drafts - count, right)),
-        Guesses::Ngram => None,
+        Guesses::Ngram | Guesses::Head => None,
     };
     let (prompt, answer) = text.split_at(args.prompt_tokens);
     Request {
@@ -214,6 +216,7 @@ impl Guesses {
             Self::Off => "off".into(),
             Self::Rated(most, right) => format!("{most} guesses, {right} % right"),
             Self::Ngram => "n-gram".into(),
+            Self::Head => "MTP head".into(),
         }
     }
 }

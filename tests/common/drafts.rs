@@ -36,12 +36,12 @@ impl Drafter for Known {
 }
 
 #[derive(Default)]
-struct Answer {
+pub struct Answer {
     ids: Vec<u32>,
     logits: Vec<Box<[f32]>>,
 }
 
-async fn engine<B: Backend>(backend: B, folder: &Path, speculate: Speculate) -> Result<Engine<B>> {
+pub async fn engine<B: Backend>(backend: B, folder: &Path, speculate: Speculate) -> Result<Engine<B>> {
     let files = ModelFiles::open(Arc::new(Dir::open(folder)?), || 0).await?;
     let options = EngineOptions {
         slots: Some(40),
@@ -56,7 +56,7 @@ async fn engine<B: Backend>(backend: B, folder: &Path, speculate: Speculate) -> 
 }
 
 /// Answers all requests together.
-async fn answer<B: Backend>(engine: &mut Engine<B>, requests: Vec<Request>) -> Result<Vec<Answer>> {
+pub async fn answer<B: Backend>(engine: &mut Engine<B>, requests: Vec<Request>) -> Result<Vec<Answer>> {
     let ids = requests.into_iter().map(|request| engine.submit(request)).collect::<Result<Vec<SeqId>>>()?;
     let mut answers: HashMap<SeqId, Answer> = ids.iter().map(|id| (*id, Answer::default())).collect();
     while !engine.is_idle() {
@@ -70,6 +70,20 @@ async fn answer<B: Backend>(engine: &mut Engine<B>, requests: Vec<Request>) -> R
         }
     }
     Ok(ids.iter().map(|id| answers.remove(id).expect("one each")).collect())
+}
+
+/// Refuses an id that differs where the other one leads by more than a rounding.
+pub fn compare(got: &[Answer], want: &[Answer], count: usize) -> Result<(), Failed> {
+    for (got, want) in got.iter().zip(want) {
+        let wrong = (0..ANSWER).find(|i| got.ids[*i] != want.ids[*i]);
+        let lead = |i: usize| want.logits[i][want.ids[i] as usize] - want.logits[i][got.ids[i] as usize];
+        if let Some(i) = wrong
+            && lead(i) > MARGIN
+        {
+            return Err(format!("token {i} of {count} is {}, not {}", got.ids[i], want.ids[i]).into());
+        }
+    }
+    Ok(())
 }
 
 async fn check<B: Backend>(open: fn() -> Result<B>, folder: &Path) -> Result<(), Failed> {
@@ -89,15 +103,7 @@ async fn check<B: Backend>(open: fn() -> Result<B>, folder: &Path) -> Result<(),
             Request { drafter: Some(Box::new(known)), ..request }
         });
         let got = answer(&mut on, guided.collect()).await.map_err(text)?;
-        for (got, want) in got.iter().zip(&want) {
-            let wrong = (0..ANSWER).find(|i| got.ids[*i] != want.ids[*i]);
-            let lead = |i: usize| want.logits[i][want.ids[i] as usize] - want.logits[i][got.ids[i] as usize];
-            if let Some(i) = wrong
-                && lead(i) > MARGIN
-            {
-                return Err(format!("token {i} of {count} is {}, not {}", got.ids[i], want.ids[i]).into());
-            }
-        }
+        compare(&got, &want, count as usize)?;
     }
     let drafts = on.stats().drafts;
     if drafts.accepted_at.iter().any(|n| *n < 2) || drafts.accepted() == drafts.tokens {

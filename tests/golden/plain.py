@@ -299,5 +299,6 @@ def make(out):
         json.dump(meta, open(f'{out}/{name}/reference.json', 'w'), indent=1)
         print(name, meta)
 
-if sys.argv[1] == 'check': check(sys.argv[2])
-else: make(sys.argv[2])
+if __name__ == '__main__':
+    if sys.argv[1] == 'check': check(sys.argv[2])
+    else: make(sys.argv[2])

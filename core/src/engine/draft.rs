@@ -15,6 +15,8 @@ pub enum Speculate {
     Auto,
     /// All do that can, whenever their drafter has a guess.
     Ngram,
+    /// All do that can, with the model's own head, which is loaded for that.
+    Mtp,
 }
 
 impl Speculate {
@@ -22,7 +24,7 @@ impl Speculate {
     /// GPUs are guesses, not measured.
     pub(super) fn cost(self, backend: &str) -> f32 {
         match (self, backend) {
-            (Self::Off | Self::Ngram, _) => 0.0,
+            (Self::Off | Self::Ngram | Self::Mtp, _) => 0.0,
             (Self::Auto, "cuda") => 0.05,
             (Self::Auto, "wgpu") => 0.2,
             (Self::Auto, _) => 0.3,
@@ -38,6 +40,10 @@ pub trait Drafter: Send {
     /// Guesses of the tokens after `known`, in order, at most `most`; none where it knows nothing better than chance. They must
     /// be ids of the vocabulary. `known`, prompt and answer, begins with what it was at the call before.
     fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32>;
+    /// Where the engine leaves what the model's own head guesses, before each call of [`Drafter::draft`]; `None`: it is not asked.
+    fn head(&mut self) -> Option<&mut Vec<u32>> {
+        None
+    }
     /// A copy at the same point of the text.
     fn boxed_clone(&self) -> Box<dyn Drafter>;
 }
@@ -51,6 +57,26 @@ impl Clone for Box<dyn Drafter> {
 impl fmt::Debug for dyn Drafter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Drafter")
+    }
+}
+
+/// Hands on what the model's own head guesses.
+#[derive(Clone, Debug, Default)]
+pub struct Mtp(Vec<u32>);
+
+impl Drafter for Mtp {
+    fn draft(&mut self, _: &[u32], most: usize) -> Vec<u32> {
+        let mut guess = std::mem::take(&mut self.0);
+        guess.truncate(most);
+        guess
+    }
+
+    fn head(&mut self) -> Option<&mut Vec<u32>> {
+        Some(&mut self.0)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Drafter> {
+        Box::new(self.clone())
     }
 }
 

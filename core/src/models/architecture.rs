@@ -3,7 +3,14 @@
 use std::collections::HashSet;
 
 use crate::{
-    Error, Result, blocks::Plan, config::Config, layer::LayerState, models::ModelSpec, ops::Feature, weights::NormKind,
+    Error, Result,
+    blocks::Plan,
+    checkpoint::Checkpoint,
+    config::Config,
+    layer::LayerState,
+    models::{Head, ModelSpec},
+    ops::Feature,
+    weights::NormKind,
 };
 
 /// An RMS norm over the model width.
@@ -101,7 +108,7 @@ impl SubLayer {
     }
 
     /// The norms of its input and its output, and their columns in a model of that width.
-    fn norms(&self, width: usize) -> impl Iterator<Item = (&Norm, usize)> {
+    pub(super) fn norms(&self, width: usize) -> impl Iterator<Item = (&Norm, usize)> {
         let after = if let Output::AddNormed(norm) = &self.output { Some((norm, width)) } else { None };
         self.input.norm().map(|norm| (norm, self.input.columns(width))).into_iter().chain(after)
     }
@@ -134,6 +141,10 @@ pub struct Architecture {
     pub tied: bool,
     /// Factor on logits.
     pub logits_scale: f32,
+    /// The head for drafts that the family has, stored or not.
+    pub head: Option<Head>,
+    /// The head is loaded and filled, see [`Architecture::with_head`].
+    pub drafts: bool,
 }
 
 impl Architecture {
@@ -156,6 +167,35 @@ impl Architecture {
             norm,
             tied: config.tied_embeddings(tied)?,
             logits_scale: 1.0,
+            head: None,
+            drafts: false,
+        })
+    }
+
+    /// The head, if it is loaded.
+    pub(super) fn own_head(&self) -> Option<&Head> {
+        self.head.as_ref().filter(|_| self.drafts)
+    }
+
+    /// The weights of the head, where `checkpoint` has one.
+    pub fn head_parameters(&self, checkpoint: &Checkpoint) -> Option<u64> {
+        let head = self.head.as_ref()?;
+        checkpoint.contains(head.projection.trim_start_matches('/')).then(|| head.parameters(self.width))
+    }
+
+    /// The same model with its head for drafts. Its states are not those of the model without.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where `checkpoint` has no head, or the device has several ranks.
+    pub fn with_head(&self, checkpoint: &Checkpoint, ranks: usize) -> Result<Self> {
+        let why = match self.head_parameters(checkpoint) {
+            None => "the model has none that can be run",
+            Some(_) if ranks > 1 => "heads are not divided over ranks yet",
+            Some(_) => return Ok(Self { drafts: true, ..self.clone() }),
+        };
+        Err(Error::Unsupported {
+            what: format!("drafts of an MTP head with {}", self.family),
+            why: format!("{why}; take drafts from the text instead (--speculate ngram or auto)"),
         })
     }
 
@@ -193,7 +233,7 @@ impl Architecture {
         Ok(share)
     }
 
-    /// Facts that need no weights.
+    /// Facts that need no weights. The head's state is the last one, its weights do not count.
     pub fn spec(&self) -> ModelSpec {
         let state = |layer: &Vec<SubLayer>| {
             let plans = layer.iter().flat_map(|s| &s.branches).map(|b| b.plan.state());
@@ -214,7 +254,7 @@ impl Architecture {
             width: self.width,
             context: self.context,
             layer_map: self.layers.iter().flatten().map(|s| s.branches[0].plan.letter()).collect(),
-            layers: self.layers.iter().map(state).collect(),
+            layers: self.layers.iter().map(state).chain(self.own_head().map(|head| head.state(self.width))).collect(),
             eos: self.eos.clone(),
             parameters: own.fold(matrices + norms, u64::saturating_add),
         }

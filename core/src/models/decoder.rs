@@ -1,6 +1,6 @@
 //! The one decoder: embeds, runs every residual step of every layer, and computes the logits of the wanted positions.
 
-use super::{Architecture, Input, Limits, Model, ModelSpec, Norm, Output, SubLayer};
+use super::{Architecture, Hidden, Input, Limits, Model, ModelSpec, Norm, Output, SubLayer, head::LoadedHead};
 use crate::{
     Error, Result,
     backend::{Backend, Ops},
@@ -17,14 +17,14 @@ const OUTPUT: &[&str] =
     &["/lm_head.weight", "lm_head.weight", "/language_model.lm_head.weight", "/model.lm_head.weight"];
 
 /// A norm on a device.
-struct LoadedNorm<Buf> {
+pub(super) struct LoadedNorm<Buf> {
     weight: Tensor<Buf>,
     eps: f32,
 }
 
 /// The sum of a residual step's branches before its norm, or for the next steps. A step that reads the one kept before
 /// it writes the other.
-const BRANCHES: [Scratch; 2] =
+pub(super) const BRANCHES: [Scratch; 2] =
     [Scratch::activations("outputs of branches"), Scratch::activations("outputs of the next branches")];
 
 /// What one of several ranks has of the sum of a residual step's branches.
@@ -47,7 +47,7 @@ enum Gives<Buf> {
 }
 
 /// A residual step on a device.
-struct LoadedSubLayer<Buf> {
+pub(super) struct LoadedSubLayer<Buf> {
     reads: Reads<Buf>,
     mixers: Vec<Mixer<Buf>>,
     gives: Gives<Buf>,
@@ -56,11 +56,11 @@ struct LoadedSubLayer<Buf> {
 }
 
 /// What the residual steps of a pass read and write.
-struct Stream<Buf> {
+pub(super) struct Stream<Buf> {
     /// `[T, D]`: the residual stream.
-    x: Tensor<Buf>,
+    pub x: Tensor<Buf>,
     /// `[T, 2 D]`: stream and embeddings, if a step reads both; else the stream.
-    both: Tensor<Buf>,
+    pub both: Tensor<Buf>,
 }
 
 /// An [`Architecture`] with its weights and activations on a device.
@@ -70,6 +70,7 @@ pub(super) struct Decoder<B: Backend> {
     embedding_scale: f32,
     layers: Vec<Vec<LoadedSubLayer<B::Buf>>>,
     norm: LoadedNorm<B::Buf>,
+    head: Option<LoadedHead<B::Buf>>,
     output: Weight<B::Buf>,
     logits_scale: f32,
     work: Workspace<B::Buf>,
@@ -111,6 +112,10 @@ impl<B: Backend> Decoder<B> {
             }
             layers.push(loaded);
         }
+        let head = match a.own_head() {
+            Some(head) => Some(LoadedHead::load(head, l, a.width, &mut widths).await?),
+            None => None,
+        };
         let norm = load_norm(l, &a.norm, a.width).await?;
         let backend = l.backend();
         let largest = Bucket::holding(limits.max_tokens, 1, 1, limits.max_outputs, 1);
@@ -128,6 +133,7 @@ impl<B: Backend> Decoder<B> {
             embedding_scale: a.embedding_scale,
             layers,
             norm,
+            head,
             output,
             logits_scale: a.logits_scale,
             // Outputs are rows of the batch, but their bucket may be larger than that of the tokens.
@@ -140,7 +146,7 @@ impl<B: Backend> Decoder<B> {
 }
 
 /// `kept` is the buffer that the steps before it kept their result in.
-async fn load_step<B: Backend>(
+pub(super) async fn load_step<B: Backend>(
     l: &mut Loader<'_, B>,
     step: &SubLayer,
     width: usize,
@@ -177,13 +183,17 @@ async fn load_step<B: Backend>(
     Ok(LoadedSubLayer { reads, mixers, gives, shared: ranks > 1 })
 }
 
-async fn load_norm<B: Backend>(l: &mut Loader<'_, B>, norm: &Norm, width: usize) -> Result<LoadedNorm<B::Buf>> {
+pub(super) async fn load_norm<B: Backend>(
+    l: &mut Loader<'_, B>,
+    norm: &Norm,
+    width: usize,
+) -> Result<LoadedNorm<B::Buf>> {
     let weight = l.vector(&norm.name, width, |w| norm.kind.weight(w)).await?;
     Ok(LoadedNorm { weight, eps: norm.eps })
 }
 
 impl<Buf: crate::backend::Handle> LoadedNorm<Buf> {
-    fn op(&self, x: &Tensor<Buf>, out: &Tensor<Buf>) -> RmsNorm<Buf> {
+    pub fn op(&self, x: &Tensor<Buf>, out: &Tensor<Buf>) -> RmsNorm<Buf> {
         RmsNorm {
             x: x.clone(),
             add: None,
@@ -199,7 +209,7 @@ impl<Buf: crate::backend::Handle> LoadedNorm<Buf> {
 
 impl<Buf: crate::backend::Handle> LoadedSubLayer<Buf> {
     /// Records the step over the stream.
-    fn record(&self, pass: &mut Pass<'_, Buf>, pools: &LayerPools<Buf>, s: &Stream<Buf>) -> Result<()> {
+    pub fn record(&self, pass: &mut Pass<'_, Buf>, pools: &LayerPools<Buf>, s: &Stream<Buf>) -> Result<()> {
         let read = self.read(pass, s)?;
         for mixer in &self.mixers {
             mixer.begin(pass, &read)?;
@@ -245,6 +255,35 @@ impl<Buf: crate::backend::Handle> LoadedSubLayer<Buf> {
     }
 }
 
+impl<B: Backend> Decoder<B> {
+    fn embed(&self, pass: &mut Pass<'_, B::Buf>, last: &Tensor<B::Buf>, out: Tensor<B::Buf>) -> Result<()> {
+        let (step, last) = (pass.step.clone(), last.clone());
+        pass.op(Embed { step, last, table: self.embedding.clone(), out, scale: self.embedding_scale })
+    }
+
+    /// Room for the hidden vectors of the step's outputs `[O, D]`, and for their norms.
+    fn outputs(&self, step: &Step<B::Buf>) -> (Tensor<B::Buf>, Tensor<B::Buf>) {
+        let view = |which| self.work.view(which, step.bucket.outputs, self.spec.width);
+        (view(Scratch::MID), view(Scratch::NORM))
+    }
+
+    /// The logits of the hidden vectors `[O, D]`.
+    fn record_logits(&self, pass: &mut Pass<'_, B::Buf>, x: Tensor<B::Buf>) -> Result<()> {
+        let logits = self.logits.head(x.rows());
+        let own = self.own_logits.as_ref().map(|own| own.head(x.rows()));
+        pass.op(Matmul {
+            x,
+            w: self.output.clone(),
+            columns: None,
+            bias: None,
+            out: own.clone().unwrap_or_else(|| logits.clone()),
+            scale: self.logits_scale,
+            accumulate: false,
+        })?;
+        own.map_or(Ok(()), |x| pass.op(AllGather { x, out: logits }))
+    }
+}
+
 impl<B: Backend> Model<B> for Decoder<B> {
     fn spec(&self) -> &ModelSpec {
         &self.spec
@@ -260,13 +299,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
         let mut pass = Pass { ops, step, work: &self.work };
         let (both, width) = (self.stream.head(pass.tokens()), self.spec.width);
         for first in (0..both.row_len()).step_by(width) {
-            pass.op(Embed {
-                step: step.clone(),
-                last: last.clone(),
-                table: self.embedding.clone(),
-                out: both.cols(first, width),
-                scale: self.embedding_scale,
-            })?;
+            self.embed(&mut pass, last, both.cols(first, width))?;
         }
         let x = both.cols(0, width);
         let stream = Stream { x: x.clone(), both };
@@ -275,23 +308,37 @@ impl<B: Backend> Model<B> for Decoder<B> {
                 sub.record(&mut pass, pools, &stream)?;
             }
         }
-        let outputs = step.bucket.outputs;
-        let picked = self.work.view(Scratch::MID, outputs, self.spec.width);
-        let normed = self.work.view(Scratch::NORM, outputs, self.spec.width);
-        pass.op(Gather { step: step.clone(), x, out: picked.clone() })?;
+        let (picked, normed) = self.outputs(step);
+        pass.op(Gather { step: step.clone(), x: x.clone(), out: picked.clone() })?;
         pass.op(self.norm.op(&picked, &normed))?;
-        let logits = self.logits.head(outputs);
-        let own = self.own_logits.as_ref().map(|own| own.head(outputs));
-        pass.op(Matmul {
-            x: normed,
-            w: self.output.clone(),
-            columns: None,
-            bias: None,
-            out: own.clone().unwrap_or_else(|| logits.clone()),
-            scale: self.logits_scale,
-            accumulate: false,
-        })?;
-        own.map_or(Ok(()), |x| pass.op(AllGather { x, out: logits }))
+        self.record_logits(&mut pass, normed)?;
+        let Some((head, pools)) = self.head.as_ref().zip(pools.last()) else { return Ok(()) };
+        let embeddings = pass.scratch(Scratch::NORM, width);
+        self.embed(&mut pass, last, embeddings.clone())?;
+        head.fill(&mut pass, pools, &self.norm, &embeddings, &x)
+    }
+
+    fn draft(
+        &self,
+        ops: &mut dyn Ops<B::Buf>,
+        step: &Step<B::Buf>,
+        pools: &[LayerPools<B::Buf>],
+        last: &Tensor<B::Buf>,
+        hidden: Hidden,
+    ) -> Result<()> {
+        let (head, pools) = self.head.as_ref().zip(pools.last()).expect("a model with its head");
+        let mut pass = Pass { ops, step, work: &self.work };
+        let x = self.stream.head(pass.tokens()).cols(0, self.spec.width);
+        let embeddings = pass.scratch(Scratch::NORM, self.spec.width);
+        self.embed(&mut pass, last, embeddings.clone())?;
+        let own = head.draft(&mut pass, pools, hidden, &embeddings, &x)?;
+        let (picked, _) = self.outputs(step);
+        pass.op(Gather { step: step.clone(), x: own, out: picked.clone() })?;
+        self.record_logits(&mut pass, picked)
+    }
+
+    fn has_head(&self) -> bool {
+        self.head.is_some()
     }
 
     fn logits(&self) -> &Tensor<B::Buf> {

@@ -8,6 +8,7 @@ mod bamba;
 mod decoder;
 mod falcon_h1;
 mod granitemoehybrid;
+mod head;
 mod jamba;
 mod kimi_linear;
 mod lfm2;
@@ -24,6 +25,7 @@ mod readers;
 mod zamba2;
 
 pub use architecture::{Architecture, Branch, Input, Norm, Output, SubLayer};
+pub use head::{Head, Hidden};
 pub use program::Program;
 
 use crate::backend::{Backend, Caps, Ops};
@@ -166,7 +168,7 @@ pub struct ModelSpec {
     /// Attention, `C` short convolution, `*` attention, `-` MLP,
     /// `L` a linear layer between mixers, `E` MoE (token mixer before channel mixer where a layer has both).
     pub layer_map: String,
-    /// State of each layer.
+    /// State of each layer, and of the head if it is loaded.
     pub layers: Vec<LayerState>,
     /// End-of-sequence ids from the config.
     pub eos: Vec<u32>,
@@ -189,6 +191,23 @@ pub trait Model<B: Backend> {
         pools: &[LayerPools<B::Buf>],
         last: &Tensor<B::Buf>,
     ) -> Result<()>;
+
+    /// Records one pass of the head over a step of rows of one token, which write no slot, and leaves the logits of its outputs
+    /// in the first rows of [`Model::logits`]. `pools` and `last` as for [`Model::forward`].
+    ///
+    /// # Panics
+    /// If the model was built without its head.
+    fn draft(
+        &self,
+        ops: &mut dyn Ops<B::Buf>,
+        step: &Step<B::Buf>,
+        pools: &[LayerPools<B::Buf>],
+        last: &Tensor<B::Buf>,
+        hidden: Hidden,
+    ) -> Result<()>;
+
+    /// Whether it was built with its head.
+    fn has_head(&self) -> bool;
 
     /// `[max outputs, V] f32`.
     fn logits(&self) -> &Tensor<B::Buf>;

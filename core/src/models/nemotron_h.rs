@@ -1,7 +1,7 @@
 //! Nemotron-H: a residual step per layer, each a Mamba-2 mixer, attention without positions, an MLP or a mixture of experts.
 
 use super::{
-    Architecture, Branch, Norm, NormKind, SubLayer,
+    Architecture, Branch, Head, Norm, NormKind, SubLayer,
     readers::{act, conv_taps, dt_limit, heads_or, mamba_groups, require_act, top_k},
 };
 use crate::{
@@ -17,24 +17,19 @@ use crate::{
 
 pub(super) fn read(c: &Config) -> Result<Architecture> {
     let eps = c.eps_or("layer_norm_epsilon|norm_eps|rms_norm_eps", 1e-5)?;
-    let norm = |name: String| Norm { name, eps, kind: NormKind::Plain };
-    let mut a = Architecture::start(c, "nemotron_h", 4096, false, norm("norm_f.weight".into()))?;
+    let mut a = Architecture::start(c, "nemotron_h", 4096, false, norm("norm_f.weight", eps))?;
     a.prefixes = &["backbone.", "model."];
     a.embedding = &["embeddings.weight", "embed_tokens.weight"];
     let sizes = Sizes { c, width: a.width, eps };
     for (i, layer) in layer_types(c)?.into_iter().enumerate() {
-        let prefix = format!("layers.{i}.mixer.");
-        let branches = match layer {
-            LayerType::Recurrent => vec![Branch::new(prefix, sizes.mamba()?)],
-            LayerType::Attention => vec![Branch::new(prefix, sizes.attention()?)],
-            LayerType::Mlp => vec![Branch::new(prefix, sizes.mlp("intermediate_size")?)],
-            LayerType::Moe => sizes.moe(prefix)?,
-            other => return Err(c.bad("layers_block_type", format_args!("{other:?} is not a layer of this family"))),
-        };
-        let norm = norm(format!("layers.{i}.norm.weight"));
-        a.layers.push(vec![SubLayer::pre_norm(norm, branches)]);
+        a.layers.push(vec![sizes.step(layer, &format!("layers.{i}."))?]);
     }
+    a.head = sizes.head()?;
     Ok(a)
+}
+
+fn norm(name: impl Into<String>, eps: f32) -> Norm {
+    Norm { name: name.into(), eps, kind: NormKind::Plain }
 }
 
 /// The list takes precedence over the pattern. Both have an entry per layer, so `num_hidden_layers` is not needed.
@@ -64,6 +59,43 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
+    /// A layer whose names begin with `prefix`.
+    fn step(&self, layer: LayerType, prefix: &str) -> Result<SubLayer> {
+        let mixer = format!("{prefix}mixer.");
+        let branches = match layer {
+            LayerType::Recurrent => vec![Branch::new(mixer, self.mamba()?)],
+            LayerType::Attention => vec![Branch::new(mixer, self.attention()?)],
+            LayerType::Mlp => vec![Branch::new(mixer, self.mlp("intermediate_size")?)],
+            LayerType::Moe => self.moe(mixer)?,
+            other => {
+                return Err(self.c.bad("layers_block_type", format_args!("{other:?} is not a layer of this family")));
+            }
+        };
+        Ok(SubLayer::pre_norm(norm(format!("{prefix}norm.weight"), self.eps), branches))
+    }
+
+    /// The head for drafts: attention that hides the first position, then experts. None where the configuration has no such one.
+    fn head(&self) -> Result<Option<Head>> {
+        let c = self.c;
+        let pattern = c.str_or("mtp_hybrid_override_pattern", "*E").ok();
+        let listed = c.layer_types("mtp_layers_block_type").ok();
+        let usual = listed.is_some_and(|l| l.is_none_or(|l| l == [LayerType::Attention, LayerType::Moe]));
+        if c.usize_or("num_nextn_predict_layers", 0).ok() != Some(1) || pattern != Some("*E") || !usual {
+            return Ok(None);
+        }
+        let Ok(experts) = self.step(LayerType::Moe, "/mtp.layers.1.") else { return Ok(None) };
+        let plan = attention::Plan { first: 1, ..self.attention()? };
+        let attention = vec![Branch::new("/mtp.layers.0.mixer.", plan)];
+        let named = |name: &str| norm(format!("/mtp.layers.{name}.weight"), self.eps);
+        Ok(Some(Head {
+            embedding_norm: named("0.enorm"),
+            hidden_norm: named("0.hnorm"),
+            projection: "/mtp.layers.0.eh_proj.weight".into(),
+            steps: vec![SubLayer::pre_norm(named("0.norm"), attention), experts],
+            norm: named("1.final_layernorm"),
+        }))
+    }
+
     fn mamba(&self) -> Result<mamba2::Plan> {
         let c = self.c;
         require_act(c, "mamba_hidden_act", "silu")?;

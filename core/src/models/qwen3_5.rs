@@ -2,7 +2,7 @@
 
 use super::{
     Architecture, Norm, NormKind,
-    qwen3_next::{common, layer, mixer, mlp, moe, types},
+    qwen3_next::{HEAD, common, head, layer, mixer, mlp, moe, types},
 };
 use crate::{Result, blocks::gated_delta::Projections, config::Config};
 
@@ -19,12 +19,16 @@ fn architecture(c: &Config, family: &'static str, experts: Option<usize>) -> Res
     let norm = Norm { name: "norm.weight".into(), eps, kind: NormKind::ZeroCentred };
     let mut a = Architecture::start(c, family, 32_768, false, norm)?;
     common(c)?;
+    let width = a.width;
+    let feed_forward = |prefix: &str| match experts {
+        Some(experts) => moe(c, width, (experts, 8), true, prefix),
+        None => Ok(vec![mlp(c, width, prefix)?]),
+    };
     for (i, ty) in types(c)?.into_iter().enumerate() {
-        let feed_forward = match experts {
-            Some(experts) => moe(c, a.width, (experts, 8), true, format!("layers.{i}.mlp."))?,
-            None => vec![mlp(c, a.width, i)?],
-        };
-        a.layers.push(layer(i, eps, mixer(c, i, ty, a.width, Projections::Separate)?, feed_forward));
+        let prefix = format!("layers.{i}.");
+        let mixer = mixer(c, &prefix, ty, a.width, Projections::Separate)?;
+        a.layers.push(layer(&prefix, eps, mixer, feed_forward(&prefix)?));
     }
+    a.head = head(c, a.width, feed_forward(HEAD)?)?;
     Ok(a)
 }

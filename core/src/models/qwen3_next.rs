@@ -2,7 +2,7 @@
 //! over the model width and over heads are zero-centred.
 
 use super::{
-    Architecture, Branch, Norm, NormKind, SubLayer, llama,
+    Architecture, Branch, Head, Norm, NormKind, SubLayer, llama,
     readers::{conv_taps, heads_or, layer_types, no_such_layer, require_act, require_bool, require_no_window, top_k},
 };
 use crate::{
@@ -26,13 +26,20 @@ pub(super) fn read(c: &Config) -> Result<Architecture> {
     let sparse_step = c.usize_or("decoder_sparse_step", 1)?;
     let experts = c.count_or("num_experts", 512)?;
     for (i, ty) in types(c)?.into_iter().enumerate() {
+        let prefix = format!("layers.{i}.");
         let feed_forward = if experts > 0 && !dense.contains(&i) && (i + 1).is_multiple_of(sparse_step) {
-            moe(c, a.width, (experts, 10), c.bool_or("norm_topk_prob", true)?, format!("layers.{i}.mlp."))?
+            moe(c, a.width, (experts, 10), c.bool_or("norm_topk_prob", true)?, &prefix)?
         } else {
-            vec![mlp(c, a.width, i)?]
+            vec![mlp(c, a.width, &prefix)?]
         };
-        a.layers.push(layer(i, eps, mixer(c, i, ty, a.width, Projections::PerKeyHead)?, feed_forward));
+        a.layers.push(layer(&prefix, eps, mixer(c, &prefix, ty, a.width, Projections::PerKeyHead)?, feed_forward));
     }
+    // Its layer is one more, after those of the trunk.
+    let feed_forward = match experts {
+        0 => vec![mlp(c, a.width, HEAD)?],
+        _ => moe(c, a.width, (experts, 10), c.bool_or("norm_topk_prob", true)?, HEAD)?,
+    };
+    a.head = head(c, a.width, feed_forward)?;
     Ok(a)
 }
 
@@ -48,8 +55,8 @@ pub(super) fn common(c: &Config) -> Result<()> {
 }
 
 /// The dense feed-forward part of a layer.
-pub(super) fn mlp(c: &Config, width: usize, i: usize) -> Result<Branch> {
-    Ok(Branch::new(format!("layers.{i}.mlp."), llama::mlp(width, c.usize("intermediate_size")?, false)))
+pub(super) fn mlp(c: &Config, width: usize, prefix: &str) -> Result<Branch> {
+    Ok(Branch::new(format!("{prefix}mlp."), llama::mlp(width, c.usize("intermediate_size")?, false)))
 }
 
 /// Every fourth layer attends, or every `full_attention_interval`th, unless they are listed.
@@ -59,22 +66,51 @@ pub(super) fn types(c: &Config) -> Result<Vec<LayerType>> {
 }
 
 /// The token mixer of a layer.
-pub(super) fn mixer(c: &Config, i: usize, layer: LayerType, width: usize, projections: Projections) -> Result<Branch> {
+pub(super) fn mixer(
+    c: &Config,
+    prefix: &str,
+    layer: LayerType,
+    width: usize,
+    projections: Projections,
+) -> Result<Branch> {
     let eps = c.eps_or("rms_norm_eps", 1e-6)?;
     Ok(match layer {
-        LayerType::Recurrent => Branch::new(format!("layers.{i}.linear_attn."), delta(c, width, eps, projections)?),
-        LayerType::Attention => Branch::new(format!("layers.{i}.self_attn."), attention(c, width, eps)?),
+        LayerType::Recurrent => Branch::new(format!("{prefix}linear_attn."), delta(c, width, eps, projections)?),
+        LayerType::Attention => Branch::new(format!("{prefix}self_attn."), attention(c, width, eps)?),
         other => return Err(no_such_layer(c, other)),
     })
 }
 
 /// A layer of a token mixer and a feed-forward part, with zero-centred norms under the usual names.
-pub(super) fn layer(i: usize, eps: f32, mixer: Branch, feed_forward: Vec<Branch>) -> Vec<SubLayer> {
-    let norm = |leaf: &str| Norm { name: format!("layers.{i}.{leaf}.weight"), eps, kind: NormKind::ZeroCentred };
+pub(super) fn layer(prefix: &str, eps: f32, mixer: Branch, feed_forward: Vec<Branch>) -> Vec<SubLayer> {
+    let norm = |leaf: &str| Norm { name: format!("{prefix}{leaf}.weight"), eps, kind: NormKind::ZeroCentred };
     vec![
         SubLayer::pre_norm(norm("input_layernorm"), vec![mixer]),
         SubLayer::pre_norm(norm("post_attention_layernorm"), feed_forward),
     ]
+}
+
+/// Where the layer of the head is, outside of the model's prefix.
+pub(super) const HEAD: &str = "/mtp.layers.0.";
+
+/// The head for drafts: one layer with attention, of the sizes of the trunk's. None where the configuration has another number of
+/// layers, or embeddings of their own.
+pub(super) fn head(c: &Config, width: usize, feed_forward: Vec<Branch>) -> Result<Option<Head>> {
+    if c.usize_or("mtp_num_hidden_layers|num_nextn_predict_layers", 1).ok() != Some(1)
+        || c.bool_or("mtp_use_dedicated_embeddings", false).unwrap_or(true)
+    {
+        return Ok(None);
+    }
+    let eps = c.eps_or("rms_norm_eps", 1e-6)?;
+    let plan = attention::Plan { first: 1, ..attention(c, width, eps)? };
+    let norm = |leaf: &str| Norm { name: format!("/mtp.{leaf}.weight"), eps, kind: NormKind::ZeroCentred };
+    Ok(Some(Head {
+        embedding_norm: norm("pre_fc_norm_embedding"),
+        hidden_norm: norm("pre_fc_norm_hidden"),
+        projection: "/mtp.fc.weight".into(),
+        steps: layer(HEAD, eps, Branch::new(format!("{HEAD}self_attn."), plan), feed_forward),
+        norm: norm("norm"),
+    }))
 }
 
 fn delta(c: &Config, width: usize, eps: f32, projections: Projections) -> Result<gated_delta::Plan> {
@@ -114,8 +150,9 @@ pub(super) fn moe(
     width: usize,
     (experts, top): (usize, usize),
     renorm: bool,
-    prefix: String,
+    layer: &str,
 ) -> Result<Vec<Branch>> {
+    let prefix = format!("{layer}mlp.");
     let plan = moe::Plan {
         width,
         experts,

@@ -1,0 +1,135 @@
+//! Drafts of the model's own head: passes of it between two steps, for the sequences whose tokens the host has all read.
+//!
+//! A pass embeds the last token, which the trunk has not computed yet, beside the hidden vector that the sequence's slot keeps; the
+//! next passes go on from the head's own results. They write no slot, and keys only beyond the end of the sequence, where the
+//! trunk's next step writes its own. So they may be repeated or forgotten at any moment.
+
+use std::sync::Arc;
+
+use super::{
+    Engine,
+    flight::Incoming,
+    plan::SeqId,
+    schedule::Scheduler,
+    sequence::{Rules, Sequence},
+    verify::WIDTHS,
+};
+use crate::{
+    Result,
+    backend::Backend,
+    state::{Cache, GRID},
+    step::{Chunk, Row, Src, TokenRef},
+};
+
+/// Rows of one token each, for passes of the head.
+#[derive(Debug, Default)]
+pub(super) struct Look {
+    pub ids: Vec<SeqId>,
+    pub rows: Vec<Row>,
+    /// Passes, of which each gives a draft of every row.
+    pub passes: usize,
+}
+
+/// Passes in flight: the sequences, and the ids that each pass gives them.
+pub(super) struct Looking<B: Backend> {
+    ids: Vec<SeqId>,
+    passes: Vec<Incoming<B::Read>>,
+}
+
+impl Sequence {
+    /// Drafts of the head that its next row may have, at most `most`. 0 while there are some, and for the drafters of the host.
+    /// `landed`: all steps in flight have.
+    fn looks(&mut self, most: usize, landed: bool) -> usize {
+        let asks = self.drafter.as_mut().and_then(|drafter| drafter.head()).is_some_and(|head| head.is_empty());
+        let ready = self.decoding && self.trial.is_none() && (!landed || self.outstanding == 0);
+        // The next row itself samples one.
+        if asks && ready { most.min(self.max_tokens.saturating_sub(self.outputs() + 1)) } else { 0 }
+    }
+
+    /// Its row for the head, if it has a page for the keys of so many tokens or a free one can be had.
+    fn look(&mut self, passes: usize, cache: &mut Cache, rules: Rules) -> Option<Row> {
+        if rules.has_pages && self.done + passes > self.pages.len() * GRID {
+            Arc::make_mut(&mut self.pages).push(cache.take_free_page()?);
+        }
+        let chunks = vec![Chunk { len: 1, src: Src::Slot(self.cur), dst: 0 }];
+        Some(Row {
+            lane: self.lane,
+            first_position: self.done as u32,
+            tokens: vec![TokenRef::Known(*self.tokens.get(self.done)?)],
+            chunks: if rules.has_slots { chunks } else { Vec::new() },
+            pages: self.pages.clone(),
+            outputs: vec![0],
+        })
+    }
+}
+
+impl Scheduler {
+    /// How many drafts of the head the next step could verify, the same for each of its rows, and of how many rows. `landed`: no
+    /// step is in flight.
+    fn passes(&mut self, landed: bool) -> Option<(usize, usize)> {
+        let most = self.limits.drafts;
+        let looks = self.running.iter_mut().map(|seq| seq.looks(most, landed)).filter(|n| *n > 0);
+        let (rows, most) = looks.fold((0, most), |(rows, least), n| (rows + 1, least.min(n)));
+        let free = if self.rules.has_slots { self.cache.slots().free() } else { usize::MAX };
+        let room = self.limits.step_tokens.min(self.limits.outputs()).min(free);
+        let fits = |width: &usize| rows > 0 && width - 1 <= most && rows * width <= room;
+        WIDTHS.into_iter().find(fits).map(|width| (width - 1, rows))
+    }
+
+    /// Whether the head should guess before the next step, once the one in flight has landed.
+    pub(super) fn waits_for_head(&mut self) -> bool {
+        self.passes(false).is_some()
+    }
+
+    /// The rows for which the head should guess now.
+    pub(super) fn look(&mut self) -> Look {
+        let Some((passes, _)) = self.passes(true) else { return Look::default() };
+        let mut look = Look { passes, ..Look::default() };
+        for seq in &mut self.running {
+            if seq.looks(passes, true) > 0
+                && let Some(row) = seq.look(passes, &mut self.cache, self.rules)
+            {
+                look.ids.push(seq.id);
+                look.rows.push(row);
+            }
+        }
+        look
+    }
+
+    /// What the head guessed for a sequence, if that still runs.
+    fn tell(&mut self, id: SeqId, drafts: Vec<u32>) {
+        let Some(i) = self.index(id) else { return };
+        if let Some(head) = self.running[i].drafter.as_mut().and_then(|drafter| drafter.head()) {
+            *head = drafts;
+        }
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// Lets the head guess for the sequences that draft with it, and waits for that. If the future is dropped, the next call goes on.
+    pub(super) async fn look_ahead(&mut self) -> Result<()> {
+        if !self.runner.model().has_head() || self.flight.is_some() {
+            return Ok(());
+        }
+        if self.looking.is_none() {
+            let Look { ids, rows, passes } = self.scheduler.look();
+            if rows.is_empty() {
+                return Ok(());
+            }
+            let passes = self.runner.look(rows, passes)?.into_iter().map(Incoming::new).collect();
+            self.looking = Some(Looking { ids, passes });
+        }
+        for pass in self.looking.iter_mut().flat_map(|looking| &mut looking.passes) {
+            pass.arrive().await?;
+        }
+        let Looking { ids, passes } = self.looking.take().expect("it has just arrived");
+        let vocab = self.spec().vocab as u32;
+        let passes: Vec<Vec<u32>> = passes.iter().map(|p| bytemuck::pod_collect_to_vec(p.bytes())).collect();
+        for (i, id) in ids.into_iter().enumerate() {
+            // Logits that are not finite give no id.
+            let drafts = passes.iter().map(|ids| ids[i]).take_while(|id| *id < vocab).collect();
+            self.scheduler.tell(id, drafts);
+        }
+        Ok(())
+    }
+}
