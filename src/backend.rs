@@ -4,7 +4,7 @@
 use selkie_core::{
     Error, Result,
     backend::{Backend, Caps, DeviceInfo},
-    cpu::CpuBackend,
+    cpu::{CpuBackend, par},
     engine::{AnyEngine, Engine, EngineOptions},
     format::Products,
     model_dir::ModelFiles,
@@ -32,11 +32,23 @@ pub struct Place {
     pub products: Products,
     /// Ranks that share the model, on the CPU.
     pub ranks: usize,
+    /// Which engine of `replicas` this is: the number of its CUDA device, or it has its share of the CPU's threads.
+    pub replica: usize,
+    /// Engines of this process with the same model.
+    pub replicas: usize,
 }
 
 impl Default for Place {
     fn default() -> Self {
-        Self { device: Device::Auto, adapter: None, bf16_state: false, products: Products::default(), ranks: 1 }
+        Self {
+            device: Device::Auto,
+            adapter: None,
+            bf16_state: false,
+            products: Products::default(),
+            ranks: 1,
+            replica: 0,
+            replicas: 1,
+        }
     }
 }
 
@@ -155,7 +167,8 @@ pub fn open(place: &Place, coded: bool) -> Result<Opened> {
         // Only CUDA devices store such states, so there is no choice.
         (Device::Auto, None) if !place.bf16_state => auto(place, coded),
         (Device::Cuda | Device::Auto, None) => {
-            let options = selkie_cuda::Options { bf16_state: place.bf16_state, ..Default::default() };
+            let options =
+                selkie_cuda::Options { bf16_state: place.bf16_state, device: place.replica, ..Default::default() };
             Cuda::open(options).map(Opened::Cuda)
         }
         (Device::Cpu, None) if place.ranks != 1 => Ranks::open(place.ranks, place.products).map(Opened::Ranks),
@@ -201,6 +214,10 @@ fn auto(place: &Place, coded: bool) -> Result<Opened> {
 }
 
 fn cpu(place: &Place) -> Opened {
+    if place.replicas > 1 {
+        // This is the engine's thread, which is its own.
+        par::own_team(par::threads() / place.replicas);
+    }
     Opened::Cpu(CpuBackend::with(place.products))
 }
 

@@ -60,6 +60,13 @@ export interface LoadOptions {
   prefixCache?: boolean;
   /** Memory for states and KV pages, in MiB; default: a budget that suits a page. */
   memoryMiB?: number;
+  /**
+   * Storage of the browser for states and pages that memory has no room for, in MiB, all models together: later prompts, also of a
+   * later visit, load them where that is faster than computing. At most a quarter of what the browser still grants. Default 0: nothing
+   * is kept. Only models that the browser stores have it, and one tab of an origin at a time: {@link EngineInfo.diskCacheProblem}.
+   * Conversations can be read from it. Values that were not used for 7 days are deleted.
+   */
+  diskCacheMiB?: number;
   /** Longest sequence in tokens; default: the model's own limit, but at most 8192. */
   contextTokens?: number;
   /** Sequences that run at a time; default 2. */
@@ -178,6 +185,10 @@ export interface EngineInfo {
   from: "network" | "storage" | "files" | "memory";
   /** If `from` is `memory`: why, as a sentence. Else null. */
   storageProblem: string | null;
+  /** Whether states and pages are kept in the browser's storage. */
+  diskCache: boolean;
+  /** If `diskCacheMiB` was given and they are not: why, as a sentence. Else null. */
+  diskCacheProblem: string | null;
   /** From the call of `load` to its end. */
   loadMs: number;
 }
@@ -233,6 +244,8 @@ export interface Usage {
   matched: number;
   /** Prompt tokens that were not computed: a multiple of 64. */
   reused: number;
+  /** The reused tokens that were loaded from the browser's storage. */
+  diskTokens: number;
   /** Prompt tokens that were computed. */
   computed: number;
   /** null if the request was cancelled before it ran. */
@@ -335,6 +348,8 @@ export interface Stats {
   slots: { total: number; used: number; cached: number };
   /** The same for KV pages. Zeros without attention. */
   pages: { total: number; used: number; cached: number };
+  /** States and pages of this model in the browser's storage, and the bytes that they take. */
+  disk: { values: number; bytes: number };
   /** The prefix tree, parents before children; at most 200 nodes. */
   tree: TreeNode[];
   /** Number of nodes without that limit. */
@@ -433,8 +448,13 @@ export interface Engine {
   /** Cancels all requests. */
   cancel(): void;
   stats(): Promise<Stats>;
-  /** Empties the prefix cache; running requests keep their states and pages. */
+  /** Empties the prefix cache, in storage too; running requests keep their states and pages. */
   clearCache(): Promise<void>;
+  /**
+   * Deletes the states and pages of all models from storage, and empties the cache. With `stop`, this engine keeps none from then on.
+   * Rejects (`storage`) if another tab has them.
+   */
+  forgetStates(options?: { stop?: boolean }): Promise<void>;
   /** Turns reuse on or off for later requests. Rejects (`bad_request`) while a request is queued or running. */
   setPrefixCache(on: boolean): Promise<void>;
   /** Ends the worker and frees the device; unfinished requests end with a {@link SelkieError} `cancelled`. */

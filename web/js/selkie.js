@@ -126,8 +126,9 @@ export async function forget(url) {
 export async function load(given = {}) {
   const start = performance.now();
   checkOptions("load", given, LOAD);
-  const { model, memoryMiB, onProgress, signal, backend = "auto", prefixCache = true, contextTokens, maxBatch } = given;
+  const { model, memoryMiB, diskCacheMiB, onProgress, signal, backend = "auto", prefixCache = true, contextTokens, maxBatch } = given;
   const options = { backend, prefixCache, contextTokens, maxBatch };
+  if (diskCacheMiB) options.diskCacheBytes = diskCacheMiB * 2 ** 20;
   if (memoryMiB !== undefined) options.memoryBytes = memoryMiB * 2 ** 20;
   const source = located(model);
   const client = new Client();
@@ -218,6 +219,10 @@ class Engine {
 
   clearCache() {
     return this.#client.ask("clearCache").answer;
+  }
+
+  forgetStates({ stop = false } = {}) {
+    return this.#client.ask("forgetStates", { stop }).answer;
   }
 
   setPrefixCache(on) {

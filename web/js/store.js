@@ -6,6 +6,7 @@
 
 import { SelkieError, size } from "./errors.js";
 import { MemoryShelf, openShelf } from "./shelf.js";
+import { forgetStates } from "./states.js";
 import { blobFile, checkWhole, fileUrl, look, modelName, remoteFile, remoteModel, stream } from "./source.js";
 
 // The headers of weights larger than this are checked before the download.
@@ -24,17 +25,17 @@ function hold(url, mode, options = {}) {
   });
 }
 
-async function opened(shelf, { url, files: names }, from, release) {
+async function opened(shelf, { url, id, files: names }, from, release) {
   const open = async (name) => (await shelf.open?.(url, name)) ?? blobFile(name, await shelf.blob(url, name));
   const files = await Promise.all(Object.keys(names).map(open));
   const close = () => {
     for (const file of files) file.close?.();
     release();
   };
-  return { name: modelName(url), files, from, problem: shelf.problem, release: close };
+  return { name: modelName(url), id: shelf.kind === "memory" ? null : id, files, from, problem: shelf.problem, release: close };
 }
 
-// The model at the directory `url`: { name, files, from, problem, release }. Call `release` when the files have been read.
+// The model at the directory `url`: { name, id, files, from, problem, release }; `id` names a stored download. Call `release` when the files have been read.
 // `progress({ file, loaded, total })` is called during a download, `check(files)` may stop it before large weights are loaded.
 export async function storedModel(url, { progress, check }) {
   const shelf = await openShelf();
@@ -132,11 +133,18 @@ async function download(url, shelf, { progress, check }) {
 
 async function lacksRoom(shelf, url, bytes) {
   if (shelf.kind === "memory") return shelf.problem;
-  const { usage = 0, quota = Infinity } = (await navigator.storage?.estimate?.()) ?? {};
   const record = await shelf.record(url);
   const need = bytes - sum(Object.values(record?.files ?? {}));
-  if (usage + need <= quota) return null;
-  return `The browser has room for ${size(Math.max(0, quota - usage))} more, the model needs ${size(need)}.`;
+  const free = async () => {
+    const { usage = 0, quota = Infinity } = (await navigator.storage?.estimate?.()) ?? {};
+    return quota - usage;
+  };
+  if (need <= (await free())) return null;
+  // States can be computed again.
+  await forgetStates();
+  const left = await free();
+  if (need <= left) return null;
+  return `The browser has room for ${size(Math.max(0, left))} more, the model needs ${size(need)}.`;
 }
 
 async function fill(shelf, url, { small, weights }, count, reset) {

@@ -7,6 +7,7 @@ import init, { WasmEngine, inspect } from "../selkie_web.js";
 import { withPipelines } from "./device.js";
 import { SelkieError, asSelkieError, packError } from "./errors.js";
 import { pickedModel } from "./source.js";
+import { forgetStates, openStates } from "./states.js";
 import { forget, storage, storedModel, visibleModel } from "./store.js";
 
 // Minimum time between messages about text and progress.
@@ -15,6 +16,7 @@ const FRAME_MS = 16;
 let wasm = null; // promise of the module's exports
 let engine = null;
 let from = null; // where its model came from: { url } or { files }
+let states = null; // the files of its disk tier
 const requests = new Map(); // engine's id -> page's id
 const inbox = [];
 let busy = false;
@@ -30,8 +32,10 @@ async function run() {
   try {
     for (;;) {
       while (inbox.length > 0) await answer(inbox.shift());
-      if (!engine || engine.isIdle()) break;
-      deliver(await engine.step());
+      if (!engine) break;
+      // The page may be closed at any time, and nobody is told of it.
+      if (!engine.isIdle()) deliver(await engine.step());
+      else if (!states || !(await engine.keep())) break;
       await nextTask();
     }
   } catch (e) {
@@ -89,6 +93,7 @@ const actions = {
   stats: async () => ({ ...loaded().stats(), wasmBytes: (await module()).memory.buffer.byteLength }),
   clearCache: () => loaded().clearCache(),
   setPrefixCache: ({ on }) => loaded().setPrefixCache(on),
+  forgetStates: forgetAllStates,
   storage,
   forget: ({ url }) => forget(url),
 };
@@ -108,7 +113,7 @@ function module() {
   return wasm;
 }
 
-async function load({ model, options }) {
+async function load({ model, options: { diskCacheBytes, ...options } }) {
   module().catch(() => {}); // the module loads concurrently with the model
   const progress = throttled((progress) => self.postMessage({ progress }));
   const check = async (files) => {
@@ -119,15 +124,44 @@ async function load({ model, options }) {
   const source = model.url
     ? await storedModel(model.url, { progress: (p) => progress({ stage: "download", ...p }), check })
     : { ...(await pickedModel(model.files)), from: "files", problem: null };
+  let diskCacheProblem = null;
   try {
     await module();
-    const load = () => WasmEngine.load(source.files, { ...options, label: source.name }, progress);
+    if (diskCacheBytes && options.prefixCache) {
+      if (source.id) states = await openStates(source.id, diskCacheBytes).catch((e) => void (diskCacheProblem = e.message));
+      else diskCacheProblem = "States are kept for models that the browser stores.";
+    }
+    const load = () => WasmEngine.load(source.files, { ...options, label: source.name }, progress, states ?? undefined);
     engine = await withPipelines(load, (loaded, total) => progress({ stage: "pipelines", loaded, total }));
     from = model;
   } finally {
     source.release?.();
   }
-  return { ...engine.info(), name: source.name, from: source.from, storageProblem: source.problem };
+  const info = engine.info();
+  if (!info.diskCache) closeStates();
+  diskCacheProblem ??= info.diskCacheProblem;
+  return { ...info, name: source.name, from: source.from, storageProblem: source.problem, diskCacheProblem };
+}
+
+function closeStates() {
+  states?.close();
+  states = null;
+}
+
+// Deletes what is kept of all models, and what the cache holds, which would be written again. With `stop` nothing more is kept.
+async function forgetAllStates({ stop }) {
+  const own = loaded();
+  if (states) {
+    own.clearCache();
+    await states.removeOthers(0);
+  }
+  if (stop) {
+    own.closeDisk();
+    closeStates();
+  }
+  if (!states && !(await forgetStates())) {
+    throw new SelkieError("storage", "Another tab keeps the states of its chats: close it, or delete them there.");
+  }
 }
 
 // The engine with the digests of its model's files, which bundles need. The first call reads all weights again.

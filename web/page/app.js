@@ -9,6 +9,7 @@ import { settings, settingsDialog } from "./settings.js";
 import { chats, newChat } from "./store.js";
 import { talk } from "./talk.js";
 import { isBundle } from "./transfer.js";
+import { sentence } from "./words.js";
 
 /** @typedef {import("./chat.js").Entry} Entry */
 
@@ -46,7 +47,18 @@ const life = engineLife({
 });
 const panel = cachePanel({ engine: () => life.engine, leave: focus, announce });
 const models = modelDialog({ api, current: () => ({ model: life.model, info: life.engine?.info ?? null }), load: (model) => life.start(model) });
-const openSettings = settingsDialog((on) => life.engine?.setPrefixCache(on).then(panel.refresh, () => {}));
+const openSettings = settingsDialog((on) => life.engine?.setPrefixCache(on).then(panel.refresh, () => {}), forgetStates);
+/** Deletes the kept states, and keeps no more unless `on`. @param {boolean} on */
+async function forgetStates(on) {
+  if (life.engine?.info.from === "server") return "The server's model keeps nothing in this browser.";
+  try {
+    await (await life.settled()).forgetStates({ stop: !on });
+  } catch (error) {
+    return sentence(error).text;
+  }
+  panel.refresh();
+  return "Nothing is kept now.";
+}
 const current = talk({ view, life, panel, say, announce, running, shown });
 const list = chatList({
   current: () => current.chat, say, leave: focus,

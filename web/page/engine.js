@@ -11,6 +11,8 @@ import { backendName, sentence } from "./words.js";
 
 /** Where text goes if the server answers. */
 const ANSWERED = `Answered by ${location.host}: what you type goes to this server.`;
+/** Storage for states, at most. */
+const DISK_MIB = 512;
 /** If the engine fails again within this time, the page does not restart it. */
 const AGAIN_MS = 60_000;
 
@@ -77,7 +79,7 @@ export function engineLife(page) {
     let latest = null;
     try {
       return await (await imported).load({
-        model: model.source, backend, prefixCache: settings.prefixCache, signal: mine.signal,
+        model: model.source, backend, prefixCache: settings.prefixCache, diskCacheMiB: settings.keepStates ? DISK_MIB : 0, signal: mine.signal,
         onProgress(progress) {
           latest = progress;
           frame ||= requestAnimationFrame(() => {

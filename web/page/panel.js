@@ -87,6 +87,7 @@ export function cachePanel({ engine, leave, announce }) {
     memory.replaceChildren(section("Memory",
       meter("States", stats.slots, info.bytesPerSlot, "The memory of the recurrent layers at one point"),
       meter("Pages", stats.pages, info.bytesPerPage, "Keys and values of 64 tokens"),
+      stats.disk?.bytes > 0 && h("p", { className: "hint" }, `${bytes(stats.disk.bytes)} of them are kept in the browser's storage for later.`),
       h("p", { className: "hint" }, `Since the model was loaded: ${plural(stats.reusedTokens, "prompt token")} reused, ${count(stats.computedTokens)} computed, ${count(stats.generatedTokens)} written.`)));
   }
 
@@ -160,6 +161,7 @@ export function cachePanel({ engine, leave, announce }) {
         h("p", {}, h("span", { className: "badge" }, backendName(info.backend)), " ", info.device),
         info.software && h("p", { className: "hint" }, "A graphics driver without a GPU: correct, but slow."),
         info.fallback && h("p", { className: "hint" }, `${sentence(info.fallback).text} ${isSecureContext ? WEBGPU_HINT : ""}`),
+        info.diskCacheProblem && h("p", { className: "hint" }, `States are not kept for the next visit. ${sentence(info.diskCacheProblem).text}`),
         info.storageProblem && h("p", { className: "hint" }, `The model is not kept for the next visit. ${sentence(info.storageProblem).text}`),
         h("p", { className: "hint" }, `${bytes(info.weightBytes)} of weights, ${count(info.contextTokens)} tokens of context${info.from === "server" ? "" : `, loaded in ${duration(info.loadMs)}`}.`)));
       refresh();

@@ -5,6 +5,7 @@ import { by, h, keep, recall } from "./dom.js";
  * @typedef {object} Settings
  * @property {string} system
  * @property {boolean} prefixCache
+ * @property {boolean} keepStates whether states are kept in the browser's storage
  * @property {"auto" | "wgpu" | "cpu"} backend
  * @property {"error" | "drop-oldest"} whenFull what happens when a chat outgrows the context: the page asks, or the engine leaves the oldest turns out
  * @property {Record<string, number>} sampling only values that differ from the model's defaults
@@ -21,6 +22,8 @@ const NUMBERS = /** @type {const} */ ([
   ["seed", "Seed", 0, Number.MAX_SAFE_INTEGER, 1, "the same seed gives the same answer"],
 ]);
 
+const STATES_HINT = "What the model made of your chats stays in this browser's storage, so that they go on after a reload without being read again. Parts that were not used for 7 days are deleted; deleting a chat leaves them.";
+
 /** @returns {Settings} */
 function load() {
   const kept = /** @type {any} */ (recall("settings", {}));
@@ -33,6 +36,7 @@ function load() {
   return {
     system: typeof kept.system === "string" ? kept.system : "",
     prefixCache: kept.prefixCache !== false,
+    keepStates: kept.keepStates !== false,
     // "drop" is what earlier versions kept.
     whenFull: kept.whenFull === "drop-oldest" || kept.whenFull === "drop" ? "drop-oldest" : "error",
     backend: kept.backend === "wgpu" || kept.backend === "cpu" ? kept.backend : "auto",
@@ -45,9 +49,10 @@ export const save = () => keep("settings", settings);
 
 /**
  * @param {(on: boolean) => void} cacheChanged
+ * @param {(on: boolean) => Promise<string>} forget deletes the kept states and keeps none from then on unless `on`; returns a sentence about it
  * @returns {(defaults: Record<string, number | undefined>) => void} opens the dialog
  */
-export function settingsDialog(cacheChanged) {
+export function settingsDialog(cacheChanged, forget) {
   const dialog = by("settings-dialog"), form = by("settings-form");
   const fields = NUMBERS.map(([name, label, min, max, step, hint]) => {
     const hintNode = h("p", { className: "hint", id: `hint-${name}` }, hint);
@@ -63,11 +68,13 @@ export function settingsDialog(cacheChanged) {
     };
     return { name, input, check };
   });
-  const system = by("set-system"), cache = by("set-cache"), full = by("set-full");
+  const system = by("set-system"), cache = by("set-cache"), states = by("set-states"), said = by("states-hint"), full = by("set-full");
 
   const fill = () => {
     system.value = settings.system;
     cache.checked = settings.prefixCache;
+    states.checked = settings.keepStates;
+    said.textContent = STATES_HINT;
     full.value = settings.whenFull;
     for (const { name, input, check } of fields) {
       input.value = settings.sampling[name] ?? "";
@@ -78,10 +85,19 @@ export function settingsDialog(cacheChanged) {
     settings.system = system.value;
     settings.whenFull = full.value;
     if (settings.prefixCache !== cache.checked) cacheChanged((settings.prefixCache = cache.checked));
+    if (settings.keepStates !== states.checked) {
+      settings.keepStates = states.checked;
+      if (states.checked) said.textContent = "They are kept from the next time on that the model is loaded.";
+      else drop(false);
+    }
     settings.sampling = {};
     for (const { name, input, check } of fields) if (check()) settings.sampling[name] = Number(input.value);
     save();
   };
+  const drop = async (/** @type {boolean} */ on) => {
+    said.textContent = await forget(on);
+  };
+  by("forget-states").addEventListener("click", () => drop(settings.keepStates));
   form.addEventListener("input", read);
   by("settings-reset").addEventListener("click", () => {
     form.reset();

@@ -5,7 +5,13 @@ import { count } from "./dom.js";
 export const PAGE = 64;
 
 /** @param {import("./js/selkie.js").Usage} usage */
-export function explain({ promptTokens, matched, reused, reason }) {
+export function explain(usage) {
+  const loaded = usage.diskTokens > 0 ? ` ${count(usage.diskTokens)} tokens were loaded from the browser's storage.` : "";
+  return why(usage) + loaded;
+}
+
+/** @param {import("./js/selkie.js").Usage} usage */
+function why({ promptTokens, matched, reused, reason }) {
   // The last token of a prompt is always computed.
   if (reason === "off") return "The cache is turned off in the settings.";
   if (promptTokens <= PAGE) return `Reuse starts at ${PAGE} tokens; this prompt has ${count(promptTokens)}.`;

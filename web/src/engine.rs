@@ -25,6 +25,7 @@ use crate::{
     pace::Pace,
     report,
     request::{LoadOptions, Request},
+    tier::{self, StateFolder},
 };
 
 /// Maximum and initial tokens of a step on a GPU, on a software adapter and on the CPU.
@@ -52,11 +53,13 @@ pub struct WasmEngine {
 
 #[wasm_bindgen]
 impl WasmEngine {
-    /// Loads a model. `files` are `{ name, size, read(offset, length) }`; `on_progress` gets `{ stage, loaded, total }`.
+    /// Loads a model. `files` are `{ name, size, read(offset, length) }`; `on_progress` gets `{ stage, loaded, total }`; evicted states
+    /// go to files in `states`. Without these it loads all the same, and says why there are none.
     pub async fn load(
         files: Vec<ModelFile>,
         options: JsValue,
         on_progress: Option<js_sys::Function>,
+        states: Option<StateFolder>,
     ) -> Result<WasmEngine, JsValue> {
         let asked: LoadOptions = js::parse(&options).map_err(|e| error::error("bad_request", &e))?;
         let (source, files) = model::open(files, asked.label.clone()).await?;
@@ -80,10 +83,13 @@ impl WasmEngine {
             }
         };
         let mut weights_loaded = |loaded, total| progress("weights", loaded, total);
+        let disk;
         let (engine, step, device, fallback, queue, software) = match device::open(asked.backend).await? {
             Device::Wgpu(backend, name) => {
                 let step = if backend.is_software() { SOFTWARE_STEP } else { GPU_STEP };
                 let options = fitting(backend.caps(), step)?;
+                disk = tier::open(states.as_ref(), &files, backend.caps()).await;
+                let options = tier::with(options, &disk);
                 let (queue, software) = (backend.queue(), backend.is_software());
                 source.feed(queue.clone());
                 let engine = load(backend, &files, &options, &mut weights_loaded).await.map_err(fail)?;
@@ -98,6 +104,8 @@ impl WasmEngine {
             Device::Cpu(fallback) => {
                 let backend = CpuBackend::new();
                 let options = fitting(backend.caps(), CPU_STEP)?;
+                disk = tier::open(states.as_ref(), &files, backend.caps()).await;
+                let options = tier::with(options, &disk);
                 let engine = load(backend, &files, &options, &mut weights_loaded).await.map_err(fail)?;
                 let name = engine.caps().device.clone();
                 (Box::new(engine) as Box<dyn AnyEngine>, CPU_STEP, name, fallback, None, false)
@@ -110,9 +118,11 @@ impl WasmEngine {
         info["device"] = device.clone().into();
         info["fallback"] = fallback.into();
         info["software"] = software.into();
+        info["diskCache"] = matches!(disk, Ok(Some(_))).into();
+        info["diskCacheProblem"] = disk.as_ref().err().cloned().into();
         Ok(Self {
             session: RefCell::new(Some(session)),
-            identity: RefCell::default(),
+            identity: RefCell::new(disk.ok().flatten().map(|(_, identity)| identity)),
             queue,
             pace: Cell::new(Pace::new(step.1, step.0)),
             landed: Cell::new(0.0),
@@ -142,6 +152,20 @@ impl WasmEngine {
         result.map(|updates| js::object(&updates.into())).map_err(|e| error::from_core(&e))
     }
 
+    /// Writes some of what the cache holds to disk, while nothing runs; false if there is no more.
+    pub async fn keep(&self) -> Result<bool, JsValue> {
+        let mut session = self.session.take().ok_or_else(busy)?;
+        let more = session.engine_mut().keep().await;
+        self.session.replace(Some(session));
+        more.map_err(|e| error::from_core(&e))
+    }
+
+    /// Goes on without a disk. What is there stays.
+    #[wasm_bindgen(js_name = closeDisk)]
+    pub fn close_disk(&self) -> Result<(), JsValue> {
+        self.with(|s| s.engine_mut().close_disk())
+    }
+
     /// Ends a request early; its last update comes with the next step.
     pub fn cancel(&self, id: f64) -> Result<(), JsValue> {
         self.with(|s| s.cancel(SeqId(id as u64)))
@@ -153,7 +177,7 @@ impl WasmEngine {
         self.with(|s| s.is_idle()).unwrap_or(false)
     }
 
-    /// Empties the prefix cache.
+    /// Empties the prefix cache, on disk too.
     #[wasm_bindgen(js_name = clearCache)]
     pub fn clear_cache(&self) -> Result<(), JsValue> {
         self.with(|s| s.engine_mut().clear_cache())
@@ -170,6 +194,8 @@ impl WasmEngine {
         self.with(|s| {
             let mut stats = picture::stats(s.engine(), None);
             stats["device"] = self.device.clone().into();
+            let tiers = s.engine().stats().tiers;
+            stats["disk"] = json!({ "values": tiers.disk_values, "bytes": tiers.disk_bytes });
             js::object(&stats)
         })
     }

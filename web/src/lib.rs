@@ -27,3 +27,5 @@ mod report;
 mod request;
 #[cfg(target_arch = "wasm32")]
 mod state;
+#[cfg(target_arch = "wasm32")]
+mod tier;

@@ -44,6 +44,7 @@ fn done(id: u64, c: Completion) -> Value {
             "completionTokens": end.completion_tokens,
             "matched": cache.map_or(0, |r| r.matched),
             "reused": reused,
+            "diskTokens": cache.map_or(0, |r| r.disk),
             "computed": if cache.is_some() { end.prompt_tokens - reused } else { 0 },
             "reason": cache.map(|r| r.reason.name()),
             "converted": converted,

@@ -210,7 +210,7 @@ impl Write for Sink {
     }
 }
 
-fn thrown(e: &JsValue) -> io::Error {
+pub(crate) fn thrown(e: &JsValue) -> io::Error {
     let message = js::get(e, "message").and_then(|m| m.as_string());
     io::Error::other(message.unwrap_or_else(|| "the browser refused it".into()))
 }

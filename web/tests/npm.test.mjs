@@ -67,7 +67,7 @@ async function answersAt(url) {
 
 test("the package has what it needs and nothing else", () => {
   const files = execFileSync("tar", ["tzf", tarball], { encoding: "utf8" }).trim().split("\n").sort();
-  const scripts = ["device", "errors", "openai", "options", "selkie", "shelf", "source", "store", "worker"].map((name) => `package/js/${name}.js`);
+  const scripts = ["device", "errors", "openai", "options", "selkie", "shelf", "source", "states", "store", "worker"].map((name) => `package/js/${name}.js`);
   const rest = ["LICENSE-APACHE", "LICENSE-MIT", "README.md", "js/selkie.d.ts", "package.json", "selkie_web.js", "selkie_web_bg.wasm"];
   assert.deepEqual(files, [...scripts, ...rest.map((name) => `package/${name}`)].sort());
 });
