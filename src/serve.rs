@@ -16,7 +16,7 @@ use selkie_core::session::Model;
 use tokio::time::{sleep, timeout};
 
 use crate::{
-    args::{Role, ServeArgs, ServerArgs},
+    args::{BackendName, Role, ServeArgs, ServerArgs},
     bundle,
     failure::{Failure, Outcome},
     interrupt::Interrupt,
@@ -31,6 +31,7 @@ use handover::Part;
 use host::Hosts;
 use listen::Connections;
 pub use local::Local;
+use replicas::Replicas;
 
 #[cfg(test)]
 mod fault_tests;
@@ -54,6 +55,7 @@ mod ollama;
 mod openai;
 mod page;
 mod refusal;
+mod replicas;
 mod responses;
 mod run;
 mod speech;
@@ -86,7 +88,8 @@ pub fn run(args: &ServeArgs) -> Outcome {
         names => names.to_vec(),
     };
     let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
-    let places = options.max_batch.saturating_add(args.server.max_queue);
+    let replicas = args.server.replicas;
+    let places = options.max_batch.saturating_mul(replicas).saturating_add(args.server.max_queue);
     let limits = Limits {
         body: usize::try_from(args.server.max_body).unwrap_or(usize::MAX),
         state: args.server.max_state,
@@ -94,6 +97,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
         handover: Duration::from_secs(args.handover.handover_time as u64),
     };
     check_role(args)?;
+    check_replicas(args)?;
     let handover = handover::bind(&args.handover)?;
     let local = listen.is_loopback();
     let open = !local && keys.is_none();
@@ -116,7 +120,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
             // Both servers compare it; the first call reads all weights.
             bundle::identity(&files)?;
         }
-        model::load(&backend, &files, &options)
+        model::load_replicas(&backend, &files, &options, replicas)
     };
     let ended = runtime.block_on(live(app, Sockets { http: listener, handover }, args, interrupt, load));
     // Nothing is left that anybody waits for.
@@ -133,6 +137,23 @@ fn check_role(args: &ServeArgs) -> Outcome {
         _ => return Ok(()),
     };
     Err(Failure::Usage(format!("--role prefill and decode need {why}")))
+}
+
+/// Refuses options that concern one engine.
+fn check_replicas(args: &ServeArgs) -> Outcome {
+    let backend = &args.model.backend;
+    let why = match args.server.replicas {
+        1 => return Ok(()),
+        _ if !matches!(backend.name, BackendName::Cpu | BackendName::Cuda) => "name the backend: --backend cpu or cuda",
+        _ if backend.ranks > 1 => "--ranks divides one engine: leave it out",
+        _ if args.handover.role != Role::Both => "--role is for servers with one engine",
+        _ if args.server.kv_events.is_some() => "--kv-events tells of one engine's cache: start a server for each",
+        _ if args.pool.tiers.options().disk.is_some() => {
+            "a directory of the disk cache is one engine's: start a server for each"
+        }
+        _ => return Ok(()),
+    };
+    Err(Failure::Usage(format!("--replicas: {why}")))
 }
 
 /// Few threads: the work is the engine's, which has its own. Those that prepare prompts are as many as cores.
@@ -178,7 +199,7 @@ async fn live(
     sockets: Sockets,
     args: &ServeArgs,
     interrupt: Interrupt,
-    load: impl FnOnce() -> Outcome<Model> + Send + 'static,
+    load: impl FnOnce() -> Outcome<Vec<Model>> + Send + 'static,
 ) -> Outcome {
     let rules = Connections::new(args.server.max_connections);
     let phase = app.phase.subscribe();
@@ -188,7 +209,7 @@ async fn live(
     }
     let events = kv_events::Publisher::bind(&args.server).await?;
     let mut loading = tokio::task::spawn_blocking(load);
-    let model = loop {
+    let models = loop {
         tokio::select! {
             loaded = &mut loading => {
                 break loaded.map_err(|_| Failure::Other("loading the model met a fault of the program".into()))??;
@@ -196,13 +217,15 @@ async fn live(
             () = sleep(TICK) => interrupt.check()?,
         }
     };
+    let replicas = Replicas::new(models.clone());
+    let Some(first) = models.first() else { return Err(Failure::Other("no engine was loaded".into())) };
     if let Some(events) = events {
-        tokio::spawn(events.run(model.clone()));
+        tokio::spawn(events.run(first.clone()));
     }
-    let facts = model.facts();
+    let facts = first.facts();
     terminal::dim_note(format_args!("{} is served on {} ({}); Ctrl-C ends", app.name(), facts.backend, facts.device));
-    let _ = app.model.set(model.clone());
-    let ended = until_asked(&model, &interrupt).await;
+    let _ = app.replicas.set(replicas);
+    let ended = until_asked(&models, &interrupt).await;
     app.phase.send_replace(Phase::Draining);
     if timeout(Duration::from_secs(args.server.drain_time as u64), &mut server).await.is_err() {
         app.phase.send_replace(Phase::Ending);
@@ -213,10 +236,10 @@ async fn live(
 }
 
 /// Waits for a signal, or for a failure of the engine.
-async fn until_asked(model: &Model, interrupt: &Interrupt) -> Outcome {
+async fn until_asked(models: &[Model], interrupt: &Interrupt) -> Outcome {
     loop {
         sleep(TICK).await;
-        if let Err(e) = model.health() {
+        if let Some(e) = models.iter().find_map(|model| model.health().err()) {
             sleep(LAST_WORDS).await;
             return Err(Failure::Other(format!("the engine has failed: {e}")));
         }

@@ -14,6 +14,8 @@ mod controls;
 mod crowd;
 #[path = "serve/handover.rs"]
 mod handover;
+#[path = "serve/replicas.rs"]
+mod replicas;
 #[path = "serve/soak.rs"]
 mod soak;
 #[path = "serve/state.rs"]

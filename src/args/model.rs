@@ -2,13 +2,13 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use clap::{Args, ValueEnum};
+use clap::{ArgGroup, Args, ValueEnum};
 use selkie_core::{
     engine::{MOST_BATCH, MOST_DRAFTS, MOST_STEP_TOKENS, Speculate},
     format::Products,
     ranks::MOST_RANKS,
     session::{Overrides, WhenFull},
-    tier::{DiskOptions, TierOptions},
+    tier::{ColdDtype, DiskOptions, TierOptions, Where},
 };
 
 use super::values::{at_least_one, one_to, parse_size, parse_time};
@@ -95,7 +95,14 @@ impl BackendArgs {
             (device, _) if self.ranks > 1 && device != Device::Cpu => Err(Failure::Usage(
                 "--ranks divides a model over the CPU and is not built yet for GPUs: add --backend cpu".into(),
             )),
-            _ => Ok(Place { device, adapter, bf16_state, products: self.products.into(), ranks: self.ranks }),
+            _ => Ok(Place {
+                device,
+                adapter,
+                bf16_state,
+                products: self.products.into(),
+                ranks: self.ranks,
+                ..Place::default()
+            }),
         }
     }
 }
@@ -227,6 +234,8 @@ pub enum SpeculateArg {
     Auto,
     /// Where the last three tokens occurred before in prompt or answer, guess what followed them there
     Ngram,
+    /// Guess with the model's own head for that, if it has one (MTP)
+    Mtp,
 }
 
 impl From<SpeculateArg> for Speculate {
@@ -235,6 +244,7 @@ impl From<SpeculateArg> for Speculate {
             SpeculateArg::Off => Self::Off,
             SpeculateArg::Auto => Self::Auto,
             SpeculateArg::Ngram => Self::Ngram,
+            SpeculateArg::Mtp => Self::Mtp,
         }
     }
 }
@@ -242,6 +252,7 @@ impl From<SpeculateArg> for Speculate {
 /// Tiers below the device's memory.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Memory and scheduling")]
+#[command(group = ArgGroup::new("lower_tier").args(["host_cache", "disk_cache"]).multiple(true))]
 pub struct TierArgs {
     /// Host memory for states and pages that the prefix cache has no room for, e.g. 8GiB
     #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "no_prefix_cache")]
@@ -255,6 +266,28 @@ pub struct TierArgs {
     /// Delete what was not used for so long, e.g. 12h or 30d
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "7d", requires = "disk_cache")]
     pub disk_cache_ttl: Duration,
+    /// What recurrent states are in both: int8 takes a quarter of the room of f32 and is not exact, so answers that go on from such
+    /// a state say `converted`
+    #[arg(long, value_enum, value_name = "DTYPE", default_value = "exact", requires = "lower_tier")]
+    pub cold_dtype: ColdArg,
+}
+
+/// What recurrent states are in lower tiers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ColdArg {
+    /// What they are on the device
+    Exact,
+    /// 8 bits a value and a scale per row
+    Int8,
+}
+
+impl From<ColdArg> for ColdDtype {
+    fn from(arg: ColdArg) -> Self {
+        match arg {
+            ColdArg::Exact => Self::Exact,
+            ColdArg::Int8 => Self::Int8,
+        }
+    }
 }
 
 impl TierArgs {
@@ -262,11 +295,12 @@ impl TierArgs {
     pub fn options(&self) -> TierOptions {
         let disk = |dir: &PathBuf| {
             let (bytes, ttl) = (self.disk_cache_size, self.disk_cache_ttl);
-            DiskOptions { dir: dir.clone(), bytes, ttl, identity: Vec::new() }
+            DiskOptions { place: Where::Dir(dir.clone()), bytes, ttl, identity: Vec::new() }
         };
         TierOptions {
             host: self.host_cache.unwrap_or(0),
             disk: self.disk_cache.as_ref().map(disk),
+            cold: self.cold_dtype.into(),
             ..TierOptions::default()
         }
     }

@@ -13,6 +13,9 @@ use super::{
     values::{at_least_one, one_to, parse_size},
 };
 
+/// Most engines of a server.
+const MOST_REPLICAS: usize = 64;
+
 /// What `selkie serve --help` ends with.
 pub const SERVE: &str = "Point a client of OpenAI at http://127.0.0.1:8000/v1, with any key. The first SIGTERM or Ctrl-C ends after the
 running answers, the second one at once. The exit code is 1 if the engine fails.
@@ -49,6 +52,10 @@ pub struct ServerArgs {
     /// Name of the model in requests and answers; may be given several times (default: that of its folder or file)
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Vec<String>,
+    /// Engines with the same model, among which requests are divided by prefix and load: on the CPU they divide its threads and
+    /// memory, with CUDA the first N devices have one each (needs --backend cpu or cuda)
+    #[arg(long, value_name = "N", default_value = "1", value_parser = one_to(MOST_REPLICAS))]
+    pub replicas: usize,
     /// How the model writes calls of tools, where its chat template does not show it
     #[arg(long, value_name = "FORMAT", value_parser = calls)]
     pub tool_call_parser: Option<CallFormat>,

@@ -24,6 +24,7 @@ use super::{
     handover::{self, Opened},
     metrics::Broken,
     refusal::{Dialect, Refusal},
+    replicas::Placed,
     run::{News, Ready, Run},
     sse::{self, Out},
     voice::{Ended, Head, Tokens, Voice},
@@ -57,7 +58,7 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
     let (caller, body) = receive(&app, request).await?;
     // Reading, rendering and tokenising may take long; this thread has other requests to serve.
     let work = {
-        let (app, caller, model) = (app.clone(), caller.clone(), model.clone());
+        let (app, caller) = (app.clone(), caller.clone());
         move || {
             let fields = Fields::body(&body.bytes)?;
             app.check_name(fields.get::<String>("model")?.as_deref())?;
@@ -76,10 +77,12 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
         }
     };
     let (ready, speak, n, stream, meetings) = blocking(work).await?;
-    let prompts = meetings.into_iter().zip(ready.prompts()).collect();
-    let namespace = ready.namespace().to_owned();
-    let rooms = handover::prepare(&app, &model, prompts, &namespace).await?;
-    let run = Run::start(app.ready()?, ready);
+    let (all, namespace) = (ready.prompts(), ready.namespace().to_owned());
+    let placed = app.place(all.first().map_or(&[][..], Vec::as_slice), &namespace).await?;
+    let prompts = meetings.into_iter().zip(all).collect();
+    let rooms = handover::prepare(&app, &placed.model, prompts, &namespace).await?;
+    app.ready()?;
+    let run = Run::start(&placed.model, ready);
     app.metrics.started(run.len());
     let head = Head {
         id: caller.id,
@@ -88,7 +91,7 @@ async fn attempt(app: Arc<App>, request: Request, read: Read) -> Result<Response
         n,
         prompt_tokens: run.prompt_tokens(),
     };
-    let mut answering = Answering::new(app, run, speak(head), rooms);
+    let mut answering = Answering::new(app, run, speak(head), rooms, placed);
     if stream {
         let comments = answering.voice.has_comments();
         return Ok(streamed(comments, sse::body(comments, |out| async move { answering.stream(&out).await })));
@@ -175,11 +178,12 @@ struct Answering {
     /// Choices that have not ended.
     open: usize,
     failed: bool,
+    _placed: Placed,
 }
 
 impl Answering {
-    fn new(app: Arc<App>, run: Run, voice: Box<dyn Voice>, rooms: Vec<Option<Opened>>) -> Self {
-        Self { app, open: run.len(), run, voice, rooms, failed: false }
+    fn new(app: Arc<App>, run: Run, voice: Box<dyn Voice>, rooms: Vec<Option<Opened>>, placed: Placed) -> Self {
+        Self { app, open: run.len(), run, voice, rooms, failed: false, _placed: placed }
     }
 
     async fn stream(&mut self, out: &Out) {

@@ -18,7 +18,16 @@ use selkie_core::{
 };
 use tokio::sync::watch;
 
-use super::{gate::Gate, handover::Part, host::Hosts, keys::Keys, metrics::Metrics, refusal::Refusal, speech::Speech};
+use super::{
+    gate::Gate,
+    handover::Part,
+    host::Hosts,
+    keys::Keys,
+    metrics::Metrics,
+    refusal::Refusal,
+    replicas::{Placed, Replicas},
+    speech::Speech,
+};
 use crate::web::files::Site;
 
 /// Limits of requests.
@@ -49,8 +58,8 @@ pub enum Phase {
 pub struct App {
     /// Names of the model; the first one is reported.
     pub names: Vec<String>,
-    /// Once it is loaded.
-    pub model: OnceLock<Model>,
+    /// Engines with it, once it is loaded.
+    pub replicas: OnceLock<Replicas>,
     /// Its files.
     pub files: Option<Arc<ModelFiles>>,
     /// How its answers are read, once one was.
@@ -89,7 +98,7 @@ impl App {
     pub fn new(names: Vec<String>, places: usize, limits: Limits) -> Self {
         Self {
             names,
-            model: OnceLock::new(),
+            replicas: OnceLock::new(),
             files: None,
             speech: OnceLock::new(),
             formats: (None, None),
@@ -116,7 +125,25 @@ impl App {
         format!("{:016x}{:08x}", self.ids.random, self.ids.next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The model, if it can answer.
+    /// The model, if it is loaded.
+    pub fn model(&self) -> Option<&Model> {
+        self.replicas.get()?.models().next()
+    }
+
+    /// A place in one of the engines for a prompt.
+    ///
+    /// # Errors
+    /// As [`App::ready`].
+    pub async fn place(&self, prompt: &[u32], namespace: &str) -> Result<Placed, Refusal> {
+        self.ready()?;
+        let placed = match self.replicas.get() {
+            Some(replicas) => replicas.place(prompt, namespace).await,
+            None => None,
+        };
+        placed.ok_or_else(|| Refusal::new(503, "the server has no engine"))
+    }
+
+    /// The model, if all of its engines can answer.
     ///
     /// # Errors
     /// 503 with the reason while it is loaded, after its engine has failed, and when the server ends.
@@ -125,10 +152,11 @@ impl App {
         if *self.phase.borrow() != Phase::Open {
             return Err(later("the server is shutting down".into()).coded("shutting_down"));
         }
-        let model = self.model.get().ok_or_else(|| later("the model is being loaded".into()).coded("loading"))?;
-        match model.health() {
-            Ok(()) => Ok(model),
-            Err(e) => Err(Refusal::new(503, format!("the engine has failed: {e}")).coded("engine_failed")),
+        let loading = || later("the model is being loaded".into()).coded("loading");
+        let replicas = self.replicas.get().ok_or_else(loading)?;
+        match replicas.models().find_map(|model| model.health().err()) {
+            None => self.model().ok_or_else(loading),
+            Some(e) => Err(Refusal::new(503, format!("the engine has failed: {e}")).coded("engine_failed")),
         }
     }
 

@@ -93,7 +93,7 @@ fn server() {
     let line = Line::parse_from(["serve"]);
     let interrupt = Interrupt::listen().unwrap();
     let ranks = env::var_os(RANKS).is_some();
-    let load = move || Ok(if ranks { broken_rank(fault.into())? } else { broken(fault.into())? });
+    let load = move || Ok(vec![if ranks { broken_rank(fault.into())? } else { broken(fault.into())? }]);
     let ended =
         runtime().unwrap().block_on(live(app, Sockets { http: listener, handover: None }, &line.args, interrupt, load));
     std::process::exit(ended.map_or_else(|failure| failure.exit_code(), |()| 0).into());

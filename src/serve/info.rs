@@ -23,6 +23,7 @@ use super::{
     ollama,
     openai::conversation,
     refusal::{Dialect, Refusal},
+    replicas::Replicas,
     speech::ToolUse,
 };
 
@@ -51,7 +52,7 @@ pub async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Ans
 }
 
 fn card(app: &App, name: &str) -> Value {
-    let context = app.model.get().map(|model| model.facts().context);
+    let context = app.model().map(|model| model.facts().context);
     json!({
         "id": name,
         "object": "model",
@@ -71,10 +72,10 @@ pub async fn version() -> Answer {
 
 /// `/metrics`
 pub async fn metrics(State(app): State<Arc<App>>) -> Answer {
-    let Some(model) = app.model.get() else {
+    let Some((facts, now)) = app.replicas.get().and_then(Replicas::summed) else {
         return Refusal::new(503, "the model is being loaded").response(Dialect::OpenAi);
     };
-    let mut response = Response::new(Body::from(app.metrics.text(app.name(), model.facts(), &model.stats())));
+    let mut response = Response::new(Body::from(app.metrics.text(app.name(), &facts, &now)));
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     response.headers_mut().insert(header::CONTENT_TYPE, kind);
     response
@@ -88,8 +89,8 @@ pub async fn load(State(app): State<Arc<App>>) -> Answer {
 /// `/server_info`, which routers ask for.
 pub async fn server_info(State(app): State<Arc<App>>) -> Answer {
     with_model(&app, |model| {
-        let facts = model.facts();
-        let now = model.stats();
+        let summed = app.replicas.get().and_then(Replicas::summed);
+        let (facts, now) = summed.unwrap_or_else(|| (model.facts().clone(), model.stats()));
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "served_model_name": app.name(),
@@ -209,7 +210,7 @@ pub async fn count_tokens(State(app): State<Arc<App>>, request: Request) -> Answ
 
 /// `/api/tags`: the model in Ollama's words.
 pub async fn tags(State(app): State<Arc<App>>) -> Answer {
-    answer(&ollama::tags(&app.names, app.model.get().map(Model::facts), app.created))
+    answer(&ollama::tags(&app.names, app.model().map(Model::facts), app.created))
 }
 
 /// `/v1/responses/{id}`: answers are not kept.

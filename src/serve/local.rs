@@ -13,7 +13,9 @@ use super::{
     app::{App, Limits, Phase},
     host::Hosts,
     listen::{self, Connections},
-    on_runtime, router, runtime,
+    on_runtime,
+    replicas::Replicas,
+    router, runtime,
 };
 use crate::failure::{Failure, Outcome};
 
@@ -43,7 +45,7 @@ impl Local {
         let mut app = App::new(vec!["bench".into()], answers, limits);
         app.hosts = Some(Hosts::new(address.port(), Vec::new()));
         let app = Arc::new(app);
-        let _ = app.model.set(model);
+        let _ = app.replicas.set(Replicas::new(vec![model]));
         let (runtime, phase) = (runtime()?, app.phase.subscribe());
         let rules = Connections { silence: LONG, ..Connections::new(connections) };
         let entered = runtime.enter();

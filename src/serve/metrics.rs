@@ -304,6 +304,7 @@ fn counters(page: &mut Page, now: &Snapshot) {
         ("selkie:tier_loads_total", "Requests that went on from a prefix of a lower tier.", s.tiers.loads),
         ("selkie:tier_declined_total", "Requests for which computing was faster than loading.", s.tiers.declined),
         ("selkie:tier_demoted_total", "States and pages copied to lower tiers.", s.tiers.demoted),
+        ("selkie:tier_converted_total", "Requests that went on from int8 states of lower tiers.", s.tiers.converted),
         ("selkie:host_cache_evicted_total", "States and pages that left host memory.", s.tiers.host_evicted),
     ] {
         page.one(name, "counter", help, value as f64);

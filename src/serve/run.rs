@@ -122,9 +122,10 @@ impl Ready {
     }
 
     /// The tokens of each prompt.
-    pub fn prompts(&self) -> impl Iterator<Item = Vec<u32>> {
+    pub fn prompts(&self) -> Vec<Vec<u32>> {
         let first = self.choices.iter().step_by(self.n);
-        first.map(|choice| choice.prepared.as_ref().map_or_else(Vec::new, |prepared| prepared.prompt().to_vec()))
+        let prompt = |choice: &Choice| choice.prepared.as_ref().map_or_else(Vec::new, |p| p.prompt().to_vec());
+        first.map(prompt).collect()
     }
 
     /// The namespace in which they run.
@@ -373,6 +374,7 @@ impl Run {
             matched: cache.map_or(0, |c| c.matched),
             host: cache.map_or(0, |c| c.host),
             disk: cache.map_or(0, |c| c.disk),
+            converted: cache.is_some_and(|c| c.converted),
             reused: cache.map_or(0, |c| c.reused),
             reason: cache.map(|c| c.reason.name()),
             seed: self.choices[choice].seed,

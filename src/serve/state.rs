@@ -21,7 +21,7 @@ use selkie_core::{
     Error,
     bundle::{Identity, Reader},
     chat::{Conversation, End},
-    engine::{Export, Import},
+    engine::{Export, Import, Imported},
     model_dir::ModelFiles,
     session::{Ask, Encoded, Model, Prompt, Update, WhenFull},
     state::Realm,
@@ -41,6 +41,7 @@ use super::{
     openai::{conversation, prompts},
     page::Pieces,
     refusal::{Dialect, Refusal},
+    replicas::Replicas,
     speech::ToolUse,
     spool::{self, PIECE, on_disk, spool, too_long},
 };
@@ -68,19 +69,22 @@ pub async fn load(State(app): State<Arc<App>>, request: Request) -> Response<Bod
 }
 
 async fn attempt_save(app: Arc<App>, request: Request) -> Result<Response<Body>, Refusal> {
-    let (model, files) = (app.ready()?.clone(), files(&app)?);
+    app.ready()?;
+    let files = files(&app)?;
     let (caller, body) = receive(&app, request).await?;
     let transfer = transfer().await?;
     let (wanted, places) = {
-        let (app, model) = (app.clone(), model.clone());
+        let app = app.clone();
         blocking(move || {
             let fields = Fields::body(&body.bytes)?;
             app.check_name(fields.get::<String>("model")?.as_deref())?;
-            let wanted = Wanted::read(&fields, &model, &caller)?;
+            let wanted = Wanted::read(&fields, app.ready()?, &caller)?;
             Ok((wanted, app.gate.take(1, app.metrics.mean_seconds())?))
         })
         .await?
     };
+    let placed = app.place(&wanted.prompt.ids, &wanted.namespace).await?;
+    let model = placed.model.clone();
     let ask = wanted.ask();
     let prepared = {
         let model = model.clone();
@@ -110,7 +114,8 @@ async fn attempt_save(app: Arc<App>, request: Request) -> Result<Response<Body>,
 }
 
 async fn attempt_load(app: Arc<App>, request: Request) -> Result<Response<Body>, Refusal> {
-    let (model, files) = (app.ready()?.clone(), files(&app)?);
+    let files = files(&app)?;
+    app.ready()?;
     let (mut parts, body) = request.into_parts();
     let caller = parts.extensions.remove::<Caller>().ok_or_else(|| Refusal::new(500, "the request has no caller"))?;
     let most = app.limits.state;
@@ -122,14 +127,11 @@ async fn attempt_load(app: Arc<App>, request: Request) -> Result<Response<Body>,
     let file = arrive(body, most).await?;
     let imported = blocking(move || {
         let into = Import { model: identity(&files)?, namespace: caller.namespace, exact_only: true };
-        let mut bundle = Reader::open(BufReader::with_capacity(PIECE, file), NAME)?;
-        let work = model.with(move |engine| engine.import(&mut bundle, &into));
-        let imported = work.wait().map_err(|e| Refusal::from(&*e))?;
-        imported.map_err(|e| match e {
-            // The option for other values is the command line's: no request over HTTP could use them.
-            Error::BadRequest(why) => Refusal::bad(why.split("; without the option").next().unwrap_or_default().into()),
-            e => e.into(),
-        })
+        let models = app.replicas.get().into_iter().flat_map(Replicas::models);
+        // Each engine has a cache of its own.
+        let load = |model| import(model, file.try_clone().map_err(on_disk)?, into.clone());
+        let mut all: Vec<Imported> = models.map(load).collect::<Result<_, _>>()?;
+        all.pop().ok_or_else(|| Refusal::new(503, "the server has no engine"))
     })
     .await?;
     Ok(answer(&json!({
@@ -138,6 +140,18 @@ async fn attempt_load(app: Arc<App>, request: Request) -> Result<Response<Body>,
         "states": imported.states,
         "pages": imported.pages,
     })))
+}
+
+/// Puts the bundle in a file into the cache of an engine.
+fn import(model: &Model, file: File, into: Import) -> Result<Imported, Refusal> {
+    let mut bundle = Reader::open(BufReader::with_capacity(PIECE, file), NAME)?;
+    let work = model.with(move |engine| engine.import(&mut bundle, &into));
+    let imported = work.wait().map_err(|e| Refusal::from(&*e))?;
+    imported.map_err(|e| match e {
+        // The option for other values is the command line's: no request over HTTP could use them.
+        Error::BadRequest(why) => Refusal::bad(why.split("; without the option").next().unwrap_or_default().into()),
+        e => e.into(),
+    })
 }
 
 /// What is saved.

@@ -34,6 +34,8 @@ pub struct Ended {
     /// Reused tokens that came from host memory and from disk.
     pub host: usize,
     pub disk: usize,
+    /// It goes on from converted values.
+    pub converted: bool,
     /// Tokens of the prompt that were not computed.
     pub reused: usize,
     /// Why not more; `None` if the cache was not asked.
@@ -57,7 +59,7 @@ impl Ended {
     /// What only this server says: what was reused, and why not more.
     fn own(&self) -> Value {
         let t = &self.timing;
-        json!({
+        let mut own = json!({
             "matched_tokens": self.matched,
             "reused_tokens": self.reused,
             "host_tokens": self.host,
@@ -68,7 +70,11 @@ impl Ended {
             "queue_ms": t.queue_ms,
             "prefill_ms": t.prefill_ms,
             "decode_ms": t.decode_ms,
-        })
+        });
+        if self.converted {
+            own["converted"] = true.into();
+        }
+        own
     }
 }
 
@@ -204,6 +210,7 @@ pub mod tests {
             matched: 64,
             host: 0,
             disk: 0,
+            converted: false,
             reused: 64,
             reason: Some("first_sight"),
             seed: None,
