@@ -70,6 +70,7 @@ pub fn run(args: &BatchArgs) -> Outcome {
     let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
     let window = if args.sequential { 1 } else { QUEUED_BATCHES * options.max_batch };
     let resumed = answered.iter().filter(|done| **done).count();
+    bundle::check_exact(args.exact_only, &options)?;
     let warm = args.warm.as_deref().map(bundle::open).transpose()?;
     let model = model::load(&args.model.backend, &files, &options)?;
     let origin = match warm {
@@ -335,6 +336,7 @@ pub fn tiers(t: &TierStats) -> Value {
         "loads": t.loads,
         "declined": t.declined,
         "demoted": t.demoted,
+        "converted": t.converted,
     })
 }
 

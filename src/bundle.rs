@@ -10,11 +10,12 @@ use std::{
 use selkie_core::{
     bundle::{Head, Identity, Reader},
     chat::{Conversation, End, Message},
-    engine::{Export, Exported, Import, Imported},
+    engine::{EngineOptions, Export, Exported, Import, Imported},
     model_dir::ModelFiles,
     models,
     session::{Ask, Encoded, Model, Prompt, WhenFull},
     state::Realm,
+    tier::ColdDtype,
     tokenizer::MAX_TEXT_BYTES,
     units::{size, thousands},
     weights::Progress,
@@ -177,6 +178,16 @@ pub fn open(path: &Path) -> Outcome<Reader<'static>> {
     Ok(Reader::open(BufReader::with_capacity(READ_BYTES, file), &name)?)
 }
 
+/// Refuses converted values of lower tiers to somebody who wants exact ones only.
+pub fn check_exact(exact_only: bool, options: &EngineOptions) -> Outcome {
+    match exact_only && options.tiers.cold != ColdDtype::Exact {
+        true => Err(Failure::Usage(
+            "--exact-only refuses converted values, and --cold-dtype int8 makes some; leave one of them out".into(),
+        )),
+        false => Ok(()),
+    }
+}
+
 /// Reads a bundle, whose head was read, into the empty namespace of the model with this identity.
 pub fn read(model: &Model, identity: Identity, mut bundle: Reader<'static>, exact_only: bool) -> Outcome<Imported> {
     let into = Import { model: identity, namespace: String::new(), exact_only };
@@ -245,13 +256,20 @@ fn facts(head: &Head) -> Value {
     })
 }
 
+/// The layers of a bundle, up to the last one that has values.
+fn layers(head: &Head) -> usize {
+    head.parts.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0)
+}
+
 fn verify(args: &VerifyArgs) -> Outcome {
     let mut bundle = open(&args.file)?;
     let mut checked = "all checksums are right".to_owned();
     if args.model.model.is_some() {
         let files = model::open(&args.model)?;
-        let spec = models::read(&files.config)?.spec();
-        bundle.head().check_parts(bundle.file(), &spec.layers)?;
+        let mut architecture = models::read(&files.config)?;
+        // One saved with `--speculate mtp` has the state of the model's head too.
+        architecture.drafts = architecture.spec().layers.len() < layers(bundle.head());
+        bundle.head().check_parts(bundle.file(), &architecture.spec().layers)?;
         bundle.head().check_model(bundle.file(), &identity(&files)?)?;
         checked = format!("{checked}, and it is of the model {}", files.name);
     }

@@ -41,13 +41,15 @@ pub fn run(args: &ChatArgs) -> Outcome {
     text.tokenizer()?;
     let Ask { sampling, max_tokens, stop, .. } = generate::ask(&args.sampling, &text)?;
     let values = Values { sampling: text.sampling(&sampling)?, max_tokens, stop, when_full: args.when_full.into() };
+    let options = model::engine_options(&args.pool, 1);
+    bundle::check_exact(args.exact_only, &options)?;
     // A file that cannot be used is refused before minutes of loading.
     let saved = args.load.as_deref().map(bundle::open).transpose()?;
     let (mut system, mut messages) = (args.system.clone(), Vec::new());
     if let Some(saved) = &saved {
         (system, messages) = said(saved)?;
     }
-    let model = model::load(&args.model.backend, &files, &model::engine_options(&args.pool, 1))?;
+    let model = model::load(&args.model.backend, &files, &options)?;
     let origin = match saved {
         Some(saved) => bundle::insert(&model, &files, saved, args.exact_only)?.origin,
         None => String::new(),

@@ -2,7 +2,7 @@
 
 use selkie_core::{
     cpu::CpuBackend,
-    engine::{EngineOptions, Sizes},
+    engine::{EngineOptions, Sizes, Speculate},
     model_dir::ModelFiles,
     models::{self, Architecture, Limits, ModelSpec, Program},
     state::StateShape,
@@ -61,11 +61,10 @@ pub fn run(args: &InspectArgs) -> Outcome {
 ///
 /// # Errors
 /// Why the weights are not those of the configuration.
-async fn contradiction(files: &ModelFiles) -> selkie_core::Result<()> {
-    let architecture = models::read(&files.config)?;
+async fn contradiction(files: &ModelFiles, architecture: &Architecture) -> selkie_core::Result<()> {
     let (backend, mut report) = (CpuBackend::new(), |_| {});
     let mut loader = Loader::new(&backend, &files.checkpoint, &mut report);
-    models::build(&architecture, &mut loader, Limits { max_tokens: 1, max_outputs: 1 }).await?;
+    models::build(architecture, &mut loader, Limits { max_tokens: 1, max_outputs: 1 }).await?;
     model::warn_of_ignored(&files.checkpoint);
     Ok(())
 }
@@ -73,6 +72,8 @@ async fn contradiction(files: &ModelFiles) -> selkie_core::Result<()> {
 struct Inspect {
     model: String,
     spec: ModelSpec,
+    /// Weights of the head for drafts, where one is stored.
+    head: Option<u64>,
     program: Vec<Program>,
     weight_bytes: u64,
     /// Types of stored weights, their bytes, and whether they are brought into another form.
@@ -85,12 +86,16 @@ struct Inspect {
 
 impl Inspect {
     fn of_files(files: &ModelFiles, options: EngineOptions) -> Outcome<Self> {
-        let architecture = models::read(&files.config)?;
-        let fault = pollster::block_on(contradiction(files)).err().map(|e| e.to_string());
+        let mut architecture = models::read(&files.config)?;
+        let head = architecture.head_parameters(&files.checkpoint);
+        if options.speculate == Speculate::Mtp {
+            architecture = architecture.with_head(&files.checkpoint, 1)?;
+        }
+        let fault = pollster::block_on(contradiction(files, &architecture)).err().map(|e| e.to_string());
         let bytes = files.checkpoint.bytes();
         let formats = files.checkpoint.formats().into_iter();
         let stored = formats.map(|(name, (bytes, repacked))| (name.to_owned(), bytes, repacked)).collect();
-        Ok(Self { fault, stored, ..Self::new(files.label(), &architecture, bytes, options) })
+        Ok(Self { fault, stored, head, ..Self::new(files.label(), &architecture, bytes, options) })
     }
 
     /// Of a model without weights; their size is the one on the hub, or else follows from the configuration.
@@ -106,13 +111,14 @@ impl Inspect {
     fn new(label: &str, architecture: &Architecture, weight_bytes: u64, options: EngineOptions) -> Self {
         let (spec, program) = (architecture.spec(), architecture.program());
         let (stored, absent) = (Vec::new(), Vec::new());
-        Self { model: label.into(), spec, program, weight_bytes, stored, options, fault: None, absent }
+        Self { model: label.into(), spec, head: None, program, weight_bytes, stored, options, fault: None, absent }
     }
 }
 
 struct Facts {
     model: String,
     spec: ModelSpec,
+    head: Option<u64>,
     program: Vec<Program>,
     weight_bytes: u64,
     stored: Vec<(String, u64, bool)>,
@@ -144,6 +150,7 @@ impl Inspect {
             weight_bytes: self.weight_bytes,
             stored: self.stored,
             spec: self.spec,
+            head: self.head,
             fault: self.fault,
             program: self.program,
             fit,
@@ -202,6 +209,9 @@ impl Facts {
             format!("parameters   {}", thousands(spec.parameters as f64)),
             format!("weights      {}{}", size(self.weight_bytes), if self.fit.is_some() { ", not here" } else { "" }),
         ];
+        if let Some(head) = self.head {
+            lines.push(format!("MTP head     {} more parameters, for --speculate mtp", thousands(head as f64)));
+        }
         if !self.stored.is_empty() {
             lines.push(format!("stored as    {}", self.stored_as()));
         }
@@ -261,6 +271,7 @@ impl Facts {
             "vocab": spec.vocab,
             "context": shape.context,
             "parameters": spec.parameters,
+            "head_parameters": self.head,
             "weight_bytes": self.weight_bytes,
             "weights_here": self.fit.is_none(),
             "stored": self.stored.iter().map(|(name, bytes, repacked)| {

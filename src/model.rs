@@ -13,7 +13,7 @@ use selkie_core::{
 
 use crate::{
     args::{BackendArgs, ModelArgs, Policy, PoolArgs},
-    backend::{self, Loaded, Opened},
+    backend::{self, Loaded, Opened, Place},
     embedded,
     failure::Outcome,
     hub,
@@ -62,9 +62,25 @@ pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOption
 
 /// Loads the model onto an engine's own thread; shows a progress bar if that takes long.
 pub fn load(args: &BackendArgs, files: &Arc<ModelFiles>, options: &EngineOptions) -> Outcome<Model> {
+    load_at(args.place()?, files, options)
+}
+
+/// Loads the model onto several engines, which divide the CPU or have a CUDA device each.
+pub fn load_replicas(
+    args: &BackendArgs,
+    files: &Arc<ModelFiles>,
+    options: &EngineOptions,
+    replicas: usize,
+) -> Outcome<Vec<Model>> {
+    let options = EngineOptions { engines: replicas, ..options.clone() };
+    let load = |replica| load_at(Place { replica, replicas, ..args.place()? }, files, &options);
+    (0..replicas).map(load).collect()
+}
+
+fn load_at(place: Place, files: &Arc<ModelFiles>, options: &EngineOptions) -> Outcome<Model> {
     let started = Instant::now();
     let mut bar = LoadingBar::start();
-    let opener = Opener::of(files.clone()).place(args.place()?).options(options.clone());
+    let opener = Opener::of(files.clone()).place(place).options(options.clone());
     let model = opener.progress(move |p| bar.update(&p)).load()?;
     loaded(files, model.facts().backend, &model.facts().device, started);
     Ok(model)

@@ -35,7 +35,7 @@ const CORE: [(&str, &str); 40] = [
     ("weights", "backend checkpoint error format ops tensor"),
     ("state", "digest error step units"),
     ("bundle", "backend digest error layer source state tensor"),
-    ("tier", "cache_dir digest error saved source state"),
+    ("tier", "cache_dir digest error saved source state tensor"),
     ("blocks", "backend config error layer ops rope step tensor weights"),
     ("models", "backend blocks checkpoint config error layer ops rope step tensor weights"),
     (

@@ -168,6 +168,7 @@ fn the_counters_of_a_run_are_what_happened() {
             "loads": 0,
             "declined": 0,
             "demoted": 0,
+            "converted": 0,
         },
         "preemptions": 0,
         "states_held": 2,
@@ -219,4 +220,24 @@ fn a_later_run_goes_on_from_files() {
         assert_eq!(column(&second, "/cache/disk_tokens"), [256, 256], "{family}: {stats}");
         assert_eq!(stats["tiers"]["disk"]["tokens"], 512, "{family}: {stats}");
     }
+}
+
+/// Answers that go on from states in int8 say so, and nobody gets them who wants exact ones only.
+#[test]
+fn states_in_int8_are_converted_ones() {
+    let dir = TempDir::new("cold");
+    let values = dir.arg("values");
+    let requests = [1, 2].map(|i| request(&ids(i, 300), 3));
+    let more = ["--sequential", "--slots", "2", "--kv-pages", "6", "--disk-cache", &values, "--cold-dtype", "int8"];
+    let (first, _) = batch("nemotron_h", &requests, &more);
+    let (second, stats) = batch("nemotron_h", &requests, &more);
+    let converted = |answers: &[Value]| answers.iter().map(|a| a["cache"]["converted"] == true).collect::<Vec<_>>();
+    assert_eq!((converted(&first), converted(&second)), (vec![false; 2], vec![true; 2]), "{stats}");
+    assert_eq!(column(&second, "/cache/disk_tokens"), [256, 256], "{stats}");
+    assert_eq!(stats["tiers"]["converted"], 2, "{stats}");
+    let refused = |args: &[&str]| stderr(&run_with_input(args, ""));
+    let without = refused(&["batch", "-", "--cold-dtype", "int8"]);
+    assert!(without.contains("--host-cache"), "{without}");
+    let both = ["batch", "-", "--cold-dtype", "int8", "--disk-cache", &values, "--warm", "x.bundle", "--exact-only"];
+    assert!(refused(&both).contains("--exact-only refuses converted values"), "{}", refused(&both));
 }

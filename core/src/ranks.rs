@@ -347,8 +347,7 @@ impl Backend for Ranks {
         self.write_to(&self.links.ranks[rank..=rank], dst, at, bytes)
     }
 
-    fn scratch(&self, op: &Op<Buf>) -> u64 {
-        let _ = op;
+    fn scratch(&self, _: &Op<Buf>) -> u64 {
         0
     }
 
@@ -374,7 +373,7 @@ impl Backend for Ranks {
         self.links.tell_all(&Command::Play(tape.id.0.id))
     }
 
-    /// Of rank 0: what is read is equal on all ranks, or a test wants one of them.
+    /// Reads from rank 0. The engine reads only values that are equal on all ranks.
     fn read(&self, src: &Tensor<Buf>) -> Self::Read {
         ready(self.links.read(0, src.rebind(&mut |buf| buf.0.id)))
     }

@@ -204,7 +204,7 @@ impl Completion {
         self.end.cache.map_or(0, |cache| cache.reused)
     }
 
-    /// Whether the answer continues from converted values of a bundle.
+    /// Whether the answer continues from converted values, of a bundle or of a lower tier.
     pub fn is_converted(&self) -> bool {
         self.end.cache.is_some_and(|cache| cache.converted)
     }

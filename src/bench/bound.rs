@@ -139,6 +139,7 @@ mod tests {
             head_dim: 4,
             scale: 1.0,
             window: None,
+            first: 0,
         };
         let scan = SelectiveScan {
             step,

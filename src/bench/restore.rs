@@ -7,7 +7,7 @@ use selkie_core::{
     engine::{AnyEngine, EngineOptions},
     model_dir::ModelFiles,
     step::PAGE,
-    tier::{DiskOptions, Rates, TierOptions},
+    tier::{DiskOptions, Rates, TierOptions, Where},
 };
 use serde_json::{Value, json};
 
@@ -22,21 +22,21 @@ use crate::{
     terminal::{self, Output, thousands},
 };
 
-/// Measurements of each kind, after a first one that is not counted.
+/// Measurements of each of two prompts, after two of each that are not counted.
 const ROUNDS: usize = 5;
-/// Host memory for the values of two prompts; more than any model here needs.
+/// Host memory, or the quota of the disk, for the values of two prompts; more than any model here needs.
 const HOST: u64 = 8 << 30;
 
 /// Where the prompt's pages and states are.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum From {
+enum Place {
     Nowhere,
     Device,
     Host,
     Disk,
 }
 
-impl From {
+impl Place {
     const ALL: [Self; 4] = [Self::Nowhere, Self::Device, Self::Host, Self::Disk];
 
     fn name(self) -> &'static str {
@@ -75,32 +75,32 @@ pub fn run(args: &BenchPrefixArgs, tokens: usize) -> Outcome {
     }
     let files = super::open(&args.target)?;
     let mut medians = Vec::new();
-    for from in From::ALL {
-        terminal::note(format_args!("{} ...", from.name()));
-        medians.push(measure(args, &files, tokens, from)?);
+    for place in Place::ALL {
+        terminal::note(format_args!("{} ...", place.name()));
+        medians.push(measure(args, &files, tokens, place)?);
     }
     let mut out = Output::new();
     if args.target.json { out.json(&json(tokens, &medians)) } else { out.text(&text(tokens, &medians)) }
 }
 
 /// Median milliseconds to the first token.
-fn measure(args: &BenchPrefixArgs, files: &Arc<ModelFiles>, tokens: usize, from: From) -> Outcome<f64> {
-    let folder = (from == From::Disk).then(Folder::create).transpose()?;
+fn measure(args: &BenchPrefixArgs, files: &Arc<ModelFiles>, tokens: usize, place: Place) -> Outcome<f64> {
+    let folder = (place == Place::Disk).then(Folder::create).transpose()?;
     let disk = folder.as_ref().map(|folder| DiskOptions {
-        dir: folder.0.clone(),
+        place: Where::Dir(folder.0.clone()),
         bytes: HOST,
         ttl: Duration::from_secs(3600),
         identity: b"bench".to_vec(),
     });
-    let host = if from == From::Host { HOST } else { 0 };
+    let host = if place == Place::Host { HOST } else { 0 };
     let pages = tokens / PAGE + 2;
     let options = EngineOptions {
         max_batch: 1,
-        prefix_cache: from != From::Nowhere,
+        prefix_cache: place != Place::Nowhere,
         // One prompt at a time has room, unless both are to stay.
-        slots: Some(if from == From::Device { 16 } else { 3 }),
-        kv_pages: Some(if from == From::Device { 3 * pages } else { pages }),
-        tiers: TierOptions { host, disk, rates: Rates::ALWAYS },
+        slots: Some(if place == Place::Device { 16 } else { 3 }),
+        kv_pages: Some(if place == Place::Device { 3 * pages } else { pages }),
+        tiers: TierOptions { host, disk, rates: Rates::ALWAYS, ..TierOptions::default() },
         ..EngineOptions::default()
     };
     let mut engine = model::load_engine(model::backend(&args.target.model.backend, files)?, files, &options)?;
@@ -115,7 +115,7 @@ fn measure(args: &BenchPrefixArgs, files: &Arc<ModelFiles>, tokens: usize, from:
             settle(&mut *engine)?;
             continue;
         }
-        check(from, tokens, &first)?;
+        check(place, tokens, &first)?;
         times.push(first.ms);
     }
     Ok(median(times))
@@ -135,26 +135,26 @@ fn settle(engine: &mut dyn AnyEngine) -> Outcome {
 }
 
 /// A prompt that came from somewhere else would measure something else.
-fn check(from: From, tokens: usize, first: &First) -> Outcome {
+fn check(place: Place, tokens: usize, first: &First) -> Outcome {
     let most = (tokens - 1) / PAGE * PAGE;
-    let wanted = match from {
-        From::Nowhere => (0, 0, 0),
-        From::Device => (most, 0, 0),
-        From::Host => (most, most, 0),
-        From::Disk => (most, 0, most),
+    let wanted = match place {
+        Place::Nowhere => (0, 0, 0),
+        Place::Device => (most, 0, 0),
+        Place::Host => (most, most, 0),
+        Place::Disk => (most, 0, most),
     };
     let got = first.cache.map_or((0, 0, 0), |cache| (cache.reused, cache.host, cache.disk));
     if got == wanted {
         return Ok(());
     }
-    let why = format!("{}: (reused, from host memory, from disk) is {got:?} and not {wanted:?} tokens", from.name());
+    let why = format!("{}: (reused, from host memory, from disk) is {got:?} and not {wanted:?} tokens", place.name());
     Err(Failure::Other(why))
 }
 
 fn text(tokens: usize, medians: &[f64]) -> String {
     let mut lines =
         vec![format!("first token of a prompt of {} tokens, median of {}:", thousands(tokens as f64), 2 * ROUNDS)];
-    lines.extend(From::ALL.iter().zip(medians).map(|(from, ms)| format!("{:<16} {ms:>9.2} ms", from.name())));
+    lines.extend(Place::ALL.iter().zip(medians).map(|(place, ms)| format!("{:<16} {ms:>9.2} ms", place.name())));
     lines.join("\n") + "\n"
 }
 

@@ -48,16 +48,26 @@ impl Scheduler {
         Admission::Admitted(i)
     }
 
+    /// The match of a request, and the realm that it continues in: that of converted values only if they lead further.
+    fn choose(&self, seq: &mut Sequence, pages: usize) -> Match {
+        let (home, cold) = seq.find(&self.cache, pages, self.step);
+        let Some(cold) = cold else { return home };
+        let pending = home.pending || cold.pending;
+        seq.in_cold = cold.hit > home.hit;
+        Match { pending, ..if seq.in_cold { cold } else { home } }
+    }
+
     fn try_admit(&mut self, seq: &mut Sequence) -> Result<(), Admission> {
         let mut found = Match { nodes: Vec::new(), hit: 0, reason: Reason::Off, pending: false };
         let pages = seq.matchable_pages();
+        seq.in_cold = false;
         if self.rules.cache {
             seq.extend_hashes(pages);
         }
         if seq.scores && self.rules.cache {
             found.reason = Reason::PromptLogprobs;
         } else if self.rules.cache {
-            found = self.cache.find(&seq.realm, seq.named_pages(pages), self.step);
+            found = self.choose(seq, pages);
             if found.pending || self.running.iter().any(|other| other.will_capture(seq, found.hit, pages)) {
                 return Err(Admission::Later);
             }
@@ -76,7 +86,7 @@ impl Scheduler {
 
         // From here on nothing that the hit needs can be evicted, and matched nodes after the hit are evicted last.
         if self.rules.cache {
-            seq.tip = hit_node.unwrap_or_else(|| self.cache.root(&seq.realm));
+            seq.tip = hit_node.unwrap_or_else(|| self.cache.root(&seq.line().realm));
             seq.guard = seq.tip;
             self.cache.guard(seq.guard);
             self.cache.touch_match(&found);
@@ -168,7 +178,9 @@ impl Scheduler {
 
     /// How many of the `skipped` tokens before `hit` came from host memory and from disk.
     fn lifted(&mut self, seq: &mut Sequence, hit: usize, skipped: usize) -> (usize, usize) {
-        let Some((tier, from, to)) = seq.lifted.take() else { return (0, 0) };
+        // What was converted came for nothing where exact values lead as far.
+        let lifted = seq.lifted.take().filter(|_| seq.in_cold || seq.cold.is_none());
+        let Some((tier, from, to)) = lifted else { return (0, 0) };
         let tokens = hit.min(to).saturating_sub(from).min(skipped);
         let tiers = &mut self.stats.tiers;
         match tier {
@@ -198,7 +210,11 @@ impl Scheduler {
                 }
             }
         }
-        let converted = !seq.realm.origin.is_empty();
-        seq.report = seq.report.map(|report| Report { converted: converted && report.reused > 0, ..report });
+        let converted = hit > 0 && !seq.line().realm.origin.is_empty();
+        if let Some(report) = &mut seq.report {
+            self.stats.tiers.converted += u64::from(converted && seq.in_cold && !report.converted);
+            // Also if it continues from exact values later.
+            report.converted |= converted;
+        }
     }
 }

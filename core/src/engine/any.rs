@@ -17,6 +17,9 @@ pub type Stepping<'a> = Pin<Box<dyn Future<Output = Result<Vec<Event>>> + 'a>>;
 /// What [`AnyEngine::retire`] returns.
 pub type Retiring<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
+/// What [`AnyEngine::keep`] returns.
+pub type Keeping<'a> = Pin<Box<dyn Future<Output = Result<bool>> + 'a>>;
+
 /// What [`AnyEngine::export`] returns.
 pub type Exporting<'a> = Pin<Box<dyn Future<Output = Result<Exported>> + 'a>>;
 
@@ -35,6 +38,10 @@ pub trait AnyEngine {
     fn step(&mut self) -> Stepping<'_>;
     /// See [`Engine::retire`].
     fn retire(&mut self) -> Retiring<'_>;
+    /// See [`Engine::keep`].
+    fn keep(&mut self) -> Keeping<'_>;
+    /// See [`Engine::close_disk`].
+    fn close_disk(&mut self);
     /// See [`Engine::spec`].
     fn spec(&self) -> &ModelSpec;
     /// See [`Engine::caps`].
@@ -88,6 +95,12 @@ impl<B: Backend> AnyEngine for Engine<B> {
     }
     fn retire(&mut self) -> Retiring<'_> {
         Box::pin(self.retire())
+    }
+    fn keep(&mut self) -> Keeping<'_> {
+        Box::pin(self.keep())
+    }
+    fn close_disk(&mut self) {
+        self.close_disk();
     }
     fn spec(&self) -> &ModelSpec {
         self.spec()

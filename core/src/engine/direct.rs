@@ -6,10 +6,10 @@ use std::collections::HashSet;
 
 use crate::{
     Error, Result,
-    backend::{Backend, Measure},
+    backend::{Backend, Measure, Ops},
     engine::pools,
     layer::LayerPools,
-    models::{Limits, Model},
+    models::{Hidden, Limits, Model},
     step::{Bucket, Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
@@ -76,7 +76,7 @@ pub struct Direct<'a, B: Backend> {
     pages: Vec<u32>,
     ints: Option<(B::Buf, usize)>,
     last: Tensor<B::Buf>,
-    measured: HashSet<Bucket>,
+    measured: HashSet<(Bucket, Option<Hidden>)>,
     scratch: u64,
 }
 
@@ -160,7 +160,7 @@ impl<'a, B: Backend> Direct<'a, B> {
             rows.push(row);
             computed.push(Computed { logits: Vec::new(), captures });
         }
-        let logits = self.run(&rows).await?;
+        let logits = self.run(&rows, None).await?;
         let vocab = self.model.spec().vocab;
         let mut from = 0;
         for (row, out) in rows.iter().zip(&mut computed) {
@@ -223,22 +223,59 @@ impl<'a, B: Backend> Direct<'a, B> {
         Ok((row, captures))
     }
 
-    async fn run(&mut self, rows: &[Row]) -> Result<Vec<f32>> {
+    /// Logits `[ids, V]` of the model's head, of one pass for each of `ids`: the first pass goes on from the sequence, each next one
+    /// from the head's own result. The sequence keeps its tokens; only keys beyond its end are written.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] if pages run out; those of the backend.
+    ///
+    /// # Panics
+    /// If the model was built without its head.
+    pub async fn drafts(&mut self, sequence: &mut Sequence, ids: &[u32]) -> Result<Vec<f32>> {
+        let mut logits = Vec::new();
+        for (i, &id) in ids.iter().enumerate() {
+            let position = sequence.len + i;
+            if self.has_pages && position == sequence.pages.len() * PAGE {
+                sequence.pages.push(Self::fresh(&mut self.pages, "pages")?);
+            }
+            let row = Row {
+                lane: 0,
+                first_position: position as u32,
+                tokens: vec![TokenRef::Known(id)],
+                chunks: vec![Chunk { len: 1, src: Src::Slot(sequence.slot), dst: 0 }],
+                pages: sequence.pages.clone().into(),
+                outputs: vec![0],
+            };
+            let hidden = if i == 0 { Hidden::Slot } else { Hidden::Own };
+            logits.extend(self.run(&[row], Some(hidden)).await?);
+        }
+        Ok(logits)
+    }
+
+    /// Runs the model, or a pass of its head, and reads the logits.
+    async fn run(&mut self, rows: &[Row], head: Option<Hidden>) -> Result<Vec<f32>> {
         let bucket = bucket_of(rows);
         let ints = self.ints(bucket)?;
         let step = Step::new(ints.clone(), bucket);
-        if self.measured.insert(bucket) {
+        if self.measured.insert((bucket, head)) {
             let mut measure = Measure::new(self.backend);
-            self.model.forward(&mut measure, &step, &self.pools, &self.last)?;
+            self.record(&mut measure, &step, head)?;
             if measure.scratch > self.scratch {
                 self.scratch = measure.scratch;
                 self.backend.reserve(self.scratch)?;
             }
         }
         self.backend.write(&ints, 0, bytemuck::cast_slice(&encode(rows, bucket)))?;
-        self.backend.run(|ops| self.model.forward(ops, &step, &self.pools, &self.last))?;
+        self.backend.run(|ops| self.record(ops, &step, head))?;
         let outputs = rows.iter().map(|r| r.outputs.len()).sum();
         self.read(&self.model.logits().head(outputs)).await
+    }
+
+    fn record(&self, ops: &mut dyn Ops<B::Buf>, step: &Step<B::Buf>, head: Option<Hidden>) -> Result<()> {
+        match head {
+            None => self.model.forward(ops, step, &self.pools, &self.last),
+            Some(hidden) => self.model.draft(ops, step, &self.pools, &self.last, hidden),
+        }
     }
 
     /// A buffer for the integers of a step.

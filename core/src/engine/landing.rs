@@ -1,9 +1,13 @@
 //! Slots and pages of a prefix that leaves or enters the tree without being computed.
 
-use super::{plan::SeqId, schedule::Scheduler};
+use super::{line::cold_realm, plan::SeqId, schedule::Scheduler, sequence::Sequence};
 use crate::{
     error::{Error, Result},
-    state::{CacheEvent, GRID, PrefixHash, PrefixKey, Realm, cache::Match, prefix::NodeId},
+    state::{
+        CacheEvent, GRID, PrefixHash, PrefixKey, Realm,
+        cache::{Evicted, Match},
+        prefix::NodeId,
+    },
     tier::{Place, Tier},
 };
 
@@ -75,12 +79,15 @@ impl Landing {
 /// What lower tiers may have for a request that waits.
 #[derive(Debug)]
 pub(super) struct Sought {
-    /// The names of the prompt's pages that a match may use.
-    pub keys: Vec<PrefixKey>,
-    /// How many of them the tree has.
+    /// The names of the prompt's pages that a match may use: those of its own realm, and those of the realm that converted values are
+    /// brought into. Without such values there is one realm.
+    pub keys: Vec<Vec<PrefixKey>>,
+    /// How many of them the tree has in the realm that values are brought into.
     pub known: usize,
-    /// How many of them a request can go on from now.
+    /// How many of them a request can go on from now, in either realm.
     pub hit: usize,
+    /// Pages that the tree has in its own realm, if values are brought into the other one.
+    pub near: Vec<Evicted>,
 }
 
 impl Scheduler {
@@ -105,30 +112,40 @@ impl Scheduler {
             return None;
         }
         let seq = self.queue.get_mut(&id)?;
-        let root = self.cache.root_key(&seq.realm)?;
         let pages = seq.matchable_pages();
         seq.extend_hashes(pages);
-        let found = self.cache.find(&seq.realm, seq.named_pages(pages), self.step + 1);
-        let waits = self.running.iter().any(|other| other.will_capture(seq, found.hit, pages));
-        if waits || found.hit == pages {
+        let (home, cold) = seq.find(&self.cache, pages, self.step + 1);
+        let hit = cold.as_ref().map_or(0, |cold| cold.hit).max(home.hit);
+        let waits = self.running.iter().any(|other| other.will_capture(seq, hit, pages));
+        if waits || hit == pages {
             return None;
         }
-        // Those of the tree's pages are known.
-        seq.adopt_keys(found.nodes.iter().map_while(|id| self.cache.tree()[*id].key));
-        Some(Sought { keys: seq.keys(root, pages).to_vec(), known: found.nodes.len(), hit: found.hit })
+        let mut keys = Vec::new();
+        let Sequence { home: line, cold: other, tokens, .. } = seq;
+        for (line, found) in [(Some(line), Some(&home)), (other.as_mut(), cold.as_ref())] {
+            let (Some(line), Some(found)) = (line, found) else { continue };
+            // Those of the tree's pages are known.
+            line.adopt_keys(found.nodes.iter().map_while(|id| self.cache.tree()[*id].key));
+            keys.push(line.keys(self.cache.root_key(&line.realm)?, tokens, pages).to_vec());
+        }
+        let near =
+            if cold.is_some() { home.nodes.iter().filter_map(|id| self.cache.page(*id)).collect() } else { vec![] };
+        Some(Sought { keys, known: cold.unwrap_or(home).nodes.len(), hit, near })
     }
 
-    /// The place of the first `pages` pages of a request that waits.
-    pub(super) fn place(&self, id: SeqId, pages: usize) -> Option<Place> {
-        let (hashes, root) = self.queue.get(&id)?.names(pages);
-        Some(Place { hash: *hashes.last()?, root })
+    /// The place of the first `pages` pages of a request that waits, in its own realm or in that of converted values.
+    pub(super) fn place(&self, id: SeqId, pages: usize, own: bool) -> Option<Place> {
+        let seq = self.queue.get(&id)?;
+        let line = if own { &seq.home } else { seq.cold.as_ref()? };
+        Some(Place { hash: line.hash(pages - 1), root: line.root() })
     }
 
     /// Takes slots and pages for the first `pages` pages of a request that waits and the state at their end; `None` if there is no
     /// room now.
     pub(super) fn open_lift(&mut self, id: SeqId, pages: usize) -> Option<Landing> {
         let seq = self.queue.get(&id)?;
-        let (realm, tokens) = (seq.realm.clone(), seq.tokens[..pages * GRID].to_vec());
+        let realm = seq.cold.as_ref().unwrap_or(&seq.home).realm.clone();
+        let tokens = seq.tokens[..pages * GRID].to_vec();
         let states = if self.rules.has_slots { vec![pages * GRID] } else { Vec::new() };
         self.open_landing(realm, &tokens, &states).ok()
     }
@@ -158,16 +175,24 @@ impl Scheduler {
         Coverage { known: found.nodes.len() * GRID, usable: found.hit * GRID }
     }
 
-    /// The deepest prefix of `tokens` in the tree that a request could be continued from, with its deepest `states` states.
-    pub(super) fn path(&self, realm: &Realm, tokens: &[u32], states: usize) -> Path {
-        let (found, _) = self.follow(realm, tokens);
+    /// The deepest prefix of `tokens` in the tree that a request of this realm could be continued from, with its deepest `states`
+    /// states, and the origin of its values.
+    pub(super) fn path(&self, realm: &Realm, tokens: &[u32], states: usize) -> (Path, String) {
+        let cold = self.cold.as_ref().map(|how| cold_realm(realm, how));
+        let (mut found, mut origin) = (self.follow(realm, tokens).0, &realm.origin);
+        if let Some(cold) = &cold {
+            let other = self.follow(cold, tokens).0;
+            if other.hit > found.hit {
+                (found, origin) = (other, &cold.origin);
+            }
+        }
         let tree = self.cache.tree();
         let nodes = &found.nodes[..found.hit];
         let pages = if self.rules.has_pages { nodes.iter().map(|id| tree[*id].page).collect() } else { Vec::new() };
         let all = nodes.iter().enumerate().map(|(i, id)| ((i + 1) * GRID, tree[*id].slot));
         let mut kept: Vec<_> = all.filter(|(_, slot)| *slot != 0).collect();
         kept.drain(..kept.len().saturating_sub(states));
-        Path { depth: found.hit * GRID, pages, states: kept }
+        (Path { depth: found.hit * GRID, pages, states: kept }, origin.clone())
     }
 
     /// What the tree has of the whole pages of `tokens`, and the names of all of them.

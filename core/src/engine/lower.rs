@@ -2,55 +2,70 @@
 
 use std::{
     cell::Cell,
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashSet, VecDeque},
+    io,
 };
 
-use super::{Engine, landing::Sought, plan::SeqId};
+use super::{
+    Engine,
+    landing::Sought,
+    load::Load,
+    plan::SeqId,
+    way::{Reach, Source, Way},
+};
 use crate::{
     backend::Backend,
-    bundle::{Dtypes, Part, numerics, parts},
-    error::Result,
+    bundle::{Dtypes, Kind, Part, numerics, parts},
+    error::{Error, Result},
     layer::LayerState,
-    saved::{Heap, HostMemory, Room, Saving},
+    saved::{HostMemory, Room, Saving},
     state::{GRID, cache::Evicted},
-    tier::{Content, Disk, Host, Loading, Name, Pace, Place, Rates, Tier, TierOptions, TierStats, Value},
+    tier::{
+        Coder, Coding, ColdDtype, Content, Converting, Disk, DiskOptions, Host, Name, Pace, Piece, Place, Rates, Tier,
+        TierOptions, TierStats, Value, Values, Where,
+    },
 };
 
 /// Bytes of values on their way to or from a disk for which there is host memory besides that of the host tier; at least this,
 /// and room for the pages of a prompt and a few states, which leave the device together: of a prefix with a gap nothing is of use.
 const TRANSIT: u64 = 256 << 20;
-
-/// Every so many times that computing seems faster, loading is tried, since a rate that was measured at a bad moment would last
-/// for ever.
-const TRIES: u64 = 16;
+/// The same in a page, whose memory never shrinks.
+const PAGE_TRANSIT: u64 = 64 << 20;
 
 /// The lower tiers and what is on its way to them or from them.
 pub(super) struct Lower {
-    memory: Box<dyn HostMemory>,
-    host: Host,
-    disk: Option<Disk>,
-    fixed: Rates,
-    copy: Pace,
-    prompt: Pace,
+    pub(super) memory: Box<dyn HostMemory>,
+    pub(super) host: Host,
+    pub(super) disk: Option<Disk>,
+    /// Makes states smaller for these tiers.
+    pub(super) coder: Option<Coder>,
+    pub(super) fixed: Rates,
+    pub(super) copy: Pace,
+    pub(super) prompt: Pace,
     /// Ways that were estimated to take longer than computing.
-    refused: Cell<u64>,
+    pub(super) refused: Cell<u64>,
     /// When the last step landed.
     landed: f64,
-    page: Layout,
-    state: Layout,
+    pub(super) page: Layout,
+    pub(super) state: Layout,
     /// Copies from the device, in the order in which they were enqueued.
     coming: VecDeque<Coming>,
+    /// Those that have arrived and are being coded.
+    coding: VecDeque<Encoding>,
+    /// The names of both.
     names: HashSet<Name>,
-    load: Option<Load>,
+    /// What was written while nothing ran.
+    pub(super) kept: HashSet<Name>,
+    pub(super) load: Option<Load>,
     stats: TierStats,
     /// Places that came into the host tier or left it, not reported yet.
     news: Vec<(Place, bool)>,
 }
 
 /// The tensors of a value, in order.
-struct Layout {
+pub(super) struct Layout {
     parts: Vec<Part>,
-    bytes: u64,
+    pub bytes: u64,
 }
 
 /// A copy from the device in flight.
@@ -60,35 +75,11 @@ struct Coming {
     saving: Box<dyn Saving>,
 }
 
-/// What is read from disk for a request that waits.
-struct Load {
-    seq: SeqId,
-    /// `None` when it has arrived.
-    loading: Option<Loading>,
-    values: HashMap<Name, Value>,
-}
-
-/// Where a value can be had.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Source {
-    /// It was loaded from disk for this request.
-    Loaded,
-    Host,
-    Coming,
-    Disk,
-}
-
-/// How far the tiers lead, and what that takes.
-struct Way {
-    pages: usize,
-    /// Its values, each with the number of its page.
-    values: Vec<(usize, Name, Source)>,
-}
-
-impl Way {
-    fn takes(&self, source: Source) -> bool {
-        self.values.iter().any(|(_, _, from)| *from == source)
-    }
+/// A copy that is being coded.
+struct Encoding {
+    name: Name,
+    place: Place,
+    coded: Converting,
 }
 
 /// What a look at the lower tiers decided for a request.
@@ -101,7 +92,12 @@ enum Looked {
 
 impl Lower {
     /// Empty tiers, or those of a directory; `None` without any.
-    pub fn open<B: Backend>(options: &TierOptions, backend: &B, layers: &[LayerState]) -> Result<Option<Self>> {
+    pub fn open<B: Backend>(
+        options: &TierOptions,
+        backend: &B,
+        layers: &[LayerState],
+        clock: fn() -> f64,
+    ) -> Result<Option<Self>> {
         if !options.any() {
             return Ok(None);
         }
@@ -115,12 +111,21 @@ impl Lower {
             Layout { parts, bytes }
         };
         let (page, state) = (layout(true), layout(false));
-        let transit = if options.disk.is_some() { TRANSIT.max(8 * (page.bytes + state.bytes)) } else { 0 };
-        let disk = options.disk.as_ref().map(|disk| Disk::open(disk, &numerics(caps), transit)).transpose()?;
+        let coding =
+            Some(options.cold).filter(|cold| *cold == ColdDtype::Int8).and_then(|_| coding(&state.parts, caps.ranks));
+        let coder = coding.map(Coder::start).transpose().map_err(no_threads)?;
+        let transit = options.disk.as_ref().map_or(0, |disk| transit(disk, page.bytes + state.bytes));
+        let numerics = numerics(caps);
+        let stored = coder.as_ref().map_or((state.bytes, Content::State), |coder| (coder.coded_bytes(), Content::Int8));
+        let values =
+            Values { numerics: &numerics, bytes: [page.bytes, stored.0], state: stored.1, most_queued: transit, clock };
+        let disk = options.disk.as_ref().map(|disk| Disk::open(disk, &values)).transpose()?;
         Ok(Some(Self {
-            memory: backend.host_memory(options.host + transit)?,
+            memory: backend
+                .host_memory(options.host + transit.max(if coder.is_some() { most_coding(&state) } else { 0 }))?,
             host: Host::new(options.host),
             disk,
+            coder,
             fixed: options.rates,
             copy: Pace::default(),
             prompt: Pace::default(),
@@ -129,27 +134,53 @@ impl Lower {
             page,
             state,
             coming: VecDeque::new(),
+            coding: VecDeque::new(),
             names: HashSet::new(),
+            kept: HashSet::new(),
             load: None,
             stats: TierStats::default(),
             news: Vec::new(),
         }))
     }
 
-    fn layout(&self, content: Content) -> &Layout {
+    /// A value of this content as the device has it.
+    pub(super) fn layout(&self, content: Content) -> &Layout {
         match content {
             Content::Page => &self.page,
-            Content::State => &self.state,
+            Content::State | Content::Int8 => &self.state,
         }
     }
 
+    /// Bytes of a value in these tiers.
+    pub(super) fn stored_bytes(&self, content: Content) -> u64 {
+        match (&self.coder, content) {
+            (Some(coder), Content::Int8) => coder.coded_bytes(),
+            _ => self.layout(content).bytes,
+        }
+    }
+
+    /// What a state is in these tiers.
+    pub(super) fn state_content(&self) -> Content {
+        if self.coder.is_some() { Content::Int8 } else { Content::State }
+    }
+
+    /// Whether states that come back are converted ones.
+    pub(super) fn converts(&self) -> bool {
+        self.coder.is_some()
+    }
+
+    /// Whether a value is being copied from the device, or coded.
+    pub(super) fn is_coming(&self, name: &Name) -> bool {
+        self.names.contains(name)
+    }
+
     /// Whether a value that the device loses is to be copied: some tier takes it and does not have it.
-    fn wants(&mut self, name: &Name) -> bool {
+    pub(super) fn wants(&mut self, name: &Name) -> bool {
         if self.names.contains(name) || self.host.get(name).is_some() {
             return false;
         }
-        let on_disk = self.disk.as_ref().is_some_and(|disk| disk.has(name));
-        self.host.takes(self.layout(name.content).bytes) || self.disk.is_some() && !on_disk
+        let bytes = self.stored_bytes(name.content);
+        self.host.takes(bytes) || self.disk.as_ref().is_some_and(|disk| disk.takes(bytes) && !disk.has(name))
     }
 
     /// Memory for a value, in the place of those that were not used for longest; `None` if what is on its way has all of it.
@@ -168,14 +199,46 @@ impl Lower {
         while let Some(value) = self.coming.front_mut().and_then(|first| first.saving.take()) {
             self.take_first(value?);
         }
+        while let Some(value) = self.coding.front_mut().and_then(|first| first.coded.try_recv().transpose()) {
+            self.take_coded(value.ok());
+        }
+        if let Some(disk) = &self.disk {
+            disk.work();
+        }
         Ok(())
     }
 
-    /// Keeps the oldest copy, which has arrived.
+    /// Keeps the oldest copy, which has arrived, or has it coded first.
     fn take_first(&mut self, value: Value) {
         let Some(Coming { name, place, .. }) = self.coming.pop_front() else { return };
-        self.names.remove(&name);
         self.stats.demoted += 1;
+        if let Some(load) = &mut self.load {
+            load.copied(&name, &value);
+        }
+        if name.content != Content::Int8 {
+            return self.enter(name, value, place);
+        }
+        let room = self.room(self.stored_bytes(name.content) as usize);
+        match (&self.coder, room) {
+            (Some(coder), Some(room)) => {
+                self.coding.push_back(Encoding { name, place, coded: coder.encode(value, room) });
+            }
+            _ => _ = self.names.remove(&name),
+        }
+    }
+
+    /// Keeps the oldest value that was being coded; `None` if that was not possible.
+    fn take_coded(&mut self, value: Option<Value>) {
+        let Some(Encoding { name, place, .. }) = self.coding.pop_front() else { return };
+        match value {
+            Some(value) => self.enter(name, value, place),
+            None => _ = self.names.remove(&name),
+        }
+    }
+
+    /// A value is complete.
+    fn enter(&mut self, name: Name, value: Value, place: Place) {
+        self.names.remove(&name);
         if let Some(disk) = &self.disk {
             disk.store(name, value.clone());
         }
@@ -203,118 +266,26 @@ impl Lower {
 
     /// Whether a request can go on from a value: from states, or from any page of a model that has none.
     fn is_end(&self, name: &Name) -> bool {
-        name.content == Content::State || self.state.bytes == 0
+        name.content != Content::Page || self.state.bytes == 0
     }
 
     /// Waits for whatever is on its way.
-    async fn settle(&mut self) -> Result<()> {
+    pub(super) async fn settle(&mut self) -> Result<()> {
         while let Some(first) = self.coming.front_mut() {
             let value = first.saving.arrive().await?;
             self.take_first(value);
         }
-        if let Some(load) = &mut self.load
-            && let Some(loading) = &mut load.loading
-        {
-            // Cancelled: the thread ended, so nothing comes.
-            let values = loading.await.unwrap_or_default();
-            load.arrived(values);
+        while let Some(first) = self.coding.front_mut() {
+            // Cancelled: it cannot be coded.
+            let value = (&mut first.coded).await.ok();
+            self.take_coded(value);
         }
+        self.settle_load().await;
         Ok(())
     }
 
-    fn is_reading(&self) -> bool {
-        self.load.as_ref().is_some_and(|load| load.loading.is_some())
-    }
-
     fn is_busy(&self) -> bool {
-        !self.coming.is_empty() || self.is_reading()
-    }
-
-    fn find(&self, seq: SeqId, name: &Name) -> Option<Source> {
-        let loaded = |load: &&Load| load.seq == seq && load.values.contains_key(name);
-        if self.load.as_ref().filter(loaded).is_some() {
-            return Some(Source::Loaded);
-        }
-        if self.host.has(name) {
-            return Some(Source::Host);
-        }
-        if self.names.contains(name) {
-            return Some(Source::Coming);
-        }
-        self.disk.as_ref().filter(|disk| disk.has(name)).map(|_| Source::Disk)
-    }
-
-    /// The farthest way that values of these tiers and the tree lead, beyond what the tree leads alone.
-    fn way(&self, seq: SeqId, sought: &Sought, disk: bool) -> Option<Way> {
-        let usable = |name: &Name| self.find(seq, name).filter(|from| disk || *from != Source::Disk);
-        let (mut values, mut way) = (Vec::new(), None);
-        for (i, &key) in sought.keys.iter().enumerate() {
-            let (page, state) = (Name { key, content: Content::Page }, Name { key, content: Content::State });
-            if i >= sought.known && self.page.bytes > 0 {
-                let Some(from) = usable(&page) else { break };
-                values.push((i, page, from));
-            }
-            if i < sought.hit {
-                continue;
-            }
-            if self.state.bytes == 0 {
-                way = Some((i + 1, values.len(), None));
-            } else if let Some(from) = usable(&state) {
-                way = Some((i + 1, values.len(), Some((i, state, from))));
-            }
-        }
-        let (pages, count, state) = way?;
-        values.truncate(count);
-        values.extend(state);
-        Some(Way { pages, values })
-    }
-
-    /// Whether a way takes less time than computing.
-    fn pays(&self, sought: &Sought, way: &Way) -> bool {
-        let measured =
-            Rates { copy: self.copy.rate(), disk: self.disk.as_ref().and_then(Disk::rate), prompt: self.prompt.rate() };
-        let bytes = |on_disk: bool| {
-            let values = way.values.iter().filter(|(_, _, from)| (*from == Source::Disk) == on_disk);
-            values.map(|(_, name, _)| self.layout(name.content).bytes).sum::<u64>()
-        };
-        let tokens = (way.pages - sought.hit) * GRID;
-        if self.fixed.or(measured).favour_loading(bytes(false), bytes(true), tokens) {
-            return true;
-        }
-        self.refused.set(self.refused.get() + 1);
-        // Only a load can measure anew.
-        self.fixed == Rates::default() && self.refused.get().is_multiple_of(TRIES)
-    }
-
-    /// Takes what has been read from disk.
-    fn poll_load(&mut self) {
-        let Some(load) = &mut self.load else { return };
-        let Some(loading) = &mut load.loading else { return };
-        match loading.try_recv() {
-            Ok(None) => {}
-            Ok(Some(values)) => load.arrived(values),
-            // The thread ended, so nothing comes.
-            Err(_) => load.arrived(Vec::new()),
-        }
-    }
-
-    /// Begins to read the values of a way that are on disk.
-    fn load(&mut self, seq: SeqId, way: &Way) {
-        let on_disk = way.values.iter().filter(|(_, _, from)| *from == Source::Disk);
-        let wanted = on_disk.filter_map(|(_, name, _)| {
-            let bytes = self.layout(name.content).bytes as usize;
-            // Ordinary memory is slower to copy from, and better than nothing.
-            Some((*name, self.memory.take(bytes).or_else(|| Heap.take(bytes))?))
-        });
-        let wanted = wanted.collect();
-        let loading = self.disk.as_ref().map(|disk| disk.load(wanted));
-        self.load = Some(Load { seq, loading, values: HashMap::new() });
-    }
-
-    /// A value that is here.
-    fn value(&mut self, seq: SeqId, name: &Name) -> Option<Value> {
-        let loaded = self.load.as_ref().filter(|load| load.seq == seq).and_then(|load| load.values.get(name));
-        loaded.cloned().or_else(|| self.host.get(name))
+        !self.coming.is_empty() || !self.coding.is_empty() || self.is_loading()
     }
 
     /// A step of so many tokens landed that was enqueued at that time.
@@ -332,6 +303,7 @@ impl Lower {
         TierStats {
             host_tokens: counted.host_tokens,
             disk_tokens: counted.disk_tokens,
+            converted: counted.converted,
             host_values: self.host.len() as u64,
             host_bytes: self.host.bytes(),
             host_evicted: self.host.evicted(),
@@ -346,17 +318,41 @@ impl Lower {
         self.host.clear();
         (self.load, self.news) = (None, Vec::new());
         self.coming.clear();
+        self.coding.clear();
         self.names.clear();
+        self.kept.clear();
         if let Some(disk) = &self.disk {
             disk.clear();
         }
     }
 }
 
-impl Load {
-    fn arrived(&mut self, values: Vec<(Name, Value)>) {
-        (self.loading, self.values) = (None, values.into_iter().collect());
+/// Bytes that may be on their way to or from a disk, for values of `bytes` bytes.
+fn transit(disk: &DiskOptions, bytes: u64) -> u64 {
+    match disk.place {
+        Where::Dir(_) => TRANSIT.max(8 * bytes),
+        Where::Flat(_) => PAGE_TRANSIT.max(2 * bytes),
     }
+}
+
+/// Bytes of states that may wait to be coded.
+fn most_coding(state: &Layout) -> u64 {
+    TRANSIT.max(8 * state.bytes)
+}
+
+/// How states of these parts are coded, those of all ranks one after the other; `None` if nothing would become smaller.
+fn coding(parts: &[Part], ranks: usize) -> Option<Coding> {
+    let piece = |part: &Part| match (part.kind, part.shape.split_last()) {
+        (Kind::Recurrent, Some((&width, rows))) => {
+            Piece::Rows { rows: rows.iter().product(), width, dtype: part.dtype }
+        }
+        _ => Piece::Kept(part.row_bytes()),
+    };
+    Coding::new((0..ranks).flat_map(|_| parts.iter().map(piece)).collect())
+}
+
+fn no_threads(e: io::Error) -> Error {
+    Error::BadRequest(format!("states cannot be made smaller for lower tiers: {e}"))
 }
 
 impl<B: Backend> Engine<B> {
@@ -376,35 +372,38 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Enqueues copies of the page and the state of a prefix that a tier wants.
-    fn copy(&self, lower: &mut Lower, lost: Evicted) -> Result<()> {
-        let place = Place { hash: lost.hash, root: lost.root };
-        for (content, entry) in [(Content::Page, lost.page), (Content::State, lost.slot)] {
+    pub(super) fn copy(&self, lower: &mut Lower, lost: Evicted) -> Result<()> {
+        for (content, entry) in [(Content::Page, lost.page), (lower.state_content(), lost.slot)] {
             let name = Name { key: lost.key, content };
-            if entry == 0 || !lower.wants(&name) {
-                continue;
+            if entry != 0 && lower.wants(&name) {
+                self.copy_entry(lower, &lost, content, entry)?;
             }
-            let Some(room) = lower.room(lower.layout(content).bytes as usize) else { continue };
-            let saving = self.runner.save_entry(&lower.layout(content).parts, entry, room)?;
-            lower.names.insert(name);
-            lower.coming.push_back(Coming { name, place, saving });
         }
         Ok(())
     }
 
-    /// Writes what the tree holds to disk, if there is that tier, so that the next process finds it. Nobody needs the engine any
-    /// more.
-    ///
-    /// # Errors
-    /// A device error.
-    pub async fn retire(&mut self) -> Result<()> {
-        let Some(mut lower) = self.lower.take_if(|lower| lower.disk.is_some() && !self.failed) else { return Ok(()) };
-        lower.host = Host::new(0);
-        for lost in self.scheduler.contents() {
-            self.copy(&mut lower, lost)?;
-            // One at a time: there may be more than the host has memory for.
-            lower.settle().await?;
-            if let Some(disk) = &lower.disk {
-                disk.flush();
+    /// Enqueues a copy of a page or a state. False if there is no room for it.
+    fn copy_entry(&self, lower: &mut Lower, of: &Evicted, content: Content, entry: u32) -> Result<bool> {
+        if content == Content::Int8 && lower.coding.len() as u64 * lower.state.bytes > most_coding(&lower.state) {
+            return Ok(false);
+        }
+        let Some(room) = lower.room(lower.layout(content).bytes as usize) else { return Ok(false) };
+        let saving = self.runner.save_entry(&lower.layout(content).parts, entry, room)?;
+        let (name, place) = (Name { key: of.key, content }, Place { hash: of.hash, root: of.root });
+        lower.names.insert(name);
+        lower.coming.push_back(Coming { name, place, saving });
+        Ok(true)
+    }
+
+    /// Begins to load the values of a way for a request.
+    fn begin_load(&self, id: SeqId, lower: &mut Lower, sought: &Sought, way: &Way) -> Result<()> {
+        lower.load(id, way);
+        for (at, name, _) in way.values.iter().filter(|(_, _, from)| *from == Source::Tree) {
+            let Some(page) = sought.near.get(*at) else { continue };
+            if self.copy_entry(lower, page, name.content, page.page)?
+                && let Some(load) = &mut lower.load
+            {
+                load.expect(*name);
             }
         }
         Ok(())
@@ -463,12 +462,12 @@ impl<B: Backend> Engine<B> {
     fn look(&mut self, id: SeqId, may_load: bool, lower: &mut Lower) -> Result<Looked> {
         let Some(sought) = self.scheduler.seek(id) else { return Ok(Looked::Ready) };
         let loaded = lower.load.as_ref().is_some_and(|load| load.seq == id);
-        if loaded && lower.is_reading() {
+        if loaded && lower.is_loading() {
             return Ok(Looked::Waits);
         }
-        // From disk once: what is gone now is computed.
-        let ways = [true, false].into_iter().filter(|disk| !(*disk && loaded));
-        let mut ways = ways.filter_map(|disk| lower.way(id, &sought, disk)).peekable();
+        // Loaded once: what is gone now is computed.
+        let reaches: &[Reach] = if loaded { &[Reach::Here] } else { &[Reach::All, Reach::Memory] };
+        let mut ways = reaches.iter().filter_map(|reach| lower.way(id, &sought, *reach)).peekable();
         let tier = ways.peek().map(|way| if way.takes(Source::Disk) { Tier::Disk } else { Tier::Host });
         // What has been loaded is not weighed again.
         let Some(way) = ways.find(|way| way.takes(Source::Loaded) || lower.pays(&sought, way)) else {
@@ -482,14 +481,28 @@ impl<B: Backend> Engine<B> {
         if way.takes(Source::Coming) {
             return Ok(Looked::Waits);
         }
-        if way.takes(Source::Disk) {
-            if may_load && !lower.is_reading() {
-                lower.load(id, &way);
+        if way.is_far() {
+            if may_load && !lower.is_loading() {
+                self.begin_load(id, lower, &sought, &way)?;
             }
+            return Ok(Looked::Waits);
+        }
+        // Where something runs, it runs on meanwhile.
+        if !self.scheduler.running.is_empty() && !self.fetch(id, lower, &way)? {
             return Ok(Looked::Waits);
         }
         self.bring(id, lower, &sought, &way)?;
         Ok(Looked::Ready)
+    }
+
+    /// Brings the values of a way near the device; true once they are.
+    fn fetch(&mut self, id: SeqId, lower: &mut Lower, way: &Way) -> Result<bool> {
+        let mut near = true;
+        for (_, name, _) in &way.values {
+            let Some(value) = lower.value(id, name) else { continue };
+            near &= self.runner.backend().fetch(&value)?;
+        }
+        Ok(near)
     }
 
     /// Puts the values of a way, all of which are here, into the tree. Without room for them the request is looked up again.
@@ -507,7 +520,7 @@ impl<B: Backend> Engine<B> {
         for (at, name, value) in &values {
             let entry = match name.content {
                 Content::Page => landing.page(*at),
-                Content::State => landing.slot((at + 1) * GRID),
+                Content::State | Content::Int8 => landing.slot((at + 1) * GRID),
             };
             let Some(entry) = entry else { continue };
             if let Err(e) = self.runner.restore_entry(&lower.layout(name.content).parts, entry, value) {
@@ -519,13 +532,15 @@ impl<B: Backend> Engine<B> {
         let (bytes, time) = self.runner.backend().restored().unwrap_or((bytes as u64, (self.clock)() - started));
         lower.copy.add(bytes as f64, time);
         self.scheduler.land(landing);
-        let tier = if way.takes(Source::Loaded) { Tier::Disk } else { Tier::Host };
+        let load = lower.load.take_if(|load| load.seq == id);
+        let tier = load.as_ref().filter(|_| way.takes(Source::Loaded)).map_or(Tier::Host, |load| load.tier);
         self.scheduler.looked(id, Some((tier, sought.hit * GRID, way.pages * GRID)));
         lower.stats.loads += 1;
-        let Some(load) = lower.load.take_if(|load| load.seq == id) else { return Ok(()) };
+        let Some(mut load) = load else { return Ok(()) };
         // They are likely to be wanted again.
-        for (at, name, value) in values.into_iter().filter(|(_, name, _)| load.values.contains_key(name)) {
-            if let Some(place) = self.scheduler.place(id, at + 1) {
+        for (at, name, _) in values {
+            let own = sought.keys[0].get(at) == Some(&name.key);
+            if let (Some(value), Some(place)) = (load.take(&name), self.scheduler.place(id, at + 1, own)) {
                 lower.keep(name, value, place);
             }
         }

@@ -5,6 +5,7 @@
 //! [`Model`](crate::session::Model).
 
 mod admit;
+mod ahead;
 mod any;
 pub mod direct;
 pub mod draft;
@@ -12,7 +13,10 @@ mod fair;
 mod flight;
 mod gauge;
 mod guide;
+mod keep;
 mod landing;
+mod line;
+mod load;
 mod lower;
 mod news;
 mod options;
@@ -27,11 +31,12 @@ pub mod stats;
 mod tail;
 mod transfer;
 mod verify;
+mod way;
 
 use std::{collections::HashMap, sync::Arc};
 
-pub use any::{AnyEngine, Exporting, Retiring, Stepping};
-pub use draft::{Drafter, MOST_DRAFTS, Ngram, Speculate};
+pub use any::{AnyEngine, Exporting, Keeping, Retiring, Stepping};
+pub use draft::{Drafter, MOST_DRAFTS, Mtp, Ngram, Speculate};
 pub use landing::Coverage;
 pub use news::{Event, FinishReason, Finished, Timing};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
@@ -54,6 +59,7 @@ use crate::state::CacheEvent;
 use crate::step::TokenRef;
 use crate::weights::{Loader, Progress};
 
+use self::ahead::Looking;
 use self::flight::{Flight, Incoming, Output};
 use self::guide::Guide;
 use self::lower::Lower;
@@ -119,6 +125,8 @@ pub struct Engine<B: Backend> {
     /// The step that is being read. It stays here until all of it has arrived, even if the future that waits is
     /// dropped.
     landing: Option<Flight<B>>,
+    /// Drafts that the model's head is making, before the next step.
+    looking: Option<Looking<B>>,
     /// Ends that no step has reported yet: cancellations.
     ended: Vec<Event>,
     keep_logits: bool,
@@ -148,8 +156,17 @@ impl<B: Backend> Engine<B> {
         report: &mut dyn FnMut(Progress),
     ) -> Result<Self> {
         let caps = backend.caps();
+        let with_head = match options.speculate {
+            Speculate::Mtp => Some(architecture.with_head(checkpoint, caps.ranks)?),
+            _ => None,
+        };
+        let architecture = with_head.as_ref().unwrap_or(architecture);
         let spec = architecture.spec_on(caps.ranks)?;
-        let name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
+        let mut name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
+        if architecture.drafts {
+            // Its states are more than those of the model without its head.
+            name += " head";
+        }
         let fingerprint = [fingerprint, name.as_bytes()].concat();
         // Checked before minutes of loading, so that impossible options fail early, and again with the memory that is
         // left.
@@ -159,7 +176,7 @@ impl<B: Backend> Engine<B> {
         Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: sizes.limits.outputs() };
         // Before memory is measured, of which it takes some.
-        let lower = Lower::open(&options.tiers, &backend, &spec.layers)?;
+        let lower = Lower::open(&options.tiers, &backend, &spec.layers, options.clock)?;
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
         let weight_bytes = loader.loaded();
@@ -175,10 +192,13 @@ impl<B: Backend> Engine<B> {
             pages: sizes.pages_of_a_sequence(),
         };
         let mut scheduler = Scheduler::new(sizes.shape, sizes.limits.clone(), &fingerprint)?;
-        if lower.is_some() {
+        if let Some(lower) = &lower {
             // Names on disk are for other processes too, so the model is named beyond doubt.
             let own = options.tiers.disk.as_ref().map_or(&fingerprint, |disk| &disk.identity);
-            scheduler.keep_evicted([own, numerics(backend.caps()).as_bytes()].concat());
+            let head: &[u8] = if architecture.drafts { b" head" } else { b"" };
+            let numerics = numerics(backend.caps());
+            let cold = lower.converts().then(|| format!("{numerics}, states as int8"));
+            scheduler.keep_evicted([own, numerics.as_bytes(), head].concat(), cold);
         }
         Ok(Self {
             runner: Runner::new(backend, model, pools, limits)?,
@@ -187,6 +207,7 @@ impl<B: Backend> Engine<B> {
             live: HashMap::new(),
             flight: None,
             landing: None,
+            looking: None,
             ended: Vec::new(),
             keep_logits: options.logits,
             clock: options.clock,
@@ -245,7 +266,10 @@ impl<B: Backend> Engine<B> {
         let plain = !rules && request.prompt_logprobs.is_none() && request.sampling.repetition_penalty == 1.0;
         let given = request.drafter.take();
         let drafts = plain && self.speculate != Speculate::Off;
-        request.drafter = drafts.then(|| given.unwrap_or_else(|| Box::new(Ngram::default())));
+        let own = || -> Box<dyn Drafter> {
+            if self.speculate == Speculate::Mtp { Box::new(Mtp::default()) } else { Box::new(Ngram::default()) }
+        };
+        request.drafter = drafts.then(|| given.unwrap_or_else(own));
     }
 
     /// Ends a request at any moment; its `Finished` event comes with the next step. Unknown ids are ignored.
@@ -277,6 +301,10 @@ impl<B: Backend> Engine<B> {
             return Ok(std::mem::take(&mut self.ended));
         }
         if self.landing.is_none() {
+            if let Err(e) = self.look_ahead().await {
+                self.failed = true;
+                return Err(e);
+            }
             self.start()?;
         }
         if self.landing.is_none() && self.flight.is_none() {
@@ -319,8 +347,10 @@ impl<B: Backend> Engine<B> {
         self.failed = true;
         self.collect()?;
         self.lift()?;
-        // Lanes whose drafts are in flight could not take part in a step, and it would take as long without them.
-        let waits = self.flight.as_ref().is_some_and(Flight::has_drafts);
+        // Lanes whose drafts are in flight could not take part in a step, and it would take as long without them. Those that the
+        // head drafts for would be in it without drafts.
+        let waits = self.flight.as_ref().is_some_and(Flight::has_drafts)
+            || self.flight.is_some() && self.scheduler.waits_for_head();
         let plan = if waits { Plan::default() } else { self.scheduler.plan() };
         self.demote()?;
         // A plan commits cache changes before the device has run. If the step does not complete, the cached states are wrong, so

@@ -25,6 +25,8 @@ pub const MOST_STEP_TOKENS: usize = 1 << 20;
 pub struct EngineOptions {
     /// Bytes for recurrent slots and KV pages together; `None` asks the device.
     pub memory: Option<u64>,
+    /// Engines of this process that divide the memory of the CPU, at least 1. Each engine on a GPU has that of its own.
+    pub engines: usize,
     /// Usable slots, instead of what the budget gives. Ignored by a model without recurrent state.
     pub slots: Option<usize>,
     /// Usable KV pages, instead of what the budget gives. Ignored by a model without attention.
@@ -68,6 +70,7 @@ impl Default for EngineOptions {
     fn default() -> Self {
         Self {
             memory: None,
+            engines: 1,
             slots: None,
             kv_pages: None,
             max_batch: 8,
@@ -160,9 +163,11 @@ impl EngineOptions {
             ..Limits::default()
         };
         let useful = Split::useful_bytes(&shape, &limits, self.slots, self.kv_pages);
+        let engines = if caps.backend == "cpu" { self.engines.max(1) as u64 } else { 1 };
         // A rank's share of the memory is for its share of the states.
-        let budget = self.memory.map(|all| all / caps.ranks as u64).unwrap_or_else(|| match (caps.backend, free) {
-            ("cpu", Some(free)) => useful.min(free / 4),
+        let of_each = |all: u64| all / caps.ranks as u64 / engines;
+        let budget = self.memory.map(of_each).unwrap_or_else(|| match (caps.backend, free) {
+            ("cpu", Some(free)) => useful.min(free / 4 / engines),
             (_, Some(free)) => free / 100 * 85,
             (_, None) => BLIND_BUDGET.min(useful),
         });

@@ -11,12 +11,12 @@ use crate::bundle::{Kind, Part};
 use crate::controls::LaneRules;
 use crate::error::Result;
 use crate::layer::LayerPools;
-use crate::models::Model;
+use crate::models::{Hidden, Model};
 use crate::ops::{LANE_WORDS, Sample};
 use crate::sample::Sampling;
 use crate::saved::{Room, Saving};
 use crate::source::Bytes;
-use crate::step::{Bucket, NONE, PAGE, Row, Step, bucket_of, encode};
+use crate::step::{Bucket, NONE, PAGE, Row, Step, TokenRef, bucket_of, encode};
 use crate::tensor::{DType, Tensor};
 
 /// Largest step that a [`Runner`] must take.
@@ -86,6 +86,8 @@ pub struct Runner<B: Backend> {
     ids: Tensor<B::Buf>,
     /// Whole steps: forward and sample.
     tapes: HashMap<Bucket, B::Tape>,
+    /// Passes of the model's head.
+    head_tapes: HashMap<(Bucket, Hidden), B::Tape>,
     /// Of requests with rules, once there was one.
     tail: Option<Tail<B>>,
     /// Steps in two parts, for lanes with rules: up to the logits, and from there on.
@@ -126,6 +128,7 @@ impl<B: Backend> Runner<B> {
             last,
             ids,
             tapes: HashMap::new(),
+            head_tapes: HashMap::new(),
             tail: None,
             forward_tapes: HashMap::new(),
             sample_tapes: HashMap::new(),
@@ -161,6 +164,11 @@ impl<B: Backend> Runner<B> {
         let plain = [limits.decode(1), limits.decode(limits.lanes.min(limits.tokens)), limits.largest()];
         for bucket in plain.into_iter().chain(limits.verifications()) {
             self.forward(&mut measure, bucket)?;
+        }
+        if self.model.has_head() {
+            for rows in [1, limits.lanes.min(limits.tokens)] {
+                self.pass(&mut measure, limits.decode(rows), Hidden::Slot)?;
+            }
         }
         let scratch = measure.scratch;
         self.backend.reserve(scratch)
@@ -289,6 +297,38 @@ impl<B: Backend> Runner<B> {
         }
         let outputs: usize = rows.iter().map(|r| r.as_ref().outputs.len()).sum();
         Ok((outputs > 0).then(|| self.backend.read(&self.ids.head(outputs))))
+    }
+
+    /// Enqueues `passes` passes of the model's head over rows of one token and one output, each from the ids of the one before, and
+    /// the reads of their ids `[rows]`. The last ids of the rows' lanes are lost.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn look(&mut self, mut rows: Vec<Row>, passes: usize) -> Result<Vec<B::Read>> {
+        let mut reads = Vec::with_capacity(passes);
+        let mut hidden = Hidden::Slot;
+        for _ in 0..passes {
+            let bucket = self.write(&rows)?;
+            if !self.head_tapes.contains_key(&(bucket, hidden)) {
+                let tape = self.backend.record(|ops| self.pass(ops, bucket, hidden))?;
+                self.head_tapes.insert((bucket, hidden), tape);
+            }
+            self.backend.play(&self.head_tapes[&(bucket, hidden)])?;
+            reads.push(self.backend.read(&self.ids.head(rows.len())));
+            for row in &mut rows {
+                row.first_position += 1;
+                row.tokens = vec![TokenRef::FromDevice(row.lane)];
+            }
+            hidden = Hidden::Own;
+        }
+        Ok(reads)
+    }
+
+    /// One pass of the head, and the sampling of its drafts: by the rule and with the random numbers of the tokens in their places.
+    fn pass(&self, ops: &mut dyn Ops<B::Buf>, bucket: Bucket, hidden: Hidden) -> Result<()> {
+        let step = Step::new(self.ints.clone(), bucket);
+        self.model.draft(ops, &step, &self.pools, &self.last, hidden)?;
+        ops.op(self.sample(bucket).into())
     }
 
     fn write(&self, rows: &[impl AsRef<Row>]) -> Result<Bucket> {

@@ -76,6 +76,8 @@ pub struct Scheduler {
     pub(super) step: u64,
     /// Requests that wait for values of a lower tier.
     pub(super) loading: Vec<SeqId>,
+    /// What lower tiers do with states, if they convert them.
+    pub(super) cold: Option<String>,
     next_id: u64,
     held: Vec<u32>,
     swapped: Vec<u32>,
@@ -148,6 +150,7 @@ impl Scheduler {
             free_lanes: (0..limits.max_batch as u32).rev().collect(),
             step: 0,
             loading: Vec::new(),
+            cold: None,
             next_id: 0,
             held: Vec::new(),
             swapped: Vec::new(),
@@ -155,9 +158,10 @@ impl Scheduler {
         })
     }
 
-    /// Collects what the tree loses for lack of room, for lower tiers.
-    pub(super) fn keep_evicted(&mut self, identity: Vec<u8>) {
+    /// Collects what the tree loses for lack of room, for lower tiers. `cold` says what they do with states, if they convert them.
+    pub(super) fn keep_evicted(&mut self, identity: Vec<u8>, cold: Option<String>) {
         self.cache.keep_evicted(identity);
+        self.cold = cold;
     }
 
     /// What the tree has lost since the last call.
@@ -184,7 +188,7 @@ impl Scheduler {
         check_lengths(&self.shape, self.limits.pages, request.prompt.len(), request.max_tokens)?;
         let id = SeqId(self.next_id);
         self.next_id += 1;
-        let seq = Sequence::new(id, request, &self.cache);
+        let seq = Sequence::new(id, request, &self.cache, self.cold.as_deref());
         self.enqueue(seq);
         Ok(id)
     }
@@ -342,7 +346,7 @@ impl Scheduler {
         for seq in &mut self.running {
             (seq.entered, seq.decode_state) = (0, None);
             if self.rules.cache {
-                seq.tip = self.cache.root(&seq.realm);
+                seq.tip = self.cache.root(&seq.line().realm);
                 seq.guard = seq.tip;
                 self.cache.guard(seq.guard);
             }

@@ -2,13 +2,19 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{draft::Drafter, gauge::Gauge, plan::SeqId, verify::Trial};
+use super::{
+    draft::Drafter,
+    gauge::Gauge,
+    line::{Line, cold_realm},
+    plan::SeqId,
+    verify::Trial,
+};
 use crate::{
     controls::{Constraint, Controls},
     sample::Sampling,
     state::{
-        Cache, GRID, PrefixHash, PrefixKey, Realm, Report,
-        cache::Wanted,
+        Cache, GRID, Realm, Report,
+        cache::{Match, Wanted},
         prefix::{NONE, NodeId, Stateless},
     },
     step::TokenRef,
@@ -83,17 +89,17 @@ pub(super) struct Sequence {
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     pub max_tokens: usize,
-    pub realm: Realm,
+    /// Its own realm.
+    pub home: Line,
+    /// The realm of what lower tiers have converted, if they do.
+    pub cold: Option<Line>,
+    /// Its last admission chose that one.
+    pub in_cold: bool,
     pub share: Arc<str>,
     pub priority: i32,
     /// The logits of all positions of the prompt are wanted, and it is not complete.
     pub scores: bool,
     pub boundaries: Vec<usize>,
-    /// Names of the whole pages of `tokens`, as far as they were needed.
-    hashes: Vec<PrefixHash>,
-    root: PrefixHash,
-    /// Their names for lower tiers, as far as they were needed.
-    keys: Vec<PrefixKey>,
     /// Lower tiers were looked up since it waits.
     pub looked: bool,
     /// What came from one: the tier, and the tokens from and to which it led.
@@ -140,21 +146,22 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(id: SeqId, request: Request, cache: &Cache) -> Self {
+    /// `cold` says what lower tiers do with states, if they convert them.
+    pub fn new(id: SeqId, request: Request, cache: &Cache, cold: Option<&str>) -> Self {
         let realm = Realm { namespace: request.namespace, origin: request.origin };
+        let cold = cold.map(|how| Line::new(cold_realm(&realm, how), cache));
         Self {
             id,
             prompt_len: request.prompt.len(),
             tokens: request.prompt,
             max_tokens: request.max_tokens,
             boundaries: request.boundaries,
-            hashes: Vec::new(),
-            root: cache.root_hash(&realm),
-            keys: Vec::new(),
+            home: Line::new(realm, cache),
+            cold,
+            in_cold: false,
             looked: false,
             lifted: None,
             declined: None,
-            realm,
             share: request.share.into(),
             priority: request.priority,
             scores: request.prompt_logprobs.is_some(),
@@ -196,38 +203,23 @@ impl Sequence {
         (self.tokens.len() - 1) / GRID
     }
 
-    /// Computes the names of the first `pages` pages.
+    /// Where its prefixes are.
+    pub fn line(&self) -> &Line {
+        self.cold.as_ref().filter(|_| self.in_cold).unwrap_or(&self.home)
+    }
+
+    /// Computes the names of the first `pages` pages, wherever it may be matched.
     pub fn extend_hashes(&mut self, pages: usize) {
-        while self.hashes.len() < pages {
-            let i = self.hashes.len();
-            let parent = self.hashes.last().copied().unwrap_or(self.root);
-            self.hashes.push(parent.child(&self.tokens[i * GRID..(i + 1) * GRID]));
+        for line in std::iter::once(&mut self.home).chain(&mut self.cold) {
+            line.extend(&self.tokens, pages);
         }
     }
 
-    /// Takes the names of its first pages from elsewhere, so that they are not computed again.
-    pub fn adopt_keys(&mut self, keys: impl Iterator<Item = PrefixKey>) {
-        self.keys.extend(keys.skip(self.keys.len()));
-    }
-
-    /// The names of the first `pages` pages for lower tiers; `root` is that of the empty prefix.
-    pub fn keys(&mut self, root: PrefixKey, pages: usize) -> &[PrefixKey] {
-        while self.keys.len() < pages {
-            let i = self.keys.len();
-            let parent = self.keys.last().copied().unwrap_or(root);
-            self.keys.push(parent.child(&self.tokens[i * GRID..(i + 1) * GRID]));
-        }
-        &self.keys[..pages]
-    }
-
-    /// Its names of the first `pages` pages in the tree, and that of the empty prefix.
-    pub fn names(&self, pages: usize) -> (&[PrefixHash], PrefixHash) {
-        (&self.hashes[..pages], self.root)
-    }
-
-    /// Name and tokens of each of the first `pages` pages, whose names are computed.
-    pub fn named_pages(&self, pages: usize) -> impl Iterator<Item = (PrefixHash, &[u32])> {
-        self.hashes[..pages].iter().copied().zip(self.tokens.chunks_exact(GRID))
+    /// How much of its first `pages` pages, whose names are computed, the tree has in its own realm and in that of what lower tiers
+    /// have converted.
+    pub fn find(&self, cache: &Cache, pages: usize, step: u64) -> (Match, Option<Match>) {
+        let find = |line: &Line| line.find(cache, &self.tokens, pages, step);
+        (find(&self.home), self.cold.as_ref().map(find))
     }
 
     /// Whether the rest of this prefill will leave a state on the path of `later`: after the `hit` pages that the tree can give
@@ -236,7 +228,8 @@ impl Sequence {
         let ahead = |w: &&Wanted| w.take && w.position > self.done && (hit + 1..=pages).contains(&(w.position / GRID));
         self.wanted.iter().rev().filter(ahead).any(|w| {
             let last = w.position / GRID - 1;
-            self.hashes[last] == later.hashes[last]
+            let name = self.line().hash(last);
+            later.home.hash(last) == name || later.cold.as_ref().is_some_and(|cold| cold.hash(last) == name)
         })
     }
 
@@ -253,7 +246,7 @@ impl Sequence {
         }
         while self.entered < full {
             let i = self.entered;
-            let (hash, tokens) = (self.hashes[i], &self.tokens[i * GRID..(i + 1) * GRID]);
+            let (hash, tokens) = (self.line().hash(i), &self.tokens[i * GRID..(i + 1) * GRID]);
             let own = if rules.has_pages { self.pages[i] } else { 0 };
             let node = match cache.tree().child(self.tip, hash, tokens) {
                 Some(node) => {
@@ -311,6 +304,8 @@ impl Sequence {
         }
         (self.cur, self.done, self.entered, self.decoding) = (0, 0, 0, false);
         self.looked = false;
+        // Its drafts would follow a row that they were not made for.
+        self.drafter.as_mut().and_then(|drafter| drafter.head()).into_iter().for_each(Vec::clear);
         (self.tip, self.guard, self.decode_state) = (NONE, NONE, None);
         self.wanted.clear();
     }

@@ -59,6 +59,28 @@ pub struct Stats {
 }
 
 impl Stats {
+    /// Adds the totals of another engine.
+    pub fn add(&mut self, other: &Self) {
+        let Self { steps, reasons, tokens_prefilled, tokens_reused, tokens_recomputed, tokens_generated, .. } = other;
+        self.steps += steps;
+        self.reasons.iter_mut().zip(reasons).for_each(|(all, more)| *all += more);
+        self.tokens_prefilled += tokens_prefilled;
+        self.tokens_reused += tokens_reused;
+        self.tokens_recomputed += tokens_recomputed;
+        self.tokens_generated += tokens_generated;
+        self.drafts.rows += other.drafts.rows;
+        self.drafts.tokens += other.drafts.tokens;
+        self.drafts.accepted_at.iter_mut().zip(other.drafts.accepted_at).for_each(|(all, more)| *all += more);
+        self.captures += other.captures;
+        self.captures_skipped += other.captures_skipped;
+        self.evictions.slots += other.evictions.slots;
+        self.evictions.nodes += other.evictions.nodes;
+        self.tiers.add(&other.tiers);
+        self.preemptions += other.preemptions;
+        self.peak_slots += other.peak_slots;
+        self.peak_pages += other.peak_pages;
+    }
+
     /// Requests admitted with this reason.
     pub fn reason(&self, reason: Reason) -> u64 {
         self.reasons[reason as usize]

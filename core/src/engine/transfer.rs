@@ -87,7 +87,7 @@ impl<B: Backend> Engine<B> {
     pub async fn export(&self, what: Export, file: &str, out: &mut dyn Write) -> Result<Exported> {
         self.check_usable()?;
         self.check_whole(file)?;
-        let path = self.scheduler.path(&what.realm, &what.tokens, what.states.max(1));
+        let (path, origin) = self.scheduler.path(&what.realm, &what.tokens, what.states.max(1));
         if path.depth == 0 {
             let tokens = what.tokens.len();
             return Err(Error::BadRequest(format!(
@@ -102,7 +102,7 @@ impl<B: Backend> Engine<B> {
         let head = Head {
             name: what.name,
             model: what.model,
-            numerics: lineage(&what.realm.origin, &self.numerics()),
+            numerics: lineage(&origin, &self.numerics()),
             tokens: what.tokens,
             ends: what.ends,
             messages: what.messages,

@@ -115,6 +115,21 @@ pub struct Snapshot {
     pub pages_cached: usize,
 }
 
+impl Snapshot {
+    /// Adds that of another engine.
+    pub fn add(&mut self, other: &Self) {
+        self.counters.add(&other.counters);
+        self.running += other.running;
+        self.waiting += other.waiting;
+        self.deferred += other.deferred;
+        self.waiting_shares += other.waiting_shares;
+        self.slots_used += other.slots_used;
+        self.slots_cached += other.slots_cached;
+        self.pages_used += other.pages_used;
+        self.pages_cached += other.pages_cached;
+    }
+}
+
 /// A loaded model: a handle that is cheap to clone and can be used from any thread.
 ///
 /// The engine ends when all handles and answers are gone; the last one waits for that.

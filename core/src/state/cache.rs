@@ -154,6 +154,11 @@ impl Cache {
         values.filter_map(|(id, node)| self.lost(id, node.page, node.slot)).collect()
     }
 
+    /// The page of a node, as if it were evicted; it stays. `None` without lower tiers.
+    pub fn page(&self, id: NodeId) -> Option<Evicted> {
+        self.lost(id, self.tree[id].page, 0)
+    }
+
     /// Name of the empty prefix of `realm` for lower tiers, if there are some.
     pub fn root_key(&self, realm: &Realm) -> Option<PrefixKey> {
         self.identity.as_ref().map(|identity| PrefixKey::root(identity, realm))

@@ -35,8 +35,8 @@ pub const GRID: usize = crate::step::PAGE;
 pub struct Realm {
     /// The tenant.
     pub namespace: String,
-    /// The numerics of converted values that a prefix may begin with; empty for prefixes that this engine computed, or that one
-    /// with equal numerics did.
+    /// How the values that a prefix may begin with were converted: the numerics of a bundle, or what a lower tier did; empty for prefixes
+    /// that this engine computed, or that one with equal numerics did.
     pub origin: String,
 }
 

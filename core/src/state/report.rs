@@ -70,8 +70,8 @@ pub struct Report {
     pub host: usize,
     /// Tokens of `reused` that came back from disk.
     pub disk: usize,
-    /// What was reused goes back to converted values of a bundle, see [`Realm::origin`](super::Realm::origin): the answer may
-    /// differ from one computed here.
+    /// What was reused goes back to converted values, of a bundle or of a lower tier, see [`Realm::origin`](super::Realm::origin): the
+    /// answer may differ from one computed here.
     pub converted: bool,
 }
 

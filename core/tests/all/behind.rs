@@ -1,5 +1,7 @@
 //! A device that answers late.
 
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
 use selkie_core::backend::{Backend, Caps};
@@ -19,13 +21,15 @@ pub struct Behind {
     caps: Caps,
     /// If a test looks at it.
     log: Option<Log>,
+    /// Saved bytes that were asked for an odd number of times: they are near the second time.
+    fetched: RefCell<HashSet<*const u8>>,
 }
 
 impl Behind {
     pub fn new(asynchronous: bool, products: Products) -> Self {
         let cpu = CpuBackend::with(products);
         let caps = Caps { asynchronous, ..cpu.caps().clone() };
-        Self { cpu, caps, log: None }
+        Self { cpu, caps, log: None, fetched: RefCell::default() }
     }
 
     /// An asynchronous device that logs.
@@ -86,5 +90,10 @@ impl Backend for Behind {
     fn read(&self, src: &Tensor<Buf>) -> Self::Read {
         self.note("read");
         self.cpu.read(src)
+    }
+    fn fetch(&self, saved: &Bytes) -> Result<bool> {
+        let at = saved.as_ptr();
+        let mut fetched = self.fetched.borrow_mut();
+        Ok(fetched.remove(&at) || !fetched.insert(at))
     }
 }

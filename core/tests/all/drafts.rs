@@ -13,13 +13,13 @@ use selkie_core::{
 use crate::{
     behind::Behind,
     guess::{Guesser, Habit},
-    promise::{Alone, Asked, TestModel, coded_models, golden_models, micro_models, run},
+    promise::{Alone, Asked, Drafts, TestModel, coded_models, golden_models, micro_models, run},
     random::Random,
     sim::{Job, Sim, reference},
 };
 
-/// Drafters for requests, most of which then have no rules; the default one for some.
-pub fn give(random: &mut Random, model: &TestModel, alone: &mut Alone<'_>, requests: &mut [Asked]) {
+/// Drafters for requests, most of which then have no rules; the default one for some. See [`Guesser::exact`].
+pub fn give(random: &mut Random, model: &TestModel, alone: &mut Alone<'_>, requests: &mut [Asked], exact: bool) {
     for asked in requests {
         if !random.one_in(4) {
             asked.without_rules();
@@ -27,7 +27,8 @@ pub fn give(random: &mut Random, model: &TestModel, alone: &mut Alone<'_>, reque
         if !random.one_in(5) {
             let text = [&asked.request.prompt[..], &alone.run(asked).0].concat();
             let vocab = model.architecture.spec().vocab as u32;
-            let guesser = Guesser { habit: random.pick(&Habit::ALL), text, vocab, random: Random(random.next()) };
+            let guesser =
+                Guesser { habit: random.pick(&Habit::ALL), text, exact, vocab, random: Random(random.next()) };
             asked.request.drafter = Some(Box::new(guesser));
         }
     }
@@ -35,18 +36,18 @@ pub fn give(random: &mut Random, model: &TestModel, alone: &mut Alone<'_>, reque
 
 #[test]
 fn drafts_change_nothing() {
-    let [.., accepted] = run(micro_models(), 200, true);
+    let [.., accepted] = run(micro_models(), 200, Drafts::Given);
     assert!(accepted > 10_000, "{accepted} drafts accepted");
 }
 
 #[test]
 fn drafts_change_nothing_in_codes_and_real_families() {
-    run(coded_models(), 4, true);
-    run(golden_models(), 4, true);
+    run(coded_models(), 4, Drafts::Given);
+    run(golden_models(), 4, Drafts::Given);
 }
 
 /// States and pages of the tree by name, as bytes.
-fn contents(engine: &Engine<Behind>) -> HashMap<PrefixHash, Vec<u8>> {
+pub fn contents(engine: &Engine<Behind>) -> HashMap<PrefixHash, Vec<u8>> {
     let (tree, runner) = (engine.scheduler().tree(), engine.runner());
     let mut found = HashMap::new();
     for (_, node) in tree.iter() {
@@ -80,7 +81,8 @@ fn drafts_leave_the_same_states_and_pages_and_turns_reuse_as_much() {
                     let request = Request { prompt: text.clone(), max_tokens: 150, sampling, ..Request::default() };
                     let right = alone.run(&Asked::plain(request.clone())).0;
                     let known = [&text[..], &right].concat();
-                    let guesser = Guesser { habit, text: known.clone(), vocab: vocab as u32, random: Random(9) };
+                    let guesser =
+                        Guesser { habit, text: known.clone(), exact: true, vocab: vocab as u32, random: Random(9) };
                     engine.submit(Request { drafter: Some(Box::new(guesser)), ..request }).unwrap();
                     while !engine.is_idle() {
                         engine.poison_free().unwrap();
@@ -125,7 +127,7 @@ fn a_forced_answer_is_continued_as_if_it_were_sampled() {
                 }
                 answer
             };
-            let guesser = Guesser { habit: Habit::Right, text: text.clone(), vocab, random: Random(9) };
+            let guesser = Guesser { habit: Habit::Right, text: text.clone(), exact: true, vocab, random: Random(9) };
             let first = Request {
                 prompt: prompt.clone(),
                 max_tokens: forced.len(),
@@ -150,7 +152,7 @@ fn jobs(range: std::ops::Range<u32>) -> Vec<Job> {
     let job = |i: u32| {
         let prompt: Vec<u32> = (0..300).map(|p| 1000 * i + p).collect();
         let text = [&prompt[..], &reference(&prompt, 100, never)].concat();
-        let guesser = Guesser { habit: Habit::Right, text, vocab: 100_000, random: Random(1) };
+        let guesser = Guesser { habit: Habit::Right, text, exact: true, vocab: 100_000, random: Random(1) };
         let drafter = Some(Box::new(guesser) as Box<dyn Drafter>);
         let request = Request { prompt, max_tokens: 100, drafter, ..Request::default() };
         Job { request, stop: never, gap: 0, cancel_after: None }

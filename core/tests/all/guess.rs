@@ -27,6 +27,8 @@ pub struct Guesser {
     pub habit: Habit,
     /// The prompt and the right answer.
     pub text: Vec<u32>,
+    /// Whether another text is an error. An answer from a converted state may be another one.
+    pub exact: bool,
     /// Ids are less.
     pub vocab: u32,
     pub random: Random,
@@ -34,8 +36,8 @@ pub struct Guesser {
 
 impl Drafter for Guesser {
     fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32> {
-        assert!(self.text.starts_with(known), "a text that the model did not write");
-        let right = self.text[known.len()..].iter().copied().chain(std::iter::repeat(0));
+        assert!(!self.exact || self.text.starts_with(known), "a text that the model did not write");
+        let right = self.text.iter().skip(known.len()).copied().chain(std::iter::repeat(0));
         let count = if matches!(self.habit, Habit::Right | Habit::Wrong) { most } else { self.random.below(most + 1) };
         let mut guess: Vec<u32> = right.take(count).collect();
         for id in &mut guess {

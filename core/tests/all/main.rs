@@ -3,12 +3,15 @@
 mod behind;
 mod bundle;
 mod bundle_format;
+mod cold;
 mod controls;
 mod drafts;
 mod engine;
 mod fairness;
+mod flat;
 mod gguf;
 mod guess;
+mod heads;
 mod model;
 mod prefix_scenarios;
 mod promise;

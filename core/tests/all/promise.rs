@@ -25,9 +25,9 @@ use selkie_core::models::{self, Architecture};
 use selkie_core::sample::Sampling;
 use selkie_core::source::{Dir, read_small};
 use selkie_core::state::{CapturePolicy, Reason, Report};
-use selkie_core::tier::{DiskOptions, Rates, TierOptions};
+use selkie_core::tier::{ColdDtype, DiskOptions, Rates, TierOptions, Where};
 
-use crate::{behind::Behind, drafts, random::Random, rule::Rule};
+use crate::{behind::Behind, drafts, flat::Memory, random::Random, rule::Rule};
 
 pub(super) struct TestModel {
     pub name: String,
@@ -37,7 +37,7 @@ pub(super) struct TestModel {
 }
 
 impl TestModel {
-    fn micro(name: &str, config: &str) -> Self {
+    pub fn micro(name: &str, config: &str) -> Self {
         let config = Config::parse("config.json", config.as_bytes()).unwrap();
         let (architecture, checkpoint) = (models::read(&config).unwrap(), Checkpoint::random(7));
         Self { name: name.into(), architecture, checkpoint, products: Products::Fast }
@@ -50,7 +50,7 @@ impl TestModel {
     }
 
     /// The model of a reference folder, if its family is supported.
-    fn golden(path: &Path) -> Option<Self> {
+    pub fn golden(path: &Path) -> Option<Self> {
         let dir = Arc::new(Dir::open(path).unwrap());
         let config = block_on(read_small(dir.as_ref(), "config.json", 1 << 20)).unwrap()?;
         let config = Config::parse("config.json", &config).unwrap();
@@ -102,6 +102,16 @@ pub(super) fn micro_models() -> Vec<TestModel> {
         TestModel::micro("micro attention", attention),
         TestModel::micro("micro delta", delta),
     ]
+}
+
+/// What drafts in a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Drafts {
+    None,
+    /// Drafters that requests bring, and n-grams.
+    Given,
+    /// The model's head, for most requests.
+    Head,
 }
 
 /// A request and its constraint, which the request's own text does not show.
@@ -297,15 +307,20 @@ pub(super) fn options(random: &mut Random, requests: &[Asked], context: usize) -
     }
 }
 
-/// Lower tiers for half of the cases, from room for one value on. Those on disk are in a directory of their own.
+/// Lower tiers for half of the cases, from room for one value on. Those on disk are in a directory of their own, or in files like
+/// those of a page, every second of which lose what is written after some bytes.
 fn tiers(random: &mut Random) -> TierOptions {
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let disk = random.one_in(8).then(|| DiskOptions {
-        dir: std::env::temp_dir().join(format!(
-            "selkie-promise-{}-{}",
-            std::process::id(),
-            NEXT.fetch_add(1, Ordering::Relaxed)
-        )),
+    let dir = || {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        std::env::temp_dir().join(format!("selkie-promise-{}-{number}", std::process::id()))
+    };
+    let disk = random.one_in(6).then(|| DiskOptions {
+        place: match random.below(4) {
+            0 => Where::Flat(Memory::default().flats(|| 0)),
+            1 => Where::Flat(Memory::with_room(random.below(100_000)).flats(|| 0)),
+            _ => Where::Dir(dir()),
+        },
         bytes: random.pick(&[20_000, 1 << 30]),
         ttl: Duration::from_secs(3600),
         identity: b"a model of the test".to_vec(),
@@ -314,24 +329,34 @@ fn tiers(random: &mut Random) -> TierOptions {
     TierOptions {
         host: random.pick(&[0, 0, 5000, 20_000, 1 << 30]),
         disk,
+        cold: ColdDtype::Exact,
         rates: random.pick(&[Rates::ALWAYS, Rates::ALWAYS, Rates::ALWAYS, Rates::default(), never]),
     }
 }
 
-/// Runs one case and compares everything. Returns the tokens reused, and how many of them came from host memory and disk, so that a
-/// run shows that it reused something.
-fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [usize; 4] {
+/// Runs one case and compares everything, but answers that say that they are converted. Returns the tokens reused, how many of them
+/// came from host memory and disk, drafts, and answers that said so: a run shows that it reused something.
+fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: Drafts, cold: ColdDtype) -> [usize; 5] {
     let context = 512;
     let mut random = Random(seed);
     let vocab = model.architecture.spec().vocab;
     let mut requests = requests(&mut random, vocab, context);
     let mut options = options(&mut random, &requests, context);
-    if drafts {
+    if drafts != Drafts::None {
         let mut random = Random(seed ^ 0xd4af);
-        drafts::give(&mut random, model, alone, &mut requests);
-        options.speculate = random.pick(&[Speculate::Ngram, Speculate::Ngram, Speculate::Auto]);
+        if drafts == Drafts::Given {
+            drafts::give(&mut random, model, alone, &mut requests, cold == ColdDtype::Exact);
+            options.speculate = random.pick(&[Speculate::Ngram, Speculate::Ngram, Speculate::Auto]);
+        } else {
+            requests.iter_mut().filter(|_| !random.one_in(4)).for_each(Asked::without_rules);
+            options.speculate = Speculate::Mtp;
+        }
         options.drafts = random.pick(&[1, 2, 3, MOST_DRAFTS, MOST_DRAFTS]);
         options.slots = options.slots.map(|slots| slots + random.pick(&[0, 0, 4, 30]));
+    }
+    if cold != ColdDtype::Exact {
+        options.tiers.cold = cold;
+        options.tiers.host = options.tiers.host.max(random.pick(&[0, 5000, 20_000, 1 << 30]));
     }
     let pipelined = seed.is_multiple_of(2);
     let label = format!("{}, seed {seed}, pipelined {pipelined}, {options:?}", model.name);
@@ -342,7 +367,7 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [u
         waiting = [waiting.clone(), waiting].concat();
     }
     let mut running: HashMap<SeqId, (usize, Output)> = HashMap::new();
-    let (mut reused, mut lifted, mut prompt_tokens, mut cancelled) = (0, [0, 0], 0, false);
+    let (mut reused, mut lifted, mut prompt_tokens, mut cancelled, mut converted) = (0, [0, 0], 0, false, 0);
     let mut steps = 0;
     while !(waiting.is_empty() && engine.is_idle()) {
         steps += 1;
@@ -367,6 +392,20 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [u
                 Event::Token { id, .. } => running.get_mut(&id).unwrap().1.take(event),
                 Event::Finished(end) => {
                     let (index, output) = running.remove(&end.id).unwrap();
+                    if let Some(report) = end.cache {
+                        reused += report.reused;
+                        assert!(report.host + report.disk <= report.reused, "{label}: {report:?}");
+                        lifted = [lifted[0] + report.host, lifted[1] + report.disk];
+                        prompt_tokens += requests[index].request.prompt.len();
+                        if report.converted {
+                            let why = end.error.map_or(String::new(), |e| e.to_string());
+                            assert!(why.is_empty() || why.contains("the constraint allows no token"), "{label}: {why}");
+                            let finite = output.1.iter().flatten().all(|x| x.is_finite());
+                            assert!(finite && cold != ColdDtype::Exact, "{label}: request {index}");
+                            converted += 1;
+                            continue;
+                        }
+                    }
                     let expected = alone.run(&requests[index]);
                     let request = &requests[index].request;
                     let n = output.0.len();
@@ -387,12 +426,6 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [u
                     for (i, (a, b)) in output.1.iter().zip(&expected.1).enumerate() {
                         let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
                         assert!(same, "{label}: logits of token {i} of request {index}");
-                    }
-                    if let Some(report) = end.cache {
-                        reused += report.reused;
-                        assert!(report.host + report.disk <= report.reused, "{label}: {report:?}");
-                        lifted = [lifted[0] + report.host, lifted[1] + report.disk];
-                        prompt_tokens += request.prompt.len();
                     }
                 }
             }
@@ -419,41 +452,47 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: bool) -> [u
             assert!(null.iter().all(|&b| b == 0), "{label}: entry 0 of a pool was written");
         }
     }
-    if let Some(disk) = &options.tiers.disk {
+    if let Some(DiskOptions { place: Where::Dir(dir), .. }) = &options.tiers.disk {
         drop(engine);
-        std::fs::remove_dir_all(&disk.dir).unwrap();
+        std::fs::remove_dir_all(dir).unwrap();
     }
-    [reused, lifted[0], lifted[1], stats.drafts.accepted() as usize]
+    [reused, lifted[0], lifted[1], stats.drafts.accepted() as usize, converted]
 }
 
 /// Returns the tokens that came from host memory and from disk, and those that were drafts.
-pub(super) fn run(models: Vec<TestModel>, cases: u64, drafts: bool) -> [usize; 3] {
-    let mut lifted = [0; 3];
+pub(super) fn run(models: Vec<TestModel>, cases: u64, drafts: Drafts) -> [usize; 3] {
+    let [host, disk, accepted, _] = run_cold(models, cases, drafts, ColdDtype::Exact);
+    [host, disk, accepted]
+}
+
+/// The same with such states in the lower tiers; also returns the answers that said that they are converted.
+pub(super) fn run_cold(models: Vec<TestModel>, cases: u64, drafts: Drafts, cold: ColdDtype) -> [usize; 4] {
+    let mut lifted = [0; 4];
     let number = |name| std::env::var(name).ok().map(|v| v.parse::<u64>().expect("a number"));
     let cases = number("SELKIE_PROMISE_CASES").unwrap_or(cases);
     let seed = number("SELKIE_PROMISE_SEED").unwrap_or(1);
     for model in &models {
         let mut alone = Alone::new(model, 512);
-        let mut sum = [0; 4];
+        let mut sum = [0; 5];
         for i in 0..cases {
-            sum.iter_mut().zip(case(model, &mut alone, seed + i, drafts)).for_each(|(sum, n)| *sum += n);
+            sum.iter_mut().zip(case(model, &mut alone, seed + i, drafts, cold)).for_each(|(sum, n)| *sum += n);
         }
-        let [reused, host, disk, accepted] = sum;
+        let [reused, host, disk, accepted, converted] = sum;
         println!(
             "{}: {cases} cases from seed {seed}, {reused} tokens reused, {host} from host memory, {disk} from disk, \
-             {accepted} drafts accepted",
+             {accepted} drafts accepted, {converted} converted",
             model.name
         );
         assert!(reused > 0, "{}: no case reused anything", model.name);
-        assert_eq!(accepted > 0, drafts, "{}: {accepted} drafts accepted", model.name);
-        lifted = [lifted[0] + host, lifted[1] + disk, lifted[2] + accepted];
+        assert_eq!(accepted > 0, drafts != Drafts::None, "{}: {accepted} drafts accepted", model.name);
+        lifted.iter_mut().zip([host, disk, accepted, converted]).for_each(|(sum, n)| *sum += n);
     }
     lifted
 }
 
 #[test]
 fn cache_on_is_cache_off_and_alone_is_batched() {
-    let [host, disk, _] = run(micro_models(), 500, false);
+    let [host, disk, _] = run(micro_models(), 500, Drafts::None);
     assert!(host > 1000 && disk > 100, "{host} tokens from host memory, {disk} from disk");
 }
 
@@ -478,7 +517,7 @@ pub(super) fn coded_models() -> Vec<TestModel> {
 
 #[test]
 fn so_it_is_for_codes() {
-    run(coded_models(), 12, false);
+    run(coded_models(), 12, Drafts::None);
 }
 
 /// A model of each reference folder.
@@ -494,7 +533,7 @@ pub(super) fn golden_models() -> Vec<TestModel> {
 
 #[test]
 fn so_it_is_for_real_families() {
-    run(golden_models(), 6, false);
+    run(golden_models(), 6, Drafts::None);
 }
 
 /// The eight requests of the worked example of hybrid prefix caches: their blocks of 256 tokens, by number.

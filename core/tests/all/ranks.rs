@@ -7,6 +7,7 @@ use selkie_core::{
     engine::{Engine, EngineOptions, Event, SeqId},
     format::Products,
     ranks::Ranks,
+    tier::{DiskOptions, Where},
 };
 
 use crate::{
@@ -60,8 +61,8 @@ fn case(model: &TestModel, seed: u64) -> usize {
             assert_eq!(found, want, "{}, seed {seed}, round {round}, request {i}, {options:?}", model.name);
         }
     }
-    if let Some(disk) = &options.tiers.disk {
-        std::fs::remove_dir_all(&disk.dir).unwrap();
+    if let Some(DiskOptions { place: Where::Dir(dir), .. }) = &options.tiers.disk {
+        std::fs::remove_dir_all(dir).unwrap();
     }
     let given: usize = 2 * requests.iter().map(|asked| asked.request.prompt.len()).sum::<usize>();
     given - engine.stats().tokens_prefilled as usize

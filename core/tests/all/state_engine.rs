@@ -150,7 +150,7 @@ fn jobs(specs: &[Spec]) -> Vec<Job> {
 /// A drafter that knows the answer.
 fn guesser(habit: Habit, prompt: &[u32], spec: &Spec, seed: usize) -> Guesser {
     let text = [prompt, &reference(prompt, spec.max_tokens, spec.stop)].concat();
-    Guesser { habit, text, vocab: 100_000, random: Random(seed as u64) }
+    Guesser { habit, text, exact: true, vocab: 100_000, random: Random(seed as u64) }
 }
 
 /// Runs a case and returns its counters.

@@ -15,7 +15,7 @@ use selkie_core::{
     engine::{Engine, EngineOptions, Event, Finished, Request},
     saved::{Heap, HostMemory},
     state::{CacheEvent, PrefixKey, Realm, Reason},
-    tier::{Content, Disk, DiskOptions, Name, Rates, TierOptions, Value},
+    tier::{Content, Disk, DiskOptions, Name, Rates, TierOptions, Value, Values, Where},
 };
 
 use crate::{
@@ -25,22 +25,22 @@ use crate::{
 };
 
 /// A directory that is deleted at the end.
-struct Folder(PathBuf);
+pub(super) struct Folder(PathBuf);
 
 impl Folder {
-    fn new(name: &str) -> Self {
+    pub fn new(name: &str) -> Self {
         let folder = std::env::temp_dir().join(format!("selkie-tiers-{name}-{}", std::process::id()));
         let _ = fs::remove_dir_all(&folder);
         Self(folder)
     }
 
-    fn options(&self, bytes: u64) -> DiskOptions {
-        let (dir, ttl) = (self.0.clone(), Duration::from_secs(3600));
-        DiskOptions { dir, bytes, ttl, identity: b"a model".to_vec() }
+    pub fn options(&self, bytes: u64) -> DiskOptions {
+        let (place, ttl) = (Where::Dir(self.0.clone()), Duration::from_secs(3600));
+        DiskOptions { place, bytes, ttl, identity: b"a model".to_vec() }
     }
 
     /// All files of values.
-    fn files(&self) -> Vec<PathBuf> {
+    pub fn files(&self) -> Vec<PathBuf> {
         let entries = |dir: &Path| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
         let mut files: Vec<_> = entries(&self.0).iter().flat_map(|dir| entries(dir)).collect();
         files.sort();
@@ -59,12 +59,12 @@ fn prompt(seed: u64, vocab: usize) -> Vec<u32> {
     (0..200).map(|_| random.below(vocab) as u32).collect()
 }
 
-fn request(seed: u64, vocab: usize) -> Request {
+pub(super) fn request(seed: u64, vocab: usize) -> Request {
     Request { prompt: prompt(seed, vocab), max_tokens: 3, ..Request::default() }
 }
 
 /// An engine with room for one such prompt.
-fn small(model: &TestModel, tiers: TierOptions) -> Engine<Behind> {
+pub(super) fn small(model: &TestModel, tiers: TierOptions) -> Engine<Behind> {
     let options = EngineOptions {
         context: Some(256),
         slots: Some(2),
@@ -78,7 +78,7 @@ fn small(model: &TestModel, tiers: TierOptions) -> Engine<Behind> {
 }
 
 /// Runs a request, with free slots and pages full of NaN.
-fn run(engine: &mut Engine<Behind>, request: Request) -> (Output, Finished) {
+pub(super) fn run(engine: &mut Engine<Behind>, request: Request) -> (Output, Finished) {
     engine.submit(request).unwrap();
     let (mut output, mut end) = (Output::default(), None);
     while !engine.is_idle() {
@@ -95,7 +95,7 @@ fn run(engine: &mut Engine<Behind>, request: Request) -> (Output, Finished) {
 }
 
 /// Tokens that came from host memory and from disk, after the answer was compared with that of the request alone.
-fn lifted(engine: &mut Engine<Behind>, alone: &mut Alone<'_>, request: Request) -> [usize; 2] {
+pub(super) fn lifted(engine: &mut Engine<Behind>, alone: &mut Alone<'_>, request: Request) -> [usize; 2] {
     let asked = Asked::plain(request);
     let (output, end) = run(engine, asked.request());
     assert!(output == alone.run(&asked), "an answer differs from the request alone");
@@ -164,7 +164,7 @@ fn another_namespace_another_model_and_other_numerics_find_nothing() {
     let mut engine = small(model, TierOptions { disk: Some(other), ..host(0) });
     assert_eq!(lifted(&mut engine, &mut alone, of("a", 1)), [0, 0]);
     let name = Name { key: PrefixKey::root(b"x", &Realm::default()), content: Content::Page };
-    let [one, two] = ["cpu", "cuda"].map(|numerics| Disk::open(&folder.options(1 << 30), numerics, QUEUED).unwrap());
+    let [one, two] = ["cpu", "cuda"].map(|numerics| open(&folder.options(1 << 30), numerics));
     one.store(name, vec![1; 10].into());
     drop(one);
     assert!(block_on(two.load(vec![(name, Heap.take(10).unwrap())])).unwrap().is_empty(), "values of other numerics");
@@ -282,33 +282,39 @@ fn only_its_owner_can_read_it_and_only_its_owner_may_write() {
     use std::os::unix::fs::PermissionsExt;
     let folder = Folder::new("modes");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    let disk = Disk::open(&folder.options(1 << 20), "cpu", QUEUED).unwrap();
+    let disk = open(&folder.options(1 << 20), "cpu");
     disk.store(name(1), value(1));
     drop(disk);
     let files = folder.files();
     assert_eq!((mode(&folder.0), mode(files[0].parent().unwrap()), mode(&files[0])), (0o700, 0o700, 0o600));
     fs::set_permissions(&folder.0, fs::Permissions::from_mode(0o770)).unwrap();
-    let refused = Disk::open(&folder.options(1 << 20), "cpu", QUEUED).unwrap_err().to_string();
+    let refused = Disk::open(&folder.options(1 << 20), &values("cpu")).unwrap_err().to_string();
     assert!(refused.contains("other users can write it"), "{refused}");
 }
 
 /// Bytes of the values below.
-/// Most bytes that wait to be written.
-const QUEUED: u64 = 256 << 20;
-const SIZE: u64 = 20_000;
+pub(super) const SIZE: u64 = 20_000;
 
-fn name(n: u64) -> Name {
+pub(super) fn values(numerics: &str) -> Values<'_> {
+    Values { numerics, bytes: [SIZE; 2], state: Content::State, most_queued: 256 << 20, clock: || 0.0 }
+}
+
+fn open(options: &DiskOptions, numerics: &str) -> Disk {
+    Disk::open(options, &values(numerics)).unwrap()
+}
+
+pub(super) fn name(n: u64) -> Name {
     let content = if n.is_multiple_of(2) { Content::Page } else { Content::State };
     Name { key: PrefixKey(Digest::of(&n.to_le_bytes())), content }
 }
 
-fn value(n: u64) -> Value {
+pub(super) fn value(n: u64) -> Value {
     let mut random = Random(n);
     (0..SIZE).map(|_| random.next() as u8).collect::<Vec<_>>().into()
 }
 
 /// The values of these numbers that are there, each compared with what it has to be.
-fn whole(disk: &Disk, numbers: std::ops::Range<u64>) -> usize {
+pub(super) fn whole(disk: &Disk, numbers: std::ops::Range<u64>) -> usize {
     let names = numbers.clone().map(|n| (name(n), Heap.take(SIZE as usize).unwrap())).collect();
     let found = block_on(disk.load(names)).unwrap();
     for (of, bytes) in &found {
@@ -321,14 +327,14 @@ fn whole(disk: &Disk, numbers: std::ops::Range<u64>) -> usize {
 #[test]
 fn quota_and_time_to_live_are_kept() {
     let folder = Folder::new("quota");
-    let disk = Disk::open(&folder.options(10 * SIZE), "cpu", QUEUED).unwrap();
+    let disk = open(&folder.options(10 * SIZE), "cpu");
     let size = |files: Vec<PathBuf>| files.iter().map(|f| fs::metadata(f).unwrap().len()).sum::<u64>();
     (0..50).for_each(|n| disk.store(name(n), value(n)));
     drop(disk);
     assert!(size(folder.files()) <= 10 * SIZE && folder.files().len() >= 7, "{}", size(folder.files()));
     let brief = DiskOptions { ttl: Duration::from_millis(50), ..folder.options(10 * SIZE) };
     thread::sleep(Duration::from_millis(100));
-    let disk = Disk::open(&brief, "cpu", QUEUED).unwrap();
+    let disk = open(&brief, "cpu");
     assert_eq!((whole(&disk, 0..50), folder.files().len()), (0, 0), "all of them were old");
     disk.store(name(1), value(1));
     let stored = Instant::now();
@@ -345,7 +351,7 @@ fn a_process_that_writes() {
     let Ok(dir) = std::env::var("SELKIE_TIER_CHILD") else { return };
     let number = |name| std::env::var(name).unwrap().parse::<u64>().unwrap();
     let (bytes, first, count) = (number("SELKIE_TIER_BYTES"), number("SELKIE_TIER_FIRST"), number("SELKIE_TIER_COUNT"));
-    let disk = Disk::open(&Folder(dir.into()).leaked(bytes), "cpu", QUEUED).unwrap();
+    let disk = open(&Folder(dir.into()).leaked(bytes), "cpu");
     for n in first..first + count {
         disk.store(name(n), value(n));
     }
@@ -388,7 +394,7 @@ fn a_kill_at_any_write_leaves_each_file_whole_or_absent() {
         let left = folder.files();
         let complete = left.iter().filter(|f| f.extension().is_some_and(|e| e != "new")).count();
         partly += left.len() - complete;
-        let disk = Disk::open(&folder.options(1 << 30), "cpu", QUEUED).unwrap();
+        let disk = open(&folder.options(1 << 30), "cpu");
         assert_eq!(disk.size().0, complete, "kill {kill}");
         // What has its name is whole.
         assert_eq!(whole(&disk, 0..1000), complete, "kill {kill}");
@@ -402,7 +408,7 @@ fn a_kill_at_any_write_leaves_each_file_whole_or_absent() {
 fn two_processes_share_a_directory() {
     let folder = Folder::new("two");
     let quota = 40 * SIZE;
-    let disk = Disk::open(&folder.options(quota), "cpu", QUEUED).unwrap();
+    let disk = open(&folder.options(quota), "cpu");
     let mut other = folder.writer(quota, 0..400).spawn().unwrap();
     let mut found = 0;
     for round in 0..20 {
@@ -414,7 +420,7 @@ fn two_processes_share_a_directory() {
     // Both write the same values: either file is right.
     let mut both = [0..100, 0..100].map(|numbers| folder.writer(quota, numbers).spawn().unwrap());
     both.iter_mut().for_each(|child| assert!(child.wait().unwrap().success()));
-    let disk = Disk::open(&folder.options(quota), "cpu", QUEUED).unwrap();
+    let disk = open(&folder.options(quota), "cpu");
     found += whole(&disk, 0..100);
     assert!(found > 20, "{found} values found");
     let bytes: u64 = folder.files().iter().map(|f| fs::metadata(f).unwrap().len()).sum();
