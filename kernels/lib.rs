@@ -10,6 +10,8 @@ macro_rules! files {
 files![
     "activation.cu",
     "adjust.cu",
+    "all_gather.cu",
+    "all_reduce.cu",
     "attention.cu",
     "attention_combine.cu",
     "attention_decode.cu",
@@ -46,6 +48,8 @@ files![
     "matmul_skinny.cu",
     "matmul_skinny_bulk.cu",
     "prologue_epilogue.cuh",
+    "rank_norm.cu",
+    "ranks.cuh",
     "rms_norm.cu",
     "rope_kv.cu",
     "route.cu",

@@ -32,6 +32,8 @@ pub struct Place {
     pub products: Products,
     /// Ranks that share the model, on the CPU.
     pub ranks: usize,
+    /// CUDA devices; several share the model.
+    pub gpus: Vec<usize>,
     /// Which engine of `replicas` this is: the number of its CUDA device, or it has its share of the CPU's threads.
     pub replica: usize,
     /// Engines of this process with the same model.
@@ -46,6 +48,7 @@ impl Default for Place {
             bf16_state: false,
             products: Products::default(),
             ranks: 1,
+            gpus: Vec::new(),
             replica: 0,
             replicas: 1,
         }
@@ -146,16 +149,18 @@ pub fn load(
     on!(backend, b => Ok(Box::new(pollster::block_on(session::load(b, files, options, report)).map_err(named)?)))
 }
 
-/// Opens the backend of `place`. Only [`Device::Auto`] tries another one if a backend has no usable device; `coded`: it has to
-/// multiply coded weights.
+/// Opens the backend of `place`. Only [`Device::Auto`] tries another one if a backend has no usable device.
 ///
 /// # Errors
 /// [`Error::NoDevice`] with the reason; [`Error::BadRequest`] if the parts of `place` contradict each other.
-pub fn open(place: &Place, coded: bool) -> Result<Opened> {
+pub fn open(place: &Place) -> Result<Opened> {
     let adapter = place.adapter.as_deref();
     match (place.device, adapter) {
         (device, _) if place.ranks != 1 && device != Device::Cpu => {
-            Err(Error::BadRequest("ranks are of the CPU, and not built yet for GPUs: ask for that backend".into()))
+            Err(Error::BadRequest("ranks are of the CPU: ask for that backend, or name several CUDA devices".into()))
+        }
+        (device, _) if !place.gpus.is_empty() && device != Device::Cuda => {
+            Err(Error::BadRequest("the devices that share a model are of CUDA: ask for that backend".into()))
         }
         (Device::Cuda | Device::Cpu, Some(_)) => {
             Err(Error::BadRequest("an adapter is a device of the wgpu backend: ask for that one".into()))
@@ -165,11 +170,14 @@ pub fn open(place: &Place, coded: bool) -> Result<Opened> {
         }
         (Device::Wgpu, _) | (Device::Auto, Some(_)) => wgpu(adapter).map(Opened::Wgpu),
         // Only CUDA devices store such states, so there is no choice.
-        (Device::Auto, None) if !place.bf16_state => auto(place, coded),
+        (Device::Auto, None) if !place.bf16_state => auto(place),
         (Device::Cuda | Device::Auto, None) => {
-            let options =
-                selkie_cuda::Options { bf16_state: place.bf16_state, device: place.replica, ..Default::default() };
-            Cuda::open(options).map(Opened::Cuda)
+            let options = selkie_cuda::Options { bf16_state: place.bf16_state, ..Default::default() };
+            match place.gpus[..] {
+                [] => Cuda::open(selkie_cuda::Options { device: place.replica, ..options }).map(Opened::Cuda),
+                [device] => Cuda::open(selkie_cuda::Options { device, ..options }).map(Opened::Cuda),
+                _ => selkie_cuda::ranks(&place.gpus, options).map(Opened::Ranks),
+            }
         }
         (Device::Cpu, None) if place.ranks != 1 => Ranks::open(place.ranks, place.products).map(Opened::Ranks),
         (Device::Cpu, None) => Ok(cpu(place)),
@@ -180,13 +188,10 @@ fn wgpu(adapter: Option<&str>) -> Result<WgpuBackend> {
     pollster::block_on(WgpuBackend::open(adapter, Default::default()))
 }
 
-/// The first backend with a usable device that takes the weights: CUDA, a GPU through wgpu, the CPU.
-fn auto(place: &Place, coded: bool) -> Result<Opened> {
+/// The first backend with a usable device: CUDA, a GPU through wgpu, the CPU.
+fn auto(place: &Place) -> Result<Opened> {
     for d in selkie_cuda::devices() {
         match d.usable {
-            Ok(()) if coded => {
-                tracing::info!("backend auto: not cuda: it does not multiply quantised weights")
-            }
             Ok(()) => {
                 tracing::info!("backend auto: cuda ({})", d.name.unwrap_or_default());
                 let device = d.index.unwrap_or_default();

@@ -49,10 +49,10 @@ pub fn run(args: &InspectArgs) -> Outcome {
         Some(preview) => Inspect::of_preview(&preview, options)?,
         None => Inspect::of_files(&*model::open(&named)?, options)?,
     };
-    if args.model.backend.ranks > 1 {
-        return Err(Failure::Usage("inspect shows a whole model: leave --ranks out".into()));
+    if args.model.backend.divided() {
+        return Err(Failure::Usage("inspect shows a whole model: leave --ranks and --gpus out".into()));
     }
-    let facts = job.on(&backend::open(&args.model.backend.place()?, false)?)?;
+    let facts = job.on(&backend::open(&args.model.backend.place()?)?)?;
     let mut out = Output::new();
     if args.json { out.json(&facts.json()) } else { out.text(&facts.text()) }
 }

@@ -38,7 +38,7 @@ pub fn run(args: &LogitsArgs) -> Outcome {
     let ids = read_ids(args)?;
     let files = model::open(&args.model)?;
     let mut out = OutputFile::create(&args.out)?;
-    let backend = model::backend(&args.model.backend, &files)?;
+    let backend = model::backend(&args.model.backend)?;
     let mut bar = LoadingBar::start();
     let report = move |p| bar.update(&p);
     let traced = on!(&backend, b => pollster::block_on(trace(b, &files, &ids, args.steps, report)))?;
@@ -119,7 +119,7 @@ pub async fn trace<B: Backend>(
     let spec = architecture.spec();
     check_ids(ids, spec.vocab)?;
     if backend.caps().ranks > 1 {
-        let why = "the states of a model on several ranks are in parts, which are not joined yet: use --ranks 1";
+        let why = "the states of a model on several ranks are in parts, which are not joined yet: use one";
         return Err(Error::BadRequest(why.into()));
     }
     let total = ids.len().saturating_add(steps);

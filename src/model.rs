@@ -87,8 +87,8 @@ fn load_at(place: Place, files: &Arc<ModelFiles>, options: &EngineOptions) -> Ou
 }
 
 /// Opens the backend that the arguments name, for the model in `files`.
-pub fn backend(args: &BackendArgs, files: &ModelFiles) -> Outcome<Opened> {
-    Ok(backend::open(&args.place()?, files.checkpoint.is_coded())?)
+pub fn backend(args: &BackendArgs) -> Outcome<Opened> {
+    Ok(backend::open(&args.place()?)?)
 }
 
 /// Loads the engine alone, on this thread: for measurements.

@@ -108,6 +108,13 @@ impl Opener {
         self
     }
 
+    /// CUDA devices, by number, that share the model, each with a part of the weights; one alone is the device to use.
+    #[must_use]
+    pub fn gpus(mut self, gpus: impl Into<Vec<usize>>) -> Self {
+        self.place.gpus = gpus.into();
+        self
+    }
+
     pub(crate) fn place(self, place: Place) -> Self {
         Self { place, ..self }
     }
@@ -137,7 +144,7 @@ impl Opener {
         let Self { files, place, options, mut progress } = self;
         let text = Text::new(&files)?;
         Model::spawn(text, move || {
-            let backend = backend::open(&place, files.checkpoint.is_coded())?;
+            let backend = backend::open(&place)?;
             let engine = backend::load(backend, &files, &options, &mut *progress)?;
             let facts = pollster::block_on(Facts::new(&files, &*engine))?;
             Ok((facts, engine))
@@ -151,7 +158,7 @@ impl Opener {
     /// Those of [`Opener::load`]; [`Error::BadRequest`] for ids that are out of range or too many, [`Error::NotFinite`].
     pub fn logits(self, ids: &[u32]) -> Result<Vec<f32>> {
         let Self { files, place, progress, .. } = self;
-        let backend = backend::open(&place, files.checkpoint.is_coded())?;
+        let backend = backend::open(&place)?;
         let trace = on!(&backend, b => pollster::block_on(logits::trace(b, &files, ids, 0, progress)))?;
         Ok(trace.logits)
     }

@@ -132,7 +132,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
 fn check_role(args: &ServeArgs) -> Outcome {
     let why = match args.handover.role {
         Role::Both => return Ok(()),
-        _ if args.model.backend.ranks > 1 => "--ranks 1: the states of several ranks are in parts",
+        _ if args.model.backend.divided() => "one rank: the states of several are in parts",
         _ if args.pool.no_prefix_cache => "the prefix cache, where states are handed over: leave --no-prefix-cache out",
         _ => return Ok(()),
     };
@@ -145,7 +145,7 @@ fn check_replicas(args: &ServeArgs) -> Outcome {
     let why = match args.server.replicas {
         1 => return Ok(()),
         _ if !matches!(backend.name, BackendName::Cpu | BackendName::Cuda) => "name the backend: --backend cpu or cuda",
-        _ if backend.ranks > 1 => "--ranks divides one engine: leave it out",
+        _ if backend.ranks > 1 || !backend.gpus.is_empty() => "--ranks and --gpus are of one engine: leave them out",
         _ if args.handover.role != Role::Both => "--role is for servers with one engine",
         _ if args.server.kv_events.is_some() => "--kv-events tells of one engine's cache: start a server for each",
         _ if args.pool.tiers.options().disk.is_some() => {

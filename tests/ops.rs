@@ -12,7 +12,7 @@ use selkie_cases::{self as cases, Size};
 use selkie_core::backend::{Backend, Ops};
 use selkie_core::cpu::CpuBackend;
 use selkie_core::format::{Format, Products};
-use selkie_core::ops::{Act, Activation, Feature, Op};
+use selkie_core::ops::{Act, Activation, Op};
 use selkie_core::ranks::Ranks;
 use selkie_core::tensor::{DType, Tensor};
 use selkie_core::{Error, Result};
@@ -236,8 +236,12 @@ fn main() {
     let coded = |case: &cases::Case| case.format != Format::Plain;
     trials.extend(some_ops_on("cpu-exact", || Ok(CpuBackend::with(Products::Exact)), Size::Large, coded));
     // The collectives: every rank gets a case's arguments. Other ops are the same on each.
-    let collective = |case: &cases::Case| case.feature() == Some(Feature::Ranks);
+    let collective = |case: &cases::Case| ["all_reduce", "all_gather", "rank_norm"].contains(&case.op);
     trials.extend(some_ops_on("cpu-3-ranks", || Ranks::open(3, Products::Fast), Size::Large, collective));
+    let two = || selkie_cuda::ranks(&[0, 1], Options::default());
+    trials.extend(some_ops_on("cuda-2-ranks", two, Size::Large, collective));
+    let two = || selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() });
+    trials.extend(some_ops_on("cuda-f32-2-ranks", two, Size::Large, collective));
     let generic = || Cuda::open(Options { generic: true, ..Options::default() });
     trials.extend(ops_on("cuda", || Cuda::open(Options::default()), Size::Bench));
     trials.extend(ops_on("cuda-generic", generic, Size::Large));

@@ -253,6 +253,23 @@ arguments! {
         eps: f32,
         units: u32,
     }
+    /// Of `all_reduce.cu` and `all_gather.cu`.
+    Exchange {
+        areas: At = "const u64",
+        x: Rows = "const x_t",
+        out: Rows = "out_t",
+        rows: u32,
+    }
+    /// Of `rank_norm.cu`.
+    RankNorm {
+        areas: At = "const u64",
+        x: Rows = "const x_t",
+        weight: At = "const float",
+        gate: Rows = "const gate_t",
+        out: Rows = "out_t",
+        eps: f32,
+        rows: u32,
+    }
     /// Of `rope_kv.cu`; the stride of the pools is that of a page.
     RopeKv {
         st: StepWords,

@@ -22,6 +22,7 @@ use crate::{
     copies::Copies,
     driver::{self, Context, Event, Kernel, Stream, named},
     faults::Faults,
+    group::{Areas, Seat},
     host::HostPool,
     launch::{Address, Gemm, Launch, Work, address},
     memory::{Buf, Pool, Read, Ring},
@@ -118,6 +119,9 @@ pub struct Cuda {
     /// Waits after every op, so that a device error names it.
     pub(crate) synchronous: bool,
     faults: Rc<Faults>,
+    /// Memory that ranks exchange values through, if there are several.
+    areas: Option<Areas>,
+    seat: Option<Seat>,
     pub(crate) stream: Rc<Stream>,
     pub(crate) context: Rc<Context>,
 }
@@ -128,6 +132,11 @@ impl Cuda {
     /// # Errors
     /// [`Error::NoDevice`] with the missing library or device; never another backend.
     pub fn open(options: Options) -> Result<Self> {
+        Self::open_seat(options, None)
+    }
+
+    /// Opens the device of a rank.
+    pub(crate) fn open_seat(options: Options, seat: Option<Seat>) -> Result<Self> {
         let none = |why: String| Error::NoDevice { backend: "cuda", why };
         let mut found = devices();
         let count = found.len();
@@ -151,7 +160,8 @@ impl Cuda {
             _ => None,
         };
         let activations = if options.f32 { DType::F32 } else { DType::Bf16 };
-        Ok(Self {
+        let (rank, ranks) = seat.as_ref().map_or((0, 1), Seat::rank);
+        let mut cuda = Self {
             copies: RefCell::default(),
             kernels: RefCell::default(),
             ring: RefCell::new(Ring::new()?),
@@ -183,13 +193,21 @@ impl Cuda {
                 wgmma: arch == "sm_90a",
                 blas: blas.is_some(),
                 tuned: !options.generic,
+                rank,
+                ranks,
             },
             blas,
             synchronous: std::env::var_os("SELKIE_CUDA_SYNC").is_some(),
             faults: Faults::new(&stream)?,
+            areas: None,
+            seat,
             stream,
             context,
-        })
+        };
+        if let Some(seat) = &cuda.seat {
+            cuda.areas = Some(seat.meet(&cuda)?);
+        }
+        Ok(cuda)
     }
 
     /// Facts for plans.
@@ -203,7 +221,8 @@ impl Cuda {
             self.reserve(bytes)?;
         }
         let scratch = self.scratch.borrow().as_ref().map_or(0, |b| b.address());
-        Ok(Arena { scratch, tickets: self.tickets.address() })
+        let areas = self.areas.as_ref().map_or(0, |areas| areas.table.address());
+        Ok(Arena { scratch, tickets: self.tickets.address(), areas })
     }
 
     /// The kernel of a variant, if it is loaded.
@@ -234,7 +253,7 @@ impl Cuda {
         if blas.has_chosen(g) {
             return Ok(0);
         }
-        blas.choose(&self.context, &self.stream, g).map(|()| 1)
+        blas.choose(&self.context, &self.stream, g, self.seat.as_ref()).map(|()| 1)
     }
 
     /// The loaded kernel of a variant, from disk or from the compiler the first time.
@@ -262,6 +281,22 @@ impl Cuda {
         let kernel = Rc::new(kernel);
         self.kernels.borrow_mut().insert(spec.clone(), kernel.clone());
         Ok(kernel)
+    }
+
+    /// Whether its kernels wait for those of other ranks.
+    pub(crate) fn is_rank(&self) -> bool {
+        self.seat.is_some()
+    }
+
+    /// Waits for everything enqueued, if it is one of several ranks: before calls that may wait for the device under a lock of the
+    /// driver (they allocate, free, or load kernels), since another rank may need that lock to launch what the device waits for.
+    pub(crate) fn settle_rank(&self) -> Result<()> {
+        if self.is_rank() { self.stream.wait("the steps before").map_err(|e| self.faults.name(e)) } else { Ok(()) }
+    }
+
+    /// Where reads arrive.
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
     }
 
     /// Names late errors.
@@ -309,6 +344,7 @@ impl Backend for Cuda {
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
+        self.settle_rank()?;
         Buf::alloc(&self.context, &self.stream, label, bytes)
     }
 

@@ -8,6 +8,7 @@ use selkie_core::{Error, Result, tensor::DType};
 use crate::{
     cache,
     driver::{Context, Event, Stream},
+    group::Seat,
     launch::{Address, Gemm},
     memory::Buf,
 };
@@ -32,7 +33,7 @@ fn device(call: &str, e: result::CublasError) -> Error {
 
 /// The properties that decide an algorithm. Row counts above 64 share one with the next power of two.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Key {
+pub(crate) struct Key {
     mnk: [usize; 3],
     strides: [usize; 3],
     f32_out: bool,
@@ -109,21 +110,31 @@ impl Blas {
         self.chosen.borrow().contains_key(&Key::of(g))
     }
 
-    /// Chooses the algorithm of a product: from disk, or by running the library's candidates. `out` receives garbage
-    /// unless the product overwrites it, so a fresh buffer is used. Never within a capture.
-    pub fn choose(&self, context: &Rc<Context>, stream: &Stream, g: &Gemm) -> Result<()> {
+    /// Chooses the algorithm of a product, on several ranks the one that rank 0 chooses. Never within a capture.
+    pub fn choose(&self, context: &Rc<Context>, stream: &Stream, g: &Gemm, seat: Option<&Seat>) -> Result<()> {
         let key = Key::of(g);
         if self.chosen.borrow().contains_key(&key) {
             return Ok(());
         }
-        let file = self.file(&key);
+        let choose = || self.choice(context, stream, g, &key);
+        let algo = match seat {
+            Some(seat) => seat.algorithm(&key, choose)?,
+            None => choose()?,
+        };
+        self.chosen.borrow_mut().insert(key, algo);
+        Ok(())
+    }
+
+    /// From disk, or by running the library's candidates. `out` would receive garbage unless the product overwrites it, so
+    /// a fresh buffer is used.
+    fn choice(&self, context: &Rc<Context>, stream: &Stream, g: &Gemm, key: &Key) -> Result<sys::cublasLtMatmulAlgo_t> {
+        let file = self.file(key);
         let problem = Problem::new(g)?;
         let stored = file.as_ref().and_then(|f| std::fs::read(f).ok()).and_then(|b| parse(&b));
         if let Some(algo) = stored
             && self.check(&problem, &algo)
         {
-            self.chosen.borrow_mut().insert(key, algo);
-            return Ok(());
+            return Ok(algo);
         }
         let bytes = (g.mnk[0] * g.strides[2].max(g.mnk[1]) * g.out.bytes()) as u64;
         let out = Buf::alloc(context, stream, "measuring a matrix product", bytes)?;
@@ -159,8 +170,7 @@ impl Blas {
             let bytes: Vec<u8> = algo.data.iter().flat_map(|w| w.to_le_bytes()).collect();
             cache::replace(&file, &[MAGIC, &cache::hash(&[&bytes]).to_le_bytes(), &bytes]);
         }
-        self.chosen.borrow_mut().insert(key, algo);
-        Ok(())
+        Ok(algo)
     }
 
     /// Runs a product whose algorithm is known.

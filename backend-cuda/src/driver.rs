@@ -50,6 +50,19 @@ impl Context {
         Ok(context)
     }
 
+    /// The primary context of another device, retained and not current.
+    pub(crate) fn other(ordinal: usize) -> Result<Retained> {
+        let device = named("cuDeviceGet", result::device::get(ordinal as i32))?;
+        // SAFETY: `device` is valid; released once, in `drop`.
+        let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
+        Ok(Retained { device, raw })
+    }
+
+    /// The driver's number of the device.
+    pub(crate) fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
     /// Retains it once more, for an owner that may live on another thread.
     pub fn retain(&self) -> Result<Retained> {
         // SAFETY: `device` is valid; released once, in `drop`.
@@ -90,6 +103,16 @@ unsafe impl Send for Retained {}
 unsafe impl Sync for Retained {}
 
 impl Retained {
+    /// The driver's number of the device.
+    pub(crate) fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
+    /// The handle.
+    pub(crate) fn raw(&self) -> sys::CUcontext {
+        self.raw
+    }
+
     /// Makes it current on this thread.
     pub fn enter(&self) -> Result<()> {
         // SAFETY: the context is retained.
@@ -278,6 +301,12 @@ impl Graph {
         let _ = unsafe { result::graph::destroy(graph) };
         named("cuGraphInstantiate", made)?;
         Ok(Self { exec })
+    }
+
+    /// Does what the first launch would do beforehand.
+    pub fn upload(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: both handles are alive.
+        named("cuGraphUpload", unsafe { sys::cuGraphUpload(self.exec, stream.raw) }.result())
     }
 
     /// Enqueues the graph.

@@ -15,6 +15,7 @@ mod compiler;
 mod copies;
 mod driver;
 mod faults;
+mod group;
 mod host;
 pub mod launch;
 mod memory;
@@ -24,5 +25,6 @@ mod record;
 pub mod spec;
 
 pub use backend::{Cuda, Options, devices};
+pub use group::{Place, ranks};
 pub use memory::{Buf, Read};
 pub use record::{Rec, Tape};

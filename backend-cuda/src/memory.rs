@@ -1,18 +1,20 @@
 //! Device memory, the staging ring for writes, and reads in flight.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::Cell,
     future::Future,
     pin::Pin,
     rc::Rc,
+    sync::{Arc, Mutex, PoisonError},
     task::{Context as Wake, Poll},
 };
 
 use cudarc::driver::{result, sys};
-use selkie_core::{Error, Result, backend::Handle};
+use selkie_core::{Error, Result, backend::Handle, ranks::Arriving};
 
 use crate::{
-    driver::{Context, Event, Stream, memory, named},
+    backend::Cuda,
+    driver::{Context, Event, Retained, Stream, memory, named},
     faults::Faults,
     launch::Address,
 };
@@ -171,13 +173,77 @@ impl Ring {
 }
 
 /// Pinned buffers of finished reads, used again.
-pub type Pool = Rc<RefCell<Vec<Landing>>>;
+pub type Pool = Arc<Mutex<Vec<Landing>>>;
 
 /// Where a read arrives.
 #[derive(Debug)]
 pub struct Landing {
     memory: Pinned,
     done: Event,
+}
+
+// SAFETY: the driver's handles and its memory are those of the process, and its calls may come from any thread.
+unsafe impl Send for Landing {}
+
+impl Landing {
+    /// One of the pool, or a new one, that `bytes` bytes of a device address arrive in.
+    fn enqueue(pool: &Pool, stream: &Stream, from: u64, bytes: usize) -> Result<Self> {
+        let kept = {
+            let mut free = pool.lock().unwrap_or_else(PoisonError::into_inner);
+            free.iter().position(|l| l.memory.bytes >= bytes).map(|i| free.swap_remove(i))
+        };
+        let landing = match kept {
+            Some(l) => l,
+            None => Self { memory: Pinned::new(bytes.max(4096).next_power_of_two(), false)?, done: Event::new(false)? },
+        };
+        // SAFETY: the landing's owner keeps it until the event is reached.
+        unsafe {
+            let to = std::slice::from_raw_parts_mut(landing.memory.at, bytes);
+            named("read", result::memcpy_dtoh_async(to, from, stream.raw))?;
+        }
+        landing.done.record(stream)?;
+        Ok(landing)
+    }
+
+    /// The bytes, once the event is reached.
+    fn take(self, bytes: usize, pool: &Pool) -> Vec<u8> {
+        // SAFETY: the copy is done.
+        let data = unsafe { std::slice::from_raw_parts(self.memory.at, bytes) }.to_vec();
+        // Large landings are rare and would pin much memory.
+        if self.memory.bytes <= 16 << 20 {
+            pool.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+        }
+        data
+    }
+}
+
+/// A read in flight that another thread waits for.
+struct FromRank {
+    landing: Option<Landing>,
+    bytes: usize,
+    pool: Pool,
+    context: Retained,
+}
+
+impl Arriving for FromRank {
+    fn take(&mut self) -> Option<Result<Vec<u8>>> {
+        let landing = self.landing.as_ref().expect("a read is taken once");
+        match landing.done.is_reached("a step run before this read") {
+            Ok(false) => None,
+            Ok(true) => Some(self.landing.take().map(|l| Ok(l.take(self.bytes, &self.pool))).expect("there until now")),
+            Err(e) => Some(Err(e)),
+        }
+    }
+}
+
+impl Drop for FromRank {
+    fn drop(&mut self) {
+        if let Some(landing) = &self.landing {
+            // The copy may still be writing to the landing, which is freed in its context.
+            let _ = self.context.enter();
+            let _ = landing.done.wait("a dropped read");
+        }
+    }
 }
 
 /// A read in flight. Polling waits for it: the engine's thread has nothing else to do.
@@ -195,23 +261,19 @@ impl Read {
     }
 
     fn enqueue(pool: &Pool, stream: &Stream, from: u64, bytes: usize) -> Result<(Landing, usize, Pool)> {
-        let kept = {
-            let mut free = pool.borrow_mut();
-            free.iter().position(|l| l.memory.bytes >= bytes).map(|i| free.swap_remove(i))
-        };
-        let landing = match kept {
-            Some(l) => l,
-            None => {
-                Landing { memory: Pinned::new(bytes.max(4096).next_power_of_two(), false)?, done: Event::new(false)? }
-            }
-        };
-        // SAFETY: the landing is owned by this read until the event is reached.
-        unsafe {
-            let to = std::slice::from_raw_parts_mut(landing.memory.at, bytes);
-            named("read", result::memcpy_dtoh_async(to, from, stream.raw))?;
+        Ok((Landing::enqueue(pool, stream, from, bytes)?, bytes, pool.clone()))
+    }
+
+    /// The same for another thread to wait for.
+    pub(crate) fn start_for_any(cuda: &Cuda, from: u64, bytes: usize) -> Result<Box<dyn Arriving>> {
+        let pool = cuda.pool().clone();
+        let context = cuda.context.retain()?;
+        let fits = |l: &Landing| l.memory.bytes >= bytes;
+        if !pool.lock().unwrap_or_else(PoisonError::into_inner).iter().any(fits) {
+            cuda.settle_rank()?;
         }
-        landing.done.record(stream)?;
-        Ok((landing, bytes, pool.clone()))
+        let landing = Some(Landing::enqueue(&pool, &cuda.stream, from, bytes).map_err(|e| cuda.faults().name(e))?);
+        Ok(Box::new(FromRank { landing, bytes, pool, context }))
     }
 }
 
@@ -222,13 +284,7 @@ impl Future for Read {
         let state = self.state.take().expect("a read is awaited once");
         Poll::Ready(state.and_then(|(landing, bytes, pool)| {
             landing.done.wait("a step run before this read").map_err(|e| self.faults.name(e))?;
-            // SAFETY: the copy is done.
-            let data = unsafe { std::slice::from_raw_parts(landing.memory.at, bytes) }.to_vec();
-            // Large landings are rare and would pin much memory.
-            if landing.memory.bytes <= 16 << 20 {
-                pool.borrow_mut().push(landing);
-            }
-            Ok(data)
+            Ok(landing.take(bytes, &pool))
         }))
     }
 }

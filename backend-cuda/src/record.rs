@@ -174,6 +174,9 @@ impl Cuda {
     /// Compiles, loads and measures what the work needs, so that running it does neither. Work is requested before.
     pub(crate) fn prepare(&self, steps: Steps) -> Result<Vec<(&'static str, Ready)>> {
         let before = self.compiler.borrow().totals();
+        if steps.iter().any(|(_, work)| self.loaded(work).is_none()) {
+            self.settle_rank()?;
+        }
         let mut times = Times::default();
         // Products are measured while kernels are compiled.
         for (_, work) in &steps {
@@ -229,7 +232,12 @@ impl Cuda {
         keep.dedup_by_key(|b| b.id());
         let mut after_kernel = false;
         let all = || list.iter().try_for_each(|(op, r)| self.enqueue_captured(op, r, &mut after_kernel));
+        self.settle_rank()?;
         let graph = Graph::capture(&self.stream, all)?;
+        if self.is_rank() {
+            graph.upload(&self.stream)?;
+            self.settle_rank()?;
+        }
         let kernels = list.into_iter().filter_map(|(_, r)| match r {
             Ready::Kernel(k, _) => Some(k),
             Ready::Gemm(_) => None,

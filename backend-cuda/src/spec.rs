@@ -15,9 +15,10 @@ use crate::arguments::{self, Arguments, Parameter};
 /// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// Headers that some kernels include.
-const HEADERS: [(&str, &str); 3] = [
+const HEADERS: [(&str, &str); 4] = [
     ("codes.cuh", selkie_kernels::text("codes.cuh")),
     ("prologue_epilogue.cuh", selkie_kernels::text("prologue_epilogue.cuh")),
+    ("ranks.cuh", selkie_kernels::text("ranks.cuh")),
     ("wgmma.cuh", selkie_kernels::text("wgmma.cuh")),
 ];
 
@@ -99,6 +100,8 @@ impl File {
 kernels! {
     Activation "activation" Early Activation,
     Adjust "adjust" Early Adjust,
+    AllGather "all_gather" Early Exchange,
+    AllReduce "all_reduce" Early Exchange,
     Attention "attention" Early Attention,
     AttentionCombine "attention_combine" Early AttentionCombine,
     AttentionDecode "attention_decode" Early AttentionDecode,
@@ -132,6 +135,7 @@ kernels! {
     MatmulPlain "matmul_plain" Early MatmulPlain,
     MatmulSkinny "matmul_skinny" Early MatmulSkinny,
     MatmulSkinnyBulk "matmul_skinny_bulk" Late FusedProduct,
+    RankNorm "rank_norm" Early RankNorm,
     RmsNorm "rms_norm" Early RmsNorm,
     RopeKv "rope_kv" Early RopeKv,
     Route "route" Early Route,

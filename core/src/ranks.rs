@@ -1,8 +1,8 @@
-//! Several ranks as one backend: tensor parallelism on the CPU.
+//! Several ranks as one backend: tensor parallelism within a process.
 //!
 //! The engine records a step once. Its tensors have the sizes of one rank's share, and every rank has a buffer for each handle.
-//! A rank is a CPU backend in a thread of its own, with its own team of helpers; it receives, in order, allocations, writes, steps and
-//! reads, and decides nothing. Ranks meet in three ops only: [`AllReduce`](crate::ops::AllReduce),
+//! A rank is a backend in a thread of its own, a CUDA device or the CPU with a team of helpers; it receives, in order, allocations,
+//! writes, steps and reads, and decides nothing. Ranks meet in three ops only: [`AllReduce`](crate::ops::AllReduce),
 //! [`AllGather`](crate::ops::AllGather) and [`RankNorm`](crate::ops::RankNorm).
 //!
 //! What is not a share (activations of the stream, logits, sampled ids) is computed by every rank, with equal bits, and read from
@@ -11,24 +11,26 @@
 use std::{
     cell::Cell,
     collections::HashMap,
-    future::{Ready, ready},
+    future::Future,
     panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
     rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel},
     },
+    task::{Context, Poll},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::{
     backend::{Backend, Caps, Handle, Ops},
-    cpu::{self, CpuBackend, DEADLINE, Member, par},
+    cpu::{CpuBackend, DEADLINE, Member, par},
     error::{Error, Result},
     format::Products,
-    ops::{Op, Rebind},
+    ops::{Feature, Op, Rebind},
     saved::{Reads, Room, Saving},
     source::Bytes,
     survive::panic_text,
@@ -39,14 +41,68 @@ use crate::{
 /// Most ranks of a backend.
 pub const MOST_RANKS: usize = 64;
 
-/// The CPU as ranks that share the weights of a model.
+/// Bytes of large writes that may wait for a rank: reading files is faster than some devices.
+const WRITES_IN_FLIGHT: u64 = 256 << 20;
+
+/// A device that can be one of several ranks. It is opened, used and dropped on the rank's thread.
+pub trait RankDevice: Timer {
+    /// What opens one.
+    type Place: Send + 'static;
+
+    /// Opens the device of a rank. All ranks open theirs concurrently and may wait for one another, as long as
+    /// [`Member::check`] lets them.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn open_rank(place: Self::Place, member: Member) -> Result<Self>;
+
+    /// Whether ranks of such devices have kernels for it, as [`Backend::has`].
+    fn ranks_have(feature: Feature) -> bool;
+
+    /// Waits for everything that runs, if freeing memory under a step might keep other ranks from going on.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Starts a read that another thread waits for.
+    ///
+    /// # Errors
+    /// Those of [`Backend::read`].
+    fn start_read(&self, src: &Tensor<Self::Buf>) -> Result<Box<dyn Arriving>>;
+}
+
+/// Bytes on their way to any thread.
+pub trait Arriving: Send {
+    /// The bytes if they have arrived, once; an error of the device.
+    fn take(&mut self) -> Option<Result<Vec<u8>>>;
+}
+
+impl Arriving for Option<Vec<u8>> {
+    fn take(&mut self) -> Option<Result<Vec<u8>>> {
+        self.take().map(Ok)
+    }
+}
+
+/// Ranks that share the weights of a model.
 pub struct Ranks {
     caps: Caps,
     links: Rc<Links>,
-    /// Asked for free memory; it computes nothing.
-    host: CpuBackend,
-    free_at_start: Option<u64>,
+    memory: Memory,
+    features: fn(Feature) -> bool,
     next: Cell<u64>,
+    /// Bytes of large writes since the ranks were last waited for.
+    unconfirmed: Cell<u64>,
+}
+
+/// Where ranks allocate.
+enum Memory {
+    /// All in the host's, of which so much was free at the start. The backend is asked for free memory and computes nothing.
+    Host(CpuBackend, Option<u64>),
+    /// Each in its own device's.
+    Devices,
 }
 
 /// A counted handle to bytes of the same size on every rank.
@@ -68,14 +124,37 @@ pub struct Tape {
     _ops: Vec<Op<Buf>>,
 }
 
-/// What a rank is told, in the order of the calls. Buffers and tapes go by numbers.
+/// A read of one rank: polling waits for it, since the engine's thread has nothing else to do.
+pub struct Reading {
+    state: Option<Result<Receiver<Box<dyn Arriving>>>>,
+    rank: usize,
+    links: Rc<Links>,
+}
+
+/// What a rank is told, in the order of the calls. Buffers and tapes go by numbers. Answers go to `to`.
 #[derive(Clone)]
 enum Command {
     Alloc {
         id: u64,
         label: Arc<str>,
         bytes: u64,
+        to: SyncSender<Result<()>>,
     },
+    Fill {
+        tensor: Tensor<u64>,
+        seed: u32,
+        half: f32,
+        to: SyncSender<bool>,
+    },
+    FreeMemory(SyncSender<Option<u64>>),
+    Scratch {
+        op: Box<Op<u64>>,
+        to: SyncSender<u64>,
+    },
+    Reserve(u64),
+    /// Answered when everything before it is done, as far as the host does it.
+    Confirm(SyncSender<()>),
+    Expect(Arc<[Op<u64>]>),
     Write {
         id: u64,
         at: u64,
@@ -91,7 +170,7 @@ enum Command {
     Play(u64),
     Read {
         from: Tensor<u64>,
-        to: SyncSender<Vec<u8>>,
+        to: SyncSender<Box<dyn Arriving>>,
     },
     Flush,
 }
@@ -103,7 +182,11 @@ struct Links {
     deadline: Duration,
     /// Bytes that are allocated on each rank.
     allocated: Cell<u64>,
+    threads: Vec<thread::JoinHandle<()>>,
 }
+
+/// A rank's thread, and what its device is, once it is open.
+type Started = (thread::JoinHandle<()>, Receiver<Result<Caps>>);
 
 struct Link {
     commands: Sender<Command>,
@@ -112,7 +195,7 @@ struct Link {
 }
 
 impl Ranks {
-    /// `ranks` ranks, which divide the threads of the process' pool.
+    /// `ranks` ranks of the CPU, which divide the threads of the process' pool.
     ///
     /// # Errors
     /// [`Error::BadRequest`] for no rank or more than [`MOST_RANKS`]; [`Error::Device`] if the system gives no thread.
@@ -121,19 +204,52 @@ impl Ranks {
     }
 
     fn with_deadline(ranks: usize, products: Products, deadline: Duration) -> Result<Self> {
+        let host = CpuBackend::with(products);
+        let free_at_start = host.free_memory();
+        let threads = (par::threads() / ranks.max(1)).max(1);
+        let opened = Self::start::<CpuBackend>(vec![(products, threads); ranks], deadline)?;
+        Ok(Self { memory: Memory::Host(host, free_at_start), ..opened })
+    }
+
+    /// A rank on each of some devices, which have memory of their own.
+    ///
+    /// # Errors
+    /// As [`Ranks::open`]; those of the devices.
+    pub fn on<D: RankDevice>(places: Vec<D::Place>) -> Result<Self> {
+        Self::start::<D>(places, DEADLINE)
+    }
+
+    fn start<D: RankDevice>(places: Vec<D::Place>, deadline: Duration) -> Result<Self> {
+        let ranks = places.len();
         if ranks == 0 || ranks > MOST_RANKS {
             return Err(Error::BadRequest(format!("{ranks} ranks; 1 to {MOST_RANKS} are possible")));
         }
-        let host = CpuBackend::with(products);
-        let threads = (par::threads() / ranks).max(1);
         let members = Member::group(ranks, deadline);
         let member = members[0].clone();
-        let links: Result<Vec<Link>> = members.into_iter().map(|m| start(m, products, threads)).collect();
-        let links = Links { ranks: links?, member, deadline, allocated: Cell::new(0) };
-        let device = format!("{}, {ranks} rank{}", host.caps().device, if ranks == 1 { "" } else { "s" });
-        let caps = Caps { device, ranks, ..host.caps().clone() };
-        let free_at_start = host.free_memory();
-        Ok(Self { caps, links: Rc::new(links), host, free_at_start, next: Cell::new(0) })
+        let started: Result<Vec<_>> = members.into_iter().zip(places).map(|(m, place)| start::<D>(m, place)).collect();
+        let (links, started): (Vec<Link>, Vec<Started>) = started?.into_iter().unzip();
+        let (threads, opened): (Vec<_>, Vec<_>) = started.into_iter().unzip();
+        let links = Links { ranks: links, member, deadline, allocated: Cell::new(0), threads };
+        let caps: Result<Vec<Caps>> =
+            opened.iter().map(|caps| caps.recv().unwrap_or_else(|_| Err(links.ended()))).collect();
+        let first = caps?.swap_remove(0);
+        let device = format!("{}, {ranks} rank{}", first.device, if ranks == 1 { "" } else { "s" });
+        Ok(Self {
+            caps: Caps { device, ranks, ..first },
+            links: Rc::new(links),
+            memory: Memory::Devices,
+            features: D::ranks_have,
+            next: Cell::new(0),
+            unconfirmed: Cell::new(0),
+        })
+    }
+
+    /// What one rank has of a tensor, for tests; [`Backend::read`] reads rank 0's.
+    ///
+    /// # Errors
+    /// Those of [`Backend::read`].
+    pub fn read_on(&self, rank: usize, src: &Tensor<Buf>) -> Result<Vec<u8>> {
+        self.links.read(rank, src.rebind(&mut |buf| buf.0.id)).wait()
     }
 
     fn handle(&self, bytes: u64) -> Buf {
@@ -148,18 +264,55 @@ impl Ranks {
             return Err(Error::Device { op: "write".into(), why });
         }
         let command = Command::Write { id: dst.0.id, at, bytes: bytes.to_vec().into() };
-        self.links.tell(ranks, &command)
+        self.links.tell(ranks, &command)?;
+        // The integers of a step are few.
+        if bytes.len() > 1 << 20 {
+            self.unconfirmed.update(|sent| sent + bytes.len() as u64);
+        }
+        if self.unconfirmed.get() > WRITES_IN_FLIGHT {
+            self.links.ask_all(Command::Confirm)?;
+            self.unconfirmed.set(0);
+        }
+        Ok(())
     }
 }
 
-/// Starts a rank.
-fn start(member: Member, products: Products, threads: usize) -> Result<Link> {
+impl RankDevice for CpuBackend {
+    /// Helpers of a rank.
+    type Place = (Products, usize);
+
+    fn open_rank((products, threads): Self::Place, member: Member) -> Result<Self> {
+        par::own_team(threads);
+        Ok(Self::of_rank(products, member))
+    }
+
+    fn ranks_have(_: Feature) -> bool {
+        true
+    }
+
+    fn start_read(&self, src: &Tensor<Self::Buf>) -> Result<Box<dyn Arriving>> {
+        Ok(Box::new(Some(self.read(src).into_inner()?)))
+    }
+}
+
+/// Starts a rank, which says what its device is.
+fn start<D: RankDevice>(member: Member, place: D::Place) -> Result<(Link, Started)> {
     let (commands, told) = channel();
+    let (opened, caps) = sync_channel(1);
     let done = Arc::new(AtomicU64::new(0));
     let (name, counter) = (format!("rank {}", member.rank()), done.clone());
     let life = move || {
-        par::own_team(threads);
-        let work = || Rank::new(member.clone(), products, counter).follow(&told);
+        let work = || match D::open_rank(place, member.clone()) {
+            Ok(device) => {
+                let _ = opened.send(Ok(device.caps().clone()));
+                Rank::new(device, counter).follow(&told)
+            }
+            Err(e) => {
+                member.fail(e.to_string());
+                let _ = opened.send(Err(e));
+                Ok(())
+            }
+        };
         match catch_unwind(AssertUnwindSafe(work)) {
             Ok(Ok(())) => {}
             Ok(Err(e)) => member.fail(e.to_string()),
@@ -167,8 +320,21 @@ fn start(member: Member, products: Products, threads: usize) -> Result<Link> {
         }
     };
     let started = thread::Builder::new().name(name.clone()).spawn(life);
-    started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })?;
-    Ok(Link { commands, done })
+    let thread = started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })?;
+    Ok((Link { commands, done }, (thread, caps)))
+}
+
+impl Drop for Links {
+    /// Ends the ranks and waits for them, since a driver faults if a device is closed while the process exits; not for ranks
+    /// that another one has left alone.
+    fn drop(&mut self) {
+        self.ranks.clear();
+        if self.member.check().is_ok() {
+            for thread in self.threads.drain(..) {
+                let _ = thread.join();
+            }
+        }
+    }
 }
 
 impl Links {
@@ -184,24 +350,41 @@ impl Links {
         self.tell(&self.ranks, command)
     }
 
-    /// The bytes of a tensor on one rank, after everything that it was told before.
-    fn read(&self, rank: usize, from: Tensor<u64>) -> Result<Vec<u8>> {
-        let (to, answer) = sync_channel(1);
+    /// Asks every rank and waits for the answers, in the order of ranks.
+    fn ask_all<T>(&self, command: impl Fn(SyncSender<T>) -> Command) -> Result<Vec<T>> {
+        let mut answers = Vec::with_capacity(self.ranks.len());
+        for rank in &self.ranks {
+            let (to, answer) = sync_channel(1);
+            self.tell(std::slice::from_ref(rank), &command(to))?;
+            answers.push(answer);
+        }
+        answers.iter().enumerate().map(|(rank, answer)| self.wait(rank, answer)).collect()
+    }
+
+    /// Waits for an answer of a rank for as long as it completes other work.
+    fn wait<T>(&self, rank: usize, answer: &Receiver<T>) -> Result<T> {
         let link = &self.ranks[rank];
-        self.tell(std::slice::from_ref(link), &Command::Read { from, to })?;
         loop {
             let done = link.done.load(Ordering::Relaxed);
             match answer.recv_timeout(self.deadline) {
-                // What the others did since is worth nothing if one of them has failed.
-                Ok(bytes) => return self.member.check().map(|()| bytes),
+                Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
                 Err(RecvTimeoutError::Timeout) if link.done.load(Ordering::Relaxed) != done => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    self.member.fail(format!("rank {rank} completed nothing within {:?}", self.deadline));
-                    return Err(self.ended());
-                }
+                Err(RecvTimeoutError::Timeout) => return Err(self.stuck(rank)),
             }
         }
+    }
+
+    fn stuck(&self, rank: usize) -> Error {
+        self.member.fail(format!("rank {rank} completed nothing within {:?}", self.deadline));
+        self.ended()
+    }
+
+    /// The bytes of a tensor on one rank, after everything that it was told before.
+    fn read(self: &Rc<Self>, rank: usize, from: Tensor<u64>) -> Reading {
+        let (to, answer) = sync_channel(1);
+        let told = self.tell(&self.ranks[rank..=rank], &Command::Read { from, to });
+        Reading { state: Some(told.map(|()| answer)), rank, links: self.clone() }
     }
 
     /// Why a rank takes no more commands.
@@ -211,18 +394,49 @@ impl Links {
     }
 }
 
+impl Reading {
+    fn wait(&mut self) -> Result<Vec<u8>> {
+        let answer = self.state.take().expect("a read is awaited once")?;
+        let mut arriving = self.links.wait(self.rank, &answer)?;
+        let began = Instant::now();
+        let mut polls = 0u32;
+        loop {
+            if let Some(bytes) = arriving.take() {
+                // What the others did since is worth nothing if one of them has failed.
+                return self.links.member.check().and(bytes);
+            }
+            polls = polls.wrapping_add(1);
+            if polls.is_multiple_of(1 << 12) {
+                self.links.member.check()?;
+                if began.elapsed() > self.links.deadline {
+                    return Err(self.links.stuck(self.rank));
+                }
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+impl Future for Reading {
+    type Output = Result<Vec<u8>>;
+
+    fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
+        Poll::Ready(self.wait())
+    }
+}
+
 /// A rank: its backend, and its buffers and tapes by number.
-struct Rank {
-    backend: CpuBackend,
-    bufs: HashMap<u64, cpu::Buf>,
-    tapes: HashMap<u64, cpu::Tape>,
+struct Rank<D: RankDevice> {
+    // Tapes and buffers go before the device.
+    tapes: HashMap<u64, D::Tape>,
+    bufs: HashMap<u64, D::Buf>,
+    device: D,
     done: Arc<AtomicU64>,
 }
 
-impl Rank {
-    fn new(member: Member, products: Products, done: Arc<AtomicU64>) -> Self {
-        let backend = CpuBackend::of_rank(products, member);
-        Self { backend, bufs: HashMap::new(), tapes: HashMap::new(), done }
+impl<D: RankDevice> Rank<D> {
+    fn new(device: D, done: Arc<AtomicU64>) -> Self {
+        Self { tapes: HashMap::new(), bufs: HashMap::new(), device, done }
     }
 
     /// Does what it is told until nobody can tell it any more.
@@ -239,16 +453,34 @@ impl Rank {
     }
 
     fn obey(&mut self, command: Command) -> Result<()> {
+        // Whoever asked may have given up, so nobody need take an answer.
         match command {
-            Command::Alloc { id, label, bytes } => {
-                self.bufs.insert(id, self.backend.alloc(&label, bytes)?);
+            Command::Alloc { id, label, bytes, to } => {
+                let _ = to.send(self.device.alloc(&label, bytes).map(|buf| {
+                    self.bufs.insert(id, buf);
+                }));
             }
-            Command::Write { id, at, bytes } => self.backend.write(&self.bufs[&id], at, &bytes)?,
+            Command::Fill { tensor, seed, half, to } => {
+                let _ = to.send(self.device.fill_random(&self.own_tensor(&tensor), seed, half)?);
+            }
+            Command::FreeMemory(to) => {
+                let _ = to.send(self.device.free_memory());
+            }
+            Command::Scratch { op, to } => {
+                let _ = to.send(self.device.scratch(&self.own(&op)));
+            }
+            Command::Reserve(bytes) => self.device.reserve(bytes)?,
+            Command::Confirm(to) => {
+                let _ = to.send(());
+            }
+            Command::Write { id, at, bytes } => self.device.write(&self.bufs[&id], at, &bytes)?,
             Command::Free(id) => {
+                self.device.settle()?;
                 self.bufs.remove(&id);
                 self.tapes.remove(&id);
             }
-            Command::Run(ops) => self.backend.run(|rec| {
+            Command::Expect(ops) => self.device.expect(|rec| ops.iter().try_for_each(|op| rec.op(self.own(op))))?,
+            Command::Run(ops) => self.device.run(|rec| {
                 ops.iter().try_for_each(|op| {
                     rec.op(self.own(op))?;
                     self.count();
@@ -256,23 +488,25 @@ impl Rank {
                 })
             })?,
             Command::Record { id, ops } => {
-                let tape = self.backend.record(|rec| ops.iter().try_for_each(|op| rec.op(self.own(op))))?;
+                let tape = self.device.record(|rec| ops.iter().try_for_each(|op| rec.op(self.own(op))))?;
                 self.tapes.insert(id, tape);
             }
-            Command::Play(id) => self.backend.play(&self.tapes[&id])?,
+            Command::Play(id) => self.device.play(&self.tapes[&id])?,
             Command::Read { from, to } => {
-                let bytes = self.backend.read(&from.rebind(&mut |id| self.bufs[id].clone())).into_inner()?;
-                // The reader may have given up.
-                let _ = to.send(bytes);
+                let _ = to.send(self.device.start_read(&self.own_tensor(&from))?);
             }
-            Command::Flush => self.backend.flush()?,
+            Command::Flush => self.device.flush()?,
         }
         Ok(())
     }
 
     /// An op on this rank's buffers.
-    fn own(&self, op: &Op<u64>) -> Op<cpu::Buf> {
+    fn own(&self, op: &Op<u64>) -> Op<D::Buf> {
         op.rebind(&mut |id| self.bufs[id].clone())
+    }
+
+    fn own_tensor(&self, tensor: &Tensor<u64>) -> Tensor<D::Buf> {
+        tensor.rebind(&mut |id| self.bufs[id].clone())
     }
 }
 
@@ -312,26 +546,51 @@ impl Backend for Ranks {
     type Buf = Buf;
     type Rec<'a> = Rec;
     type Tape = Tape;
-    type Read = Ready<Result<Vec<u8>>>;
+    type Read = Reading;
 
     fn caps(&self) -> &Caps {
         &self.caps
     }
 
-    /// Of one rank: what is free, divided by the ranks.
+    /// Of one rank: what is free in the host's memory, divided by the ranks; or the least of all devices.
     fn free_memory(&self) -> Option<u64> {
-        let ranks = self.caps.ranks as u64;
-        let at_start = self.free_at_start?.saturating_sub(self.links.allocated.get().saturating_mul(ranks));
-        Some(self.host.free_memory()?.min(at_start) / ranks)
+        match &self.memory {
+            Memory::Host(host, at_start) => {
+                let ranks = self.caps.ranks as u64;
+                let left = (*at_start)?.saturating_sub(self.links.allocated.get().saturating_mul(ranks));
+                Some(host.free_memory()?.min(left) / ranks)
+            }
+            Memory::Devices => {
+                let free: Option<Vec<u64>> = self.links.ask_all(Command::FreeMemory).ok()?.into_iter().collect();
+                free?.into_iter().min()
+            }
+        }
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
-        if let Some(free) = self.free_memory().filter(|free| bytes > *free) {
+        if let Memory::Host(..) = self.memory
+            && let Some(free) = self.free_memory().filter(|free| bytes > *free)
+        {
             return Err(Error::OutOfMemory { what: label.into(), asked: bytes, free });
         }
-        let buf = self.handle(bytes);
-        self.links.tell_all(&Command::Alloc { id: buf.0.id, label: label.into(), bytes })?;
+        let (buf, label) = (self.handle(bytes), Arc::<str>::from(label));
+        let done = self.links.ask_all(|to| Command::Alloc { id: buf.0.id, label: label.clone(), bytes, to })?;
+        done.into_iter().collect::<Result<()>>()?;
         Ok(buf)
+    }
+
+    fn has(&self, feature: Feature) -> bool {
+        (self.features)(feature)
+    }
+
+    /// The same values on every rank, also where each has a share: good enough for benches.
+    fn fill_random(&self, t: &Tensor<Buf>, seed: u32, half: f32) -> Result<bool> {
+        let tensor = t.rebind(&mut |buf: &Buf| buf.0.id);
+        Ok(self
+            .links
+            .ask_all(|to| Command::Fill { tensor: tensor.clone(), seed, half, to })?
+            .into_iter()
+            .all(|filled| filled))
     }
 
     /// Ranks hold their shares, which lie scattered in the file.
@@ -347,12 +606,21 @@ impl Backend for Ranks {
         self.write_to(&self.links.ranks[rank..=rank], dst, at, bytes)
     }
 
-    fn scratch(&self, _: &Op<Buf>) -> u64 {
-        0
+    fn scratch(&self, op: &Op<Buf>) -> u64 {
+        let op = Box::new(op.rebind(&mut |buf| buf.0.id));
+        // An error comes again with the next command.
+        let all = self.links.ask_all(|to| Command::Scratch { op: op.clone(), to }).unwrap_or_default();
+        all.into_iter().max().unwrap_or(0)
     }
 
-    fn reserve(&self, _: u64) -> Result<()> {
-        Ok(())
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        self.links.tell_all(&Command::Reserve(bytes))
+    }
+
+    fn expect(&self, step: impl FnOnce(&mut Rec) -> Result<()>) -> Result<()> {
+        let mut rec = Rec(Vec::new());
+        step(&mut rec)?;
+        self.links.tell_all(&Command::Expect(rec.by_number()))
     }
 
     fn run(&self, f: impl FnOnce(&mut Rec) -> Result<()>) -> Result<()> {
@@ -375,13 +643,13 @@ impl Backend for Ranks {
 
     /// Reads from rank 0. The engine reads only values that are equal on all ranks.
     fn read(&self, src: &Tensor<Buf>) -> Self::Read {
-        ready(self.links.read(0, src.rebind(&mut |buf| buf.0.id)))
+        self.links.read(0, src.rebind(&mut |buf| buf.0.id))
     }
 
     /// The shares of all ranks, one rank after the other.
     fn save(&self, pools: &[Tensor<Buf>], row: usize, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
         let share = |(rank, pool): (usize, &Tensor<Buf>)| {
-            ready(self.links.read(rank, pool.slice_rows(row, 1).rebind(&mut |buf| buf.0.id)))
+            self.links.read(rank, pool.slice_rows(row, 1).rebind(&mut |buf| buf.0.id))
         };
         let all = (0..self.caps.ranks).flat_map(|rank| pools.iter().map(move |pool| (rank, pool)));
         Ok(Box::new(Reads::new(all.map(share), room)))

@@ -17,7 +17,7 @@ fn fill(b: &Ranks, x: &Tensor<Buf>, value: impl Fn(usize, usize) -> f32) {
 }
 
 fn values(b: &Ranks, rank: usize, x: &Tensor<Buf>) -> Result<Vec<f32>> {
-    Ok(DType::F32.to_f32(&b.links.read(rank, x.rebind(&mut |buf| buf.0.id))?))
+    Ok(DType::F32.to_f32(&b.read_on(rank, x)?))
 }
 
 #[test]

@@ -279,9 +279,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     async fn new_matrix(&mut self, k: usize, shares: &[Vec<Part>]) -> Result<Weight<B::Buf>> {
         let parts = &shares[0];
         let n = parts.last().map_or(0, |p| p.col + p.rows.len());
-        if shares.len() == 1
-            && let Some(w) = self.random_matrix(n, k, &parts[0].name)?
-        {
+        if let Some(w) = self.random_matrix(n, k, &parts[0].name)? {
             return Ok(w);
         }
         if !self.backend.adopts() {

@@ -45,8 +45,12 @@ pub struct BackendArgs {
     /// Precision of stored recurrent states; bf16 takes half the memory and time (CUDA only)
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
     pub state_dtype: StateType,
+    /// CUDA devices by number, such as 0,1: several share the model, each with a part of its weights and states; they have to be
+    /// of one host and reach one another's memory. One alone is the device to use
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub gpus: Vec<usize>,
     /// Divide the model over N ranks of the CPU, threads that hold a share of it each; for testing how models are divided, it is
-    /// not faster (needs --backend cpu; not built yet for GPUs)
+    /// not faster (needs --backend cpu; for GPUs see --gpus)
     #[arg(long, value_name = "N", default_value = "1", value_parser = one_to(MOST_RANKS))]
     pub ranks: usize,
     /// Products with quantised weights; exact ones take activations as they are
@@ -73,6 +77,11 @@ impl From<ProductsArg> for Products {
 }
 
 impl BackendArgs {
+    /// Whether several ranks share the model.
+    pub fn divided(&self) -> bool {
+        self.ranks > 1 || self.gpus.len() > 1
+    }
+
     /// What they mean.
     ///
     /// # Errors
@@ -80,6 +89,7 @@ impl BackendArgs {
     pub fn place(&self) -> Outcome<Place> {
         let (bf16_state, adapter) = (self.state_dtype == StateType::Bf16, self.adapter.clone());
         let device = match self.name {
+            BackendName::Auto if !self.gpus.is_empty() => Device::Cuda,
             BackendName::Auto => Device::Auto,
             BackendName::Cuda => Device::Cuda,
             BackendName::Wgpu => Device::Wgpu,
@@ -93,14 +103,18 @@ impl BackendArgs {
                 Err(Failure::Usage("--state-dtype bf16 is for the CUDA backend: the others keep states in f32".into()))
             }
             (device, _) if self.ranks > 1 && device != Device::Cpu => Err(Failure::Usage(
-                "--ranks divides a model over the CPU and is not built yet for GPUs: add --backend cpu".into(),
+                "--ranks divides a model over the CPU: add --backend cpu, or name CUDA devices with --gpus 0,1".into(),
             )),
+            (device, _) if !self.gpus.is_empty() && device != Device::Cuda => {
+                Err(Failure::Usage("--gpus names CUDA devices: leave --backend out, or add --backend cuda".into()))
+            }
             _ => Ok(Place {
                 device,
                 adapter,
                 bf16_state,
                 products: self.products.into(),
                 ranks: self.ranks,
+                gpus: self.gpus.clone(),
                 ..Place::default()
             }),
         }

@@ -36,7 +36,7 @@ const HEAVY: f64 = 2e9;
 
 /// Measures and prints.
 pub fn run(args: &BenchOpsArgs) -> Outcome {
-    on!(backend::open(&args.backend.place()?, false)?, b => measure_all(b, args))
+    on!(backend::open(&args.backend.place()?)?, b => measure_all(b, args))
 }
 
 /// The largest rates of a device, in bytes and operations per second.

@@ -74,7 +74,7 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
 /// Runs requests that share no prefix; returns seconds.
 fn misses(args: &BackendArgs, files: &Arc<ModelFiles>, prefix_cache: bool) -> Outcome<f64> {
     let options = EngineOptions { max_batch: MAX_BATCH, prefix_cache, ..EngineOptions::default() };
-    let mut engine = model::load_engine(model::backend(args, files)?, files, &options)?;
+    let mut engine = model::load_engine(model::backend(args)?, files, &options)?;
     let vocab = engine.spec().vocab;
     let mut random = Random(SEED);
     let mut seconds = 0.0;
@@ -96,7 +96,7 @@ fn misses(args: &BackendArgs, files: &Arc<ModelFiles>, prefix_cache: bool) -> Ou
 /// Times to the first token of hits and of the tokens that hits must compute; returns milliseconds of both.
 fn hits(args: &BackendArgs, files: &Arc<ModelFiles>) -> Outcome<(f64, f64)> {
     let options = EngineOptions { max_batch: 1, slots: Some(64), kv_pages: Some(256), ..EngineOptions::default() };
-    let mut engine = model::load_engine(model::backend(args, files)?, files, &options)?;
+    let mut engine = model::load_engine(model::backend(args)?, files, &options)?;
     let vocab = engine.spec().vocab;
     let mut random = Random(SEED);
     let prefix = random.ids(PREFIX, vocab);

@@ -52,7 +52,7 @@ fn scenario(args: &BackendArgs, files: &Arc<ModelFiles>, policy: CapturePolicy) 
     // Memory for everything: the table compares policies without evictions.
     let (slots, kv_pages) = (Some(16), Some(128));
     let options = EngineOptions { max_batch: 1, slots, kv_pages, policy, ..EngineOptions::default() };
-    let mut engine = model::load_engine(model::backend(args, files)?, files, &options)?;
+    let mut engine = model::load_engine(model::backend(args)?, files, &options)?;
     let vocab = engine.spec().vocab;
     let mut random = Random(SEED);
     let (before, after) = (random.ids(BEFORE, vocab), random.ids(AFTER, vocab));

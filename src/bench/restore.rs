@@ -103,7 +103,7 @@ fn measure(args: &BenchPrefixArgs, files: &Arc<ModelFiles>, tokens: usize, place
         tiers: TierOptions { host, disk, rates: Rates::ALWAYS, ..TierOptions::default() },
         ..EngineOptions::default()
     };
-    let mut engine = model::load_engine(model::backend(&args.target.model.backend, files)?, files, &options)?;
+    let mut engine = model::load_engine(model::backend(&args.target.model.backend)?, files, &options)?;
     let vocab = engine.spec().vocab;
     let mut random = Random(SEED);
     let prompts = [random.ids(tokens, vocab), random.ids(tokens, vocab)];

@@ -62,7 +62,7 @@ fn load(args: &BenchSpeculateArgs, files: &Arc<ModelFiles>) -> Outcome<Box<dyn c
         drafts: args.drafts,
         ..EngineOptions::default()
     };
-    model::load_engine(model::backend(&args.target.model.backend, files)?, files, &options)
+    model::load_engine(model::backend(&args.target.model.backend)?, files, &options)
 }
 
 /// The ids of a file, by the demo model's tokenizer if the model has none.

@@ -93,7 +93,7 @@ fn measure(args: &BenchModelArgs, files: &Arc<ModelFiles>) -> Outcome<Facts> {
         kv_pages: Some(batch.saturating_mul((prompt + longest).div_ceil(PAGE))),
         ..EngineOptions::default()
     };
-    let backend = model::backend(&args.target.model.backend, files)?;
+    let backend = model::backend(&args.target.model.backend)?;
     let start = Instant::now();
     let mut engine = model::load_engine(backend, files, &options)?;
     let load = start.elapsed().as_secs_f64();

@@ -241,7 +241,7 @@ impl Script {
 
 impl Traffic<'_> {
     fn run(&self) -> Outcome<Totals> {
-        let backend = model::backend(&self.args.target.model.backend, self.files)?;
+        let backend = model::backend(&self.args.target.model.backend)?;
         let mut options = EngineOptions {
             max_batch: MAX_BATCH,
             prefix_cache: self.policy.is_some(),

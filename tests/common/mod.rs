@@ -1,8 +1,8 @@
 //! Shared by the tests of several backends: a missing device is reported as ignored, never as passed.
 //!
 //! `SELKIE_REQUIRE=cuda,wgpu` turns a missing device of these backends into a failure. A name stands for all its variants
-//! (`wgpu` for `wgpu-plain`, `wgpu-split` and so on) except `wgpu-coop`. That one needs hardware, and is required by
-//! its own name only.
+//! (`wgpu` for `wgpu-plain`, `wgpu-split` and so on) except [`APART`]. Those need hardware that few machines with such a device
+//! have, and are required by their own names only.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -15,10 +15,13 @@ use selkie_core::tensor::DType;
 use selkie_core::{Error, Result};
 use selkie_wgpu::{Options, WgpuBackend};
 
+/// Variants that need more than the device.
+pub const APART: [&str; 3] = ["wgpu-coop", "cuda-2-ranks", "cuda-f32-2-ranks"];
+
 /// Whether `list`, the value of `SELKIE_REQUIRE`, names this backend or the backend of which it is a variant.
 pub fn required(list: &str, backend: &str) -> bool {
     let family = backend.split('-').next().expect("a first part");
-    list.split(',').map(str::trim).any(|name| name == backend || (name == family && backend != "wgpu-coop"))
+    list.split(',').map(str::trim).any(|name| name == backend || (name == family && !APART.contains(&backend)))
 }
 
 /// Stands for all tests of a backend that has no device here.

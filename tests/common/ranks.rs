@@ -1,11 +1,12 @@
-//! Models on several ranks of the CPU: every reference folder whose sizes divide, in whole and in uneven steps, and what is refused.
+//! Models on several ranks, of the CPU and of two CUDA devices: every reference folder whose sizes divide, in whole and in uneven steps, and what is refused.
 
 use std::path::{Path, PathBuf};
 
 use libtest_mimic::{Failed, Trial};
 use selkie_core::{Result, format::Products, ranks::Ranks};
+use selkie_cuda::Options;
 
-use crate::{CPU, check, common, golden::folders, load, sessions};
+use crate::{CPU, CUDA, Tolerance, check, common, golden::folders, lacks, load, sessions};
 
 /// Folder, ranks and the reason of each refusal.
 const REFUSED: &[(&str, usize, &str)] = &[
@@ -41,17 +42,27 @@ fn open<const RANKS: usize>() -> Result<Ranks> {
 
 /// Models on one rank, which is the way of several without others, and on two and four.
 pub fn trials() -> Vec<Trial> {
-    let mut trials = on::<1>("cpu-1-rank", |dir| dir.ends_with("granitemoehybrid"));
-    trials.extend(on::<2>("cpu-2-ranks", |_| true));
-    trials.extend(on::<4>("cpu-4-ranks", |_| true));
+    let mut trials = on("cpu-1-rank", 1, open::<1>, CPU, |dir| dir.ends_with("granitemoehybrid"));
+    trials.extend(on("cpu-2-ranks", 2, open::<2>, CPU, |_| true));
+    trials.extend(on("cpu-4-ranks", 4, open::<4>, CPU, |_| true));
     trials.extend(sessions::on("cpu-2-ranks", open::<2>));
+    let f32 = || selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() });
+    trials.extend(on("cuda-f32-2-ranks", 2, f32, CUDA, |_| true));
+    trials.extend(sessions::on("cuda-f32-2-ranks", f32));
     trials
 }
 
-fn on<const RANKS: usize>(name: &'static str, which: fn(&Path) -> bool) -> Vec<Trial> {
+fn on(
+    name: &'static str,
+    ranks: usize,
+    open: fn() -> Result<Ranks>,
+    tolerance: Tolerance,
+    which: fn(&Path) -> bool,
+) -> Vec<Trial> {
     let test = |dir: PathBuf| {
         let folder = dir.file_name().expect("a folder").to_string_lossy().into_owned();
-        let refusal = REFUSED.iter().find(|(refused, ranks, _)| *refused == folder && *ranks == RANKS);
+        let refusal = REFUSED.iter().find(|(refused, of, _)| *refused == folder && *of == ranks);
+        let lacks = refusal.is_none() && lacks(name, open, &dir);
         CUTS[..if refusal.is_some() { 1 } else { 2 }]
             .iter()
             .map(|&(label, steps)| {
@@ -59,16 +70,16 @@ fn on<const RANKS: usize>(name: &'static str, which: fn(&Path) -> bool) -> Vec<T
                 let run = move |backend: &Ranks| match refusal {
                     Some((.., why)) => refused(backend, &dir, why),
                     None => {
-                        let found = pollster::block_on(check(backend, &dir, CPU, 2, steps))?;
+                        let found = pollster::block_on(check(backend, &dir, tolerance, 2, steps))?;
                         eprintln!("{id}: {found}");
                         Ok(())
                     }
                 };
-                (format!("{folder}{label}"), false, run)
+                (format!("{folder}{label}"), lacks, run)
             })
             .collect::<Vec<_>>()
     };
-    common::on(name, open::<RANKS>, folders().into_iter().filter(|dir| which(dir)).flat_map(test))
+    common::on(name, open, folders().into_iter().filter(|dir| which(dir)).flat_map(test))
 }
 
 fn refused(backend: &Ranks, dir: &Path, why: &str) -> Result<(), Failed> {

@@ -198,7 +198,7 @@ mod tests {
     #[test]
     fn large_matrices_are_decoded_in_parts() {
         let w = Matrix { at: 1 << 40, stride: 0, dtype: DType::U8, format: Format::Q4K, rows: 131_072, col: 7 };
-        let parts = decoded(&w, 4096, DType::Bf16, &Arena { scratch: 1 << 50, tickets: 0 });
+        let parts = decoded(&w, 4096, DType::Bf16, &Arena { scratch: 1 << 50, ..Arena::default() });
         let cut: Vec<(usize, usize)> = parts.iter().map(|(_, m)| (m.col, m.rows)).collect();
         assert_eq!(cut, [(7, 32_768), (32_775, 32_768), (65_543, 32_768), (98_311, 32_768)]);
         assert_eq!(decoded_bytes(131_072, 4096, DType::Bf16), 256 << 20);

@@ -10,13 +10,14 @@ mod gemv;
 mod grouped;
 mod pick;
 mod pointwise;
+pub(crate) mod ranks;
 mod sequence;
 mod skinny;
 mod state;
 
 use selkie_core::{
     Error, Result,
-    ops::{Act, Op},
+    ops::{Act, Feature, Op},
     tensor::{DType, Tensor},
 };
 
@@ -41,6 +42,10 @@ pub struct Device {
     pub blas: bool,
     /// Kernels that take only some shapes may be used.
     pub tuned: bool,
+    /// Which of several ranks it is.
+    pub rank: usize,
+    /// Ranks that share a model.
+    pub ranks: usize,
 }
 
 /// Addresses of the backend's own memory.
@@ -50,6 +55,8 @@ pub struct Arena {
     pub scratch: u64,
     /// A u32 for every multiprocessor, zero between kernels: blocks count on them.
     pub tickets: u64,
+    /// The addresses of all ranks' areas, see `ranks.cuh`.
+    pub areas: u64,
 }
 
 /// Effects of earlier ops of the same step on an op's inputs.
@@ -66,7 +73,16 @@ pub struct Hazards {
 impl Device {
     /// An H200, but for `shared` KiB of shared memory a block.
     fn like_h200(shared: usize) -> Self {
-        Self { sms: 132, shared: shared << 10, bulk_copies: true, wgmma: true, blas: true, tuned: true }
+        Self {
+            sms: 132,
+            shared: shared << 10,
+            bulk_copies: true,
+            wgmma: true,
+            blas: true,
+            tuned: true,
+            rank: 0,
+            ranks: 1,
+        }
     }
 }
 
@@ -75,7 +91,7 @@ impl Device {
 /// # Errors
 /// [`Error::Unsupported`] for a shape or an alignment that no kernel takes.
 pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Hazards) -> Result<Vec<Work>> {
-    if let Some(feature) = op.feature() {
+    if let Some(feature) = op.feature().filter(|feature| *feature != Feature::Ranks) {
         return Err(Error::Unsupported {
             what: format!("{} on cuda", feature.name()),
             why: "there are no CUDA kernels for it; --backend cpu computes everything".into(),
@@ -92,7 +108,9 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),
         Op::GatedDelta(a) => state::gated_delta(a, device, arena, hazards),
         Op::HeadMatmul(_) | Op::LatentKv(_) | Op::LatentAttention(_) => unreachable!("refused above"),
-        Op::AllReduce(_) | Op::AllGather(_) | Op::RankNorm(_) => unreachable!("refused above"),
+        Op::AllReduce(a) => ranks::all_reduce(a, device, arena),
+        Op::AllGather(a) => ranks::all_gather(a, device, arena),
+        Op::RankNorm(a) => ranks::rank_norm(a, device, arena),
         Op::Route(a) => pointwise::route(a),
         Op::ExpertMatmul(a) => experts::expert_matmul(a, device, arena, hazards),
         Op::Gather(a) => pointwise::gather(a),

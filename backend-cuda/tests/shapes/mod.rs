@@ -214,10 +214,10 @@ pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
 /// A device with the multiprocessors of an H200.
 fn device(arch: &str, shared: usize, tuned: bool) -> Device {
     let bulk_copies = !arch.starts_with("sm_8");
-    Device { sms: 132, shared, bulk_copies, wgmma: arch == "sm_90a", blas: true, tuned }
+    Device { sms: 132, shared, bulk_copies, wgmma: arch == "sm_90a", blas: true, tuned, rank: 1, ranks: 2 }
 }
 
-const ARENA: Arena = Arena { scratch: 1 << 60, tickets: 1 << 50 };
+const ARENA: Arena = Arena { scratch: 1 << 60, tickets: 1 << 50, areas: 1 << 40 };
 const FREE: Hazards = Hazards { state_unwritten: true, inputs_complete: true };
 
 /// The variants of all ops of these shapes for `arch`, on a device with `shared` bytes of shared memory a block. Unless `all`,
@@ -292,6 +292,19 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
     }
     let (x, out) = (m.act(&[t, d]), m.act(&[o, d]));
     ops.push(Gather { step: step.clone(), x, out }.into());
+    // Of two ranks.
+    for accumulate in [true, false] {
+        let (x, out) = (m.act(&[t, d]), m.act(&[t, d]));
+        ops.push(AllReduce { x, out, accumulate }.into());
+    }
+    let (x, out) = (m.f32(&[o, s.vocab / 2]), m.f32(&[o, s.vocab / 2 * 2]));
+    ops.push(AllGather { x, out }.into());
+    for before in [None, Some(true), Some(false)] {
+        let (x, out, weight) = (m.act(&[t, d]), m.act(&[t, d]), m.f32(&[d]));
+        let gate = before.map(|before| Gate { z: m.act(&[t, d]), act: Act::Silu, before });
+        let norm = RmsNorm { x, add: None, weight, gate, out, accumulate: false, eps: 1e-5, groups: 1 };
+        ops.push(RankNorm { norm, ranks: 2 }.into());
+    }
     let logits = Matmul {
         x: m.act(&[o, d]),
         w: m.weight(DType::Bf16, s.vocab, d),

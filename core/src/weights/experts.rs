@@ -32,14 +32,15 @@ impl<B: Backend> Loader<'_, B> {
         parts: &ExpertParts,
         share: ExpertShare,
     ) -> Result<Vec<ExpertRange<B::Buf>>> {
-        if self.ranks().len() > 1 {
-            return self.shared_experts([experts, n, k], parts, share).await;
-        }
+        let (rows, columns) = share.dims(n, k, self.ranks().len());
         let name = parts.stacked.first().or(parts.each.first().map(|(name, _)| name));
         if let Some(name) = name
-            && let Some(ranges) = self.random_experts(experts, n, k, name)?
+            && let Some(ranges) = self.random_experts(experts, rows, columns, name)?
         {
             return Ok(ranges);
+        }
+        if self.ranks().len() > 1 {
+            return self.shared_experts([experts, n, k], parts, share).await;
         }
         let stacked = parts.stacked.iter().find(|name| self.stores(name));
         match stacked.or(parts.stacked.first().filter(|_| parts.each.is_empty())) {
@@ -67,10 +68,7 @@ impl<B: Backend> Loader<'_, B> {
             let what = format!("tensor `{}` with experts of {:?} and {:?}", self.full(&name), kind.0, other.dtype);
             return Err(Error::Unsupported { what, why: "ranks have experts of one type".into() });
         }
-        let (rows, columns) = match share {
-            ExpertShare::Rows(_) => (n / ranks, k),
-            ExpertShare::Columns => (n, k / ranks),
-        };
+        let (rows, columns) = share.dims(n, k, ranks);
         let gather = ExpertGather::of(self, &name, kind, columns * width, [experts, rows, columns])?;
         let mut gathers: Vec<ExpertGather<B>> = self.ranks().map(|rank| gather.on(rank)).collect();
         for (e, pieces) in stored.into_iter().enumerate() {
@@ -223,6 +221,14 @@ struct ExpertGather<B: Backend> {
 }
 
 impl ExpertShare {
+    /// Rows and columns that each of some ranks has of an expert's `[n, k]`.
+    fn dims(&self, n: usize, k: usize, ranks: usize) -> (usize, usize) {
+        match self {
+            Self::Rows(_) => (n / ranks, k),
+            Self::Columns => (n, k / ranks),
+        }
+    }
+
     /// A rank's part of a matrix of `n` rows of `row` bytes.
     fn cut(self, rank: Rank, matrix: &[u8], n: usize, row: usize) -> Vec<u8> {
         match self {

@@ -2,7 +2,7 @@
 //! ranks with different values are in the tests of `selkie_core::ranks`.
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
-use super::{Table, act};
+use super::{Size, Table, act};
 use selkie_core::backend::Handle;
 use selkie_core::ops::{Act, AllGather, AllReduce, Gate, Op, RankNorm, RmsNorm};
 use selkie_core::tensor::DType;
@@ -48,7 +48,9 @@ pub(super) fn all_reduce(to: &mut Table) {
     to.add("base", base.clone());
     to.add("added", Sum { accumulate: true, ..base.clone() });
     to.add("one odd row", Sum { rows: 1, d: 37, accumulate: true, ..base.clone() });
-    to.add("gaps between rows", Sum { rows: 9, accumulate: true, views: true, ..base });
+    to.add("gaps between rows", Sum { rows: 9, accumulate: true, views: true, ..base.clone() });
+    to.sized(Size::Large, "long", Sum { rows: 301, d: 1024, accumulate: true, views: true });
+    to.sized(Size::Large, "longer than one round", Sum { rows: 601, d: 2048, ..base });
 }
 
 #[derive(Clone)]
@@ -79,6 +81,7 @@ impl super::Spec for Columns {
 pub(super) fn all_gather(to: &mut Table) {
     to.add("base", Columns { rows: 5, n: 40 });
     to.add("one row", Columns { rows: 1, n: 7 });
+    to.sized(Size::Large, "long", Columns { rows: 301, n: 1000 });
 }
 
 #[derive(Clone)]
@@ -146,5 +149,6 @@ pub(super) fn rank_norm(to: &mut Table) {
     to.add("base", base.clone());
     to.add("gate first", Norm { gate: Some(true), ..base.clone() });
     to.add("norm first", Norm { gate: Some(false), d: 100, ..base.clone() });
+    to.sized(Size::Large, "many rows", Norm { rows: 1100, gate: Some(true), ..base.clone() });
     to.add("each rank alone", Norm { gate: Some(true), all: false, ..base });
 }

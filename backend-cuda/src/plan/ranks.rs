@@ -1,0 +1,117 @@
+//! What ranks exchange: sums, columns and norms over several devices.
+
+use selkie_core::{
+    Error, Result,
+    ops::{AllGather, AllReduce, RankNorm},
+    tensor::{DType, Tensor},
+};
+
+use super::{Arena, Device, act, vector};
+use crate::{
+    arguments::{self, At},
+    launch::{Address, Launch, Work},
+    spec::{File, Spec},
+};
+
+// As in `ranks.cuh`.
+const WORD_BLOCKS: usize = 512;
+const WORD_THREADS: usize = 128;
+const PIECE_BLOCKS: usize = 512;
+const PIECE_THREADS: usize = 256;
+const PIECES_EACH: usize = 4;
+
+/// Longest message that goes in words, in bytes of one rank. Words arrive sooner, pieces take half the room on the links.
+const WORDS_LIMIT: usize = 512 << 10;
+
+/// Most ranks of a kernel.
+pub(crate) const MOST: usize = 8;
+
+/// Bytes of the memory that the others write to, see `ranks.cuh`.
+pub(crate) fn area_bytes(ranks: usize) -> u64 {
+    let flags = 4 * (WORD_BLOCKS + PIECE_BLOCKS) + 4 * 2 * ranks * PIECE_BLOCKS;
+    let words = 2 * ranks * WORD_BLOCKS * WORD_THREADS * 32;
+    (flags + words + 2 * ranks * PIECE_BLOCKS * PIECE_THREADS * PIECES_EACH * 16) as u64
+}
+
+/// An error where there is one rank only.
+fn shared(op: &str, device: &Device) -> Result<()> {
+    if device.ranks > 1 {
+        return Ok(());
+    }
+    let (what, why) = (format!("{op} on one CUDA device"), "it is for several ranks: use --gpus".to_owned());
+    Err(Error::Unsupported { what, why })
+}
+
+fn spec(file: File, device: &Device) -> Spec {
+    Spec::new(file).int("RANK", device.rank).int("RANKS", device.ranks)
+}
+
+/// A message of `rows` rows of `dim` elements in pieces of `vec`.
+fn message(spec: Spec, dtype: DType, rows: usize, dim: usize, vec: usize) -> (Spec, usize, usize) {
+    let pieces = rows * dim / vec;
+    let long = rows * dim * dtype.bytes() > WORDS_LIMIT;
+    let (each, most, threads) = match long {
+        false => (WORD_THREADS, WORD_BLOCKS, WORD_THREADS),
+        true => (PIECE_THREADS * PIECES_EACH, PIECE_BLOCKS, PIECE_THREADS),
+    };
+    let spec = spec.flag("LONG", long).int("VEC", vec).int("DIM", dim);
+    (spec, pieces.div_ceil(each).min(most), threads)
+}
+
+/// Elements of the widest access to both, at most 16 bytes of each.
+fn access<B: Address>(dim: usize, x: &Tensor<B>, out: &Tensor<B>) -> usize {
+    let widest = 16 / x.dtype.bytes().max(out.dtype.bytes());
+    vector(dim, &[x, out]).min(widest)
+}
+
+pub(super) fn all_reduce<B: Address>(a: &AllReduce<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
+    shared("all_reduce", device)?;
+    let (rows, dim, vec) = (a.x.rows(), a.x.row_len(), access(a.x.row_len(), &a.x, &a.out));
+    let spec =
+        spec(File::AllReduce, device).flag("ACCUMULATE", a.accumulate).ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
+    let (spec, blocks, threads) = message(spec, a.x.dtype, rows, dim, vec);
+    let args =
+        arguments::Exchange { areas: At(arena.areas), x: (&a.x).into(), out: (&a.out).into(), rows: rows as u32 };
+    Ok(vec![Work::Kernel(Launch::new(spec, [blocks, 1, 1], threads, &args))])
+}
+
+pub(super) fn all_gather<B: Address>(a: &AllGather<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
+    shared("all_gather", device)?;
+    let (rows, dim, vec) = (a.x.rows(), a.x.row_len(), access(a.x.row_len(), &a.x, &a.out));
+    let spec = spec(File::AllGather, device).ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
+    let (spec, blocks, threads) = message(spec, a.x.dtype, rows, dim, vec);
+    let args =
+        arguments::Exchange { areas: At(arena.areas), x: (&a.x).into(), out: (&a.out).into(), rows: rows as u32 };
+    Ok(vec![Work::Kernel(Launch::new(spec, [blocks, 1, 1], threads, &args))])
+}
+
+pub(super) fn rank_norm<B: Address>(a: &RankNorm<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
+    shared("rank_norm", device)?;
+    let norm = &a.norm;
+    if a.ranks == 1 {
+        return super::pointwise::rms_norm(norm);
+    }
+    let (rows, dim) = (norm.x.rows(), norm.x.row_len());
+    let (vec, threads) = super::pointwise::norm_access(norm);
+    let gate = norm.gate.as_ref();
+    let spec = spec(File::RankNorm, device)
+        .int("VEC", vec)
+        .int("DIM", dim)
+        .int("THREADS", threads)
+        .int("TOGETHER", a.ranks)
+        .int("GATE", gate.map_or(0, |g| if g.before { 1 } else { 2 }))
+        .int("GATE_ACT", gate.map_or(0, |g| act(g.act)))
+        .ty("x_t", norm.x.dtype)
+        .ty("gate_t", gate.map_or(DType::F32, |g| g.z.dtype))
+        .ty("out_t", norm.out.dtype);
+    let args = arguments::RankNorm {
+        areas: At(arena.areas),
+        x: (&norm.x).into(),
+        weight: (&norm.weight).into(),
+        gate: gate.map(|g| &g.z).into(),
+        out: (&norm.out).into(),
+        eps: norm.eps,
+        rows: rows as u32,
+    };
+    Ok(vec![Work::Kernel(Launch::new(spec, [rows.min(WORD_BLOCKS), 1, 1], threads, &args))])
+}

@@ -1,0 +1,74 @@
+//! Sums and columns over two devices: values that differ by rank, messages of all lengths in turn, recorded steps played again.
+//! Both ranks get the same bits.
+//!
+//! Ignored, not passed, without two devices; `SELKIE_REQUIRE=cuda-2-ranks` turns that into a failure.
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use selkie_core::{
+    Error, Result,
+    backend::{Backend, Ops},
+    ops::{AllGather, AllReduce},
+    ranks::Ranks,
+    tensor::{DType, Tensor},
+};
+use selkie_cuda::Options;
+
+const RANKS: usize = 2;
+const ROUNDS: usize = 60;
+
+fn main() {
+    let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "cuda-2-ranks"));
+    let ignored = matches!(open(), Err(Error::NoDevice { .. })) && !required;
+    let run = || exchanges().unwrap_or_else(|e| Err(e.to_string().into()));
+    let trials = vec![Trial::test("exchanges of all lengths", run).with_ignored_flag(ignored)];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+}
+
+fn open() -> Result<Ranks> {
+    selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() })
+}
+
+/// A small whole number, so that sums are exact.
+fn value(round: usize, rank: usize, i: usize) -> f32 {
+    let mixed = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul((round * RANKS + rank + 1) as u64);
+    (mixed >> 56) as f32 - 128.0
+}
+
+fn exchanges() -> Result<std::result::Result<(), Failed>> {
+    let ranks = open()?;
+    let tensor = |label: &str, dims: [usize; 2]| {
+        Ok::<_, Error>(Tensor::new(ranks.alloc(label, (4 * dims[0] * dims[1]) as u64)?, DType::F32, &dims))
+    };
+    for round in 0..ROUNDS {
+        let (rows, width) = ([1, 3, 64, 700, 40][round % 5], [64, 1000, 4096, 33][round % 4]);
+        let (x, sum, all) =
+            (tensor("x", [rows, width])?, tensor("sum", [rows, width])?, tensor("all", [rows, RANKS * width])?);
+        for rank in 0..RANKS {
+            let values: Vec<u8> = (0..x.len()).flat_map(|i| value(round, rank, i).to_le_bytes()).collect();
+            ranks.write_on(rank, &x.buf, 0, &values)?;
+        }
+        let tape = ranks.record(|ops| {
+            ops.op(AllReduce { x: x.clone(), out: sum.clone(), accumulate: true }.into())?;
+            ops.op(AllGather { x: x.clone(), out: all.clone() }.into())
+        })?;
+        let plays = 1 + round % 3;
+        (0..plays).try_for_each(|_| ranks.play(&tape))?;
+        let total = |i: usize| plays as f32 * (0..RANKS).map(|rank| value(round, rank, i)).sum::<f32>();
+        let column = |i: usize| {
+            let (row, column) = (i / (RANKS * width), i % (RANKS * width));
+            value(round, column / width, row * width + column % width)
+        };
+        for rank in 0..RANKS {
+            let sums = DType::F32.to_f32(&ranks.read_on(rank, &sum)?);
+            let columns = DType::F32.to_f32(&ranks.read_on(rank, &all)?);
+            let wrong = (0..sums.len()).find(|&i| sums[i] != total(i));
+            let misplaced = (0..columns.len()).find(|&i| columns[i] != column(i));
+            if wrong.is_some() || misplaced.is_some() {
+                let what =
+                    format!("round {round}, rank {rank}, [{rows}, {width}]: sum {wrong:?}, column {misplaced:?}");
+                return Ok(Err(what.into()));
+            }
+        }
+    }
+    Ok(Ok(()))
+}

@@ -1,0 +1,188 @@
+// Exchange between ranks: every rank has an area of memory that the others write to, and reads what they left in its own. All
+// ranks launch the same kernels with the same grids in the same order, so block b of one rank meets block b of the others.
+//
+// Words: short messages go in pairs of a word and the number of the exchange, so that a reader sees from each word that it has
+// arrived. Pieces: long messages go as they are, and one flag per block says that they are there. Both have two sets of places
+// that take turns: whoever fills a set for the second time has got an answer to the exchange between, which its peer gave only
+// after it had read the first. Blocks count their exchanges by themselves, so a recorded launch can be played again.
+// RANK, RANKS.
+
+constexpr int WORD_BLOCKS = 512, WORD_THREADS = 128, PIECE_BLOCKS = 512, PIECE_THREADS = 256, PIECES_EACH = 4;
+constexpr i64 WORDS_BYTES = WORD_THREADS * 32, PIECES_BYTES = PIECE_THREADS * PIECES_EACH * 16;
+// What an area consists of, in bytes; `AREA_BYTES` of the planner is their sum.
+constexpr i64 COUNTS = 0, FLAGS = 4 * (WORD_BLOCKS + PIECE_BLOCKS), WORDS = FLAGS + 4 * 2 * RANKS * PIECE_BLOCKS;
+constexpr i64 PIECES = WORDS + 2 * RANKS * WORD_BLOCKS * WORDS_BYTES;
+
+// A rank that waits longer than this gives up: 60 s, in nanoseconds.
+constexpr u64 DEADLINE = 60000000000ull;
+
+DEV u64 now() {
+    u64 t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+// Asks again and again, but not for ever: then the kernel ends with an error.
+struct Patience {
+    u64 began = 0;
+    u32 asked = 0;
+    DEV void ask_again() {
+        if (++asked % 16384) return;
+        u64 t = now();
+        if (!began) began = t;
+        if (t - began > DEADLINE) asm volatile("trap;");
+    }
+};
+
+DEV void put_words(u8 *to, u32 a, u32 b, u32 number) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(number), "r"(b), "r"(number) : "memory");
+}
+DEV void put_word(u8 *to, u32 a, u32 number) {
+    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(a), "r"(number) : "memory");
+}
+DEV void take_words(const u8 *at, u32 &a, u32 &b, u32 number) {
+    Patience patience;
+    u32 n, m;
+    while (true) {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(n), "=r"(b), "=r"(m) : "l"(at) : "memory");
+        if (n == number && m == number) return;
+        patience.ask_again();
+    }
+}
+DEV u32 take_word(const u8 *at, u32 number) {
+    Patience patience;
+    u32 a, n;
+    while (true) {
+        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(n) : "l"(at) : "memory");
+        if (n == number) return a;
+        patience.ask_again();
+    }
+}
+DEV void raise(u8 *flag, u32 number) {
+    __threadfence_system();
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(number) : "memory");
+}
+DEV void await(const u8 *flag, u32 number) {
+    Patience patience;
+    u32 n;
+    while (true) {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(n) : "l"(flag) : "memory");
+        if (n == number) return;
+        patience.ask_again();
+    }
+}
+
+// Place of what `from` sends to block `block`, in the set of exchange `number`.
+DEV i64 words_at(int from, int block, u32 number) {
+    return WORDS + (((i64)(number & 1) * RANKS + from) * WORD_BLOCKS + block) * WORDS_BYTES;
+}
+DEV i64 pieces_at(int from, int block, u32 number) {
+    return PIECES + (((i64)(number & 1) * RANKS + from) * PIECE_BLOCKS + block) * PIECES_BYTES;
+}
+DEV i64 flag_at(int from, int block, u32 number) { return FLAGS + 4 * (((i64)(number & 1) * RANKS + from) * PIECE_BLOCKS + block); }
+
+// Exchanges `all` pieces of VEC elements: `get(i)` is piece i of this rank, `put(i, r, piece)` is called with that of every rank r in
+// ascending order. Blocks of WORD_THREADS or, with LONG, PIECE_THREADS threads.
+template <bool LONG, int VEC, class T, class Get, class Put>
+DEV void exchange(const u64 *areas, int all, Get get, Put put) {
+    constexpr int SIZE = VEC * (int)sizeof(T), N = SIZE < 4 ? 1 : SIZE / 4;
+    static_assert(SIZE <= 16, "a piece has at most 16 bytes");
+    union Piece {
+        u32 word[N];
+        Packed<VEC, T> is;
+        DEV Piece() {}
+    };
+    u8 *own_area = (u8 *)areas[RANK];
+    u32 *count = (u32 *)(own_area + COUNTS) + (LONG ? WORD_BLOCKS : 0) + blockIdx.x;
+    u32 number = *count;
+    int tid = threadIdx.x;
+    if constexpr (LONG) {
+        constexpr int ROUND = PIECE_THREADS * PIECES_EACH;
+        for (int first = blockIdx.x * ROUND; first < all; first += gridDim.x * ROUND) {
+            number++;
+            Piece own[PIECES_EACH];
+#pragma unroll
+            for (int k = 0; k < PIECES_EACH; k++) {
+                int i = first + k * PIECE_THREADS + tid;
+                if (i < all) own[k].is = get(i);
+            }
+#pragma unroll
+            for (int r = 0; r < RANKS; r++) {
+                if (r == RANK) continue;
+                u32 *to = (u32 *)((u8 *)areas[r] + pieces_at(RANK, blockIdx.x, number));
+#pragma unroll
+                for (int k = 0; k < PIECES_EACH; k++) {
+                    if (first + k * PIECE_THREADS + tid >= all) continue;
+                    u32 *at = to + (k * PIECE_THREADS + tid) * N;
+                    if constexpr (N == 4) {
+                        *(uint4 *)at = make_uint4(own[k].word[0], own[k].word[1], own[k].word[2], own[k].word[3]);
+                    } else {
+#pragma unroll
+                        for (int w = 0; w < N; w++) at[w] = own[k].word[w];
+                    }
+                }
+            }
+            __syncthreads();
+            if (tid < RANKS && tid != RANK) {
+                raise((u8 *)areas[tid] + flag_at(RANK, blockIdx.x, number), number);
+                await(own_area + flag_at(tid, blockIdx.x, number), number);
+            }
+            __syncthreads();
+#pragma unroll
+            for (int k = 0; k < PIECES_EACH; k++) {
+                int i = first + k * PIECE_THREADS + tid;
+                if (i >= all) continue;
+#pragma unroll
+                for (int r = 0; r < RANKS; r++) {
+                    Piece piece;
+                    const u32 *at = (const u32 *)(own_area + pieces_at(r, blockIdx.x, number)) + (k * PIECE_THREADS + tid) * N;
+                    if (r == RANK) {
+                        piece = own[k];
+                    } else if constexpr (N == 4) {
+                        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                     : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]), "=r"(piece.word[3])
+                                     : "l"(at)
+                                     : "memory");
+                    } else {
+#pragma unroll
+                        for (int w = 0; w < N; w++) piece.word[w] = *(volatile const u32 *)(at + w);
+                    }
+                    put(i, r, piece.is);
+                }
+            }
+        }
+    } else {
+        for (int first = blockIdx.x * WORD_THREADS; first < all; first += gridDim.x * WORD_THREADS) {
+            number++;
+            int i = first + tid;
+            if (i >= all) continue;
+            Piece own;
+            if constexpr (SIZE < 4) own.word[0] = 0;
+            own.is = get(i);
+            // Columns of 16 bytes side by side.
+#pragma unroll
+            for (int r = 0; r < RANKS; r++) {
+                if (r == RANK) continue;
+                u8 *to = (u8 *)areas[r] + words_at(RANK, blockIdx.x, number) + tid * 16;
+                if constexpr (N == 1) put_word(to, own.word[0], number);
+#pragma unroll
+                for (int w = 0; w + 1 < N; w += 2) put_words(to + w / 2 * WORD_THREADS * 16, own.word[w], own.word[w + 1], number);
+            }
+#pragma unroll
+            for (int r = 0; r < RANKS; r++) {
+                Piece piece;
+                const u8 *at = own_area + words_at(r, blockIdx.x, number) + tid * 16;
+                if (r == RANK) {
+                    piece = own;
+                } else {
+                    if constexpr (N == 1) piece.word[0] = take_word(at, number);
+#pragma unroll
+                    for (int w = 0; w + 1 < N; w += 2) take_words(at + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
+                }
+                put(i, r, piece.is);
+            }
+        }
+    }
+    __syncthreads();
+    if (tid == 0) *count = number;
+}
