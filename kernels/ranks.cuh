@@ -9,7 +9,7 @@
 
 constexpr int WORD_BLOCKS = 512, WORD_THREADS = 128, PIECE_BLOCKS = 512, PIECE_THREADS = 256, PIECES_EACH = 4;
 constexpr i64 WORDS_BYTES = WORD_THREADS * 32, PIECES_BYTES = PIECE_THREADS * PIECES_EACH * 16;
-// What an area consists of, in bytes; `AREA_BYTES` of the planner is their sum.
+// What an area consists of, in bytes; `area_bytes` of `plan/ranks.rs` is their sum.
 constexpr i64 COUNTS = 0, FLAGS = 4 * (WORD_BLOCKS + PIECE_BLOCKS), WORDS = FLAGS + 4 * 2 * RANKS * PIECE_BLOCKS;
 constexpr i64 PIECES = WORDS + 2 * RANKS * WORD_BLOCKS * WORDS_BYTES;
 
@@ -153,6 +153,8 @@ DEV void exchange(const u64 *areas, int all, Get get, Put put) {
         }
     } else {
         for (int first = blockIdx.x * WORD_THREADS; first < all; first += gridDim.x * WORD_THREADS) {
+            // Threads without a piece in the last round must have read the one before.
+            if (first != blockIdx.x * WORD_THREADS) __syncthreads();
             number++;
             int i = first + tid;
             if (i >= all) continue;

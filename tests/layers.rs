@@ -56,7 +56,7 @@ const CORE: [(&str, &str); 40] = [
 
 /// The crates that implement `Backend` know no model and no policy.
 const BACKENDS: [&str; 2] = ["backend-cuda/src", "backend-wgpu/src"];
-const BOUNDARY: &str = "backend cache_dir error format ops saved source step tensor timer zeroed";
+const BOUNDARY: &str = "backend cache_dir error format ops ranks saved source step tensor timer zeroed";
 
 #[test]
 fn no_module_imports_one_above_it() {

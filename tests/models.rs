@@ -380,17 +380,22 @@ async fn check_bf16<B: Backend>(exact: Routing<B>, short: Routing<B>, dir: &Path
     Ok(format!("logits {}, states {}{own}", worst[0], worst[1]))
 }
 
-/// Logits of a folder's model with random codes: most of a prompt at once, then one token, then five.
-async fn coded_logits<B: Backend>(backend: &B, dir: &Path, recipe: &str) -> Result<Vec<f32>, Failed> {
+/// A folder's model with random codes.
+async fn coded_model<B: Backend>(backend: &B, dir: &Path, recipe: &str) -> Result<Box<dyn models::Model<B>>, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
     let architecture = models::read(&config).map_err(text)?;
     let checkpoint = Checkpoint::random_coded(3, recipe.parse().map_err(text)?);
     let mut report = |_| ();
     let mut loader = Loader::new(backend, &checkpoint, &mut report);
-    let model = models::build(&architecture, &mut loader, LIMITS).await.map_err(text)?;
+    models::build(&architecture, &mut loader, LIMITS).await.map_err(text)
+}
+
+/// Logits of a folder's model with random codes: most of a prompt at once, then one token, then five.
+async fn coded_logits<B: Backend>(backend: &B, dir: &Path, recipe: &str, ids: &[u32]) -> Result<Vec<f32>, Failed> {
+    let text = |e: selkie_core::Error| Failed::from(e.to_string());
+    let model = coded_model(backend, dir, recipe).await?;
     let mut direct = Direct::new(backend, model.as_ref(), LIMITS, 2, 8).map_err(text)?;
-    let ids = &references(dir)[0].ids;
     direct.prompt(&mut Sequence::default(), ids, &[ids.len() - 6, 1, 5]).await.map_err(text)
 }
 
@@ -404,8 +409,9 @@ fn codes_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: 
             let run = move |backend: &B| {
                 let dir = folders().into_iter().find(|dir| dir.ends_with(model)).ok_or("no such folder")?;
                 let cpu = CpuBackend::with(Products::Exact);
-                let want = pollster::block_on(coded_logits(&cpu, &dir, recipe))?;
-                let got = pollster::block_on(coded_logits(backend, &dir, recipe))?;
+                let ids = &references(&dir)[0].ids;
+                let want = pollster::block_on(coded_logits(&cpu, &dir, recipe, ids))?;
+                let got = pollster::block_on(coded_logits(backend, &dir, recipe, ids))?;
                 let found = tolerance.logits("logits", &got, &want)?;
                 eprintln!("{name} {model} {recipe}: {found}");
                 Ok(())

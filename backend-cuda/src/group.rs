@@ -10,16 +10,15 @@ use cudarc::{cublaslt::sys as blas, driver::sys};
 use selkie_core::{
     Error, Result,
     backend::Backend,
-    cpu::{DEADLINE, Member},
     ops::Feature,
-    ranks::{Arriving, RankDevice, Ranks},
+    ranks::{Arriving, DEADLINE, Member, RankDevice, Ranks},
     tensor::Tensor,
 };
 
 use crate::{
     backend::{Cuda, Options, devices},
     blas::Key,
-    driver::{Context, named},
+    driver::{Context, Retained, named},
     launch::{Address, address},
     memory::{Buf, Read},
     plan::ranks,
@@ -54,6 +53,8 @@ pub(crate) struct Areas {
     /// Addresses of all areas.
     pub table: Buf,
     _own: Buf,
+    /// The contexts of the others, which this one reaches.
+    _peers: Vec<Retained>,
 }
 
 impl Seat {
@@ -108,14 +109,16 @@ impl Seat {
     /// Allocates this rank's area, opens the way to those of the others, and learns their addresses.
     pub fn meet(&self, cuda: &Cuda) -> Result<Areas> {
         let (rank, count) = self.rank();
+        let mut peers = Vec::with_capacity(count);
         for (other, &device) in self.devices.iter().enumerate().filter(|(other, _)| *other != rank) {
-            cuda.context.reach(device).map_err(|e| match e {
+            let peer = cuda.context.reach(device).map_err(|e| match e {
                 Error::Device { why, .. } => Error::Device {
                     op: format!("rank {rank}"),
                     why: format!("its device does not reach the memory of rank {other}'s: {why}"),
                 },
                 e => e,
             })?;
+            peers.push(peer);
         }
         let own = cuda.alloc("the exchange between ranks", ranks::area_bytes(count))?;
         // Zeroed before another rank writes to it.
@@ -129,13 +132,13 @@ impl Seat {
         let table = cuda.alloc("addresses of the exchange", 8 * count as u64)?;
         let bytes: Vec<u8> = all.iter().flat_map(|at| at.to_le_bytes()).collect();
         cuda.write_to(&table, 0, &bytes)?;
-        Ok(Areas { table, _own: own })
+        Ok(Areas { table, _own: own, _peers: peers })
     }
 }
 
 impl Context {
     /// Lets this device read and write the memory of another one.
-    fn reach(&self, device: usize) -> Result<()> {
+    fn reach(&self, device: usize) -> Result<Retained> {
         let other = Self::other(device)?;
         let mut can = 0;
         // SAFETY: both devices are valid, `can` is valid for the call.
@@ -147,8 +150,8 @@ impl Context {
         }
         // SAFETY: this context is current, the other one is retained.
         match unsafe { sys::cuCtxEnablePeerAccess(other.raw(), 0) } {
-            sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
-            done => named("cuCtxEnablePeerAccess", done.result()),
+            sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(other),
+            done => named("cuCtxEnablePeerAccess", done.result()).map(|()| other),
         }
     }
 }
@@ -205,6 +208,13 @@ pub fn ranks(devices_of_ranks: &[usize], options: Options) -> Result<Ranks> {
             _ => Err(format!("there is no CUDA device {device}, the last is {}", found.len().saturating_sub(1))),
         };
         usable.map_err(|why| Error::NoDevice { backend: "cuda", why })?;
+        let first = found.iter().find(|d| d.index == Some(devices_of_ranks[0]));
+        if let (Some(device), Some(first)) = (there, first)
+            && device.name != first.name
+        {
+            let why = "CUDA devices of different kinds cannot share a model: their kernels round differently".into();
+            return Err(Error::BadRequest(why));
+        }
     }
     let (devices, group) = (Arc::<[usize]>::from(devices_of_ranks), Arc::<Group>::default());
     let place = |_| Place { devices: devices.clone(), options, group: group.clone() };

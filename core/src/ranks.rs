@@ -27,16 +27,18 @@ use std::{
 
 use crate::{
     backend::{Backend, Caps, Handle, Ops},
-    cpu::{CpuBackend, DEADLINE, Member, par},
+    cpu::{CpuBackend, par},
     error::{Error, Result},
-    format::Products,
-    ops::{Feature, Op, Rebind},
+    format::{Format, Products},
+    ops::{Feature, Op, Rebind, RowBlock},
     saved::{Reads, Room, Saving},
     source::Bytes,
     survive::panic_text,
     tensor::Tensor,
     timer::Timer,
 };
+
+pub use crate::cpu::{DEADLINE, Member};
 
 /// Most ranks of a backend.
 pub const MOST_RANKS: usize = 64;
@@ -152,6 +154,12 @@ enum Command {
         to: SyncSender<u64>,
     },
     Reserve(u64),
+    CodedBytes {
+        format: Format,
+        dims: Arc<[usize]>,
+        to: SyncSender<u64>,
+    },
+    Arrange(RowBlock<u64>),
     /// Answered when everything before it is done, as far as the host does it.
     Confirm(SyncSender<()>),
     Expect(Arc<[Op<u64>]>),
@@ -470,6 +478,10 @@ impl<D: RankDevice> Rank<D> {
                 let _ = to.send(self.device.scratch(&self.own(&op)));
             }
             Command::Reserve(bytes) => self.device.reserve(bytes)?,
+            Command::CodedBytes { format, dims, to } => {
+                let _ = to.send(self.device.coded_bytes(format, &dims));
+            }
+            Command::Arrange(block) => self.device.arrange(&block.rebind(&mut |id| self.bufs[id].clone()))?,
             Command::Confirm(to) => {
                 let _ = to.send(());
             }
@@ -577,6 +589,17 @@ impl Backend for Ranks {
         let done = self.links.ask_all(|to| Command::Alloc { id: buf.0.id, label: label.clone(), bytes, to })?;
         done.into_iter().collect::<Result<()>>()?;
         Ok(buf)
+    }
+
+    fn coded_bytes(&self, format: Format, dims: &[usize]) -> u64 {
+        let dims = Arc::<[usize]>::from(dims);
+        // An error comes again with the next command.
+        let all = self.links.ask_all(|to| Command::CodedBytes { format, dims: dims.clone(), to }).unwrap_or_default();
+        all.into_iter().max().unwrap_or(0)
+    }
+
+    fn arrange(&self, block: &RowBlock<Buf>) -> Result<()> {
+        self.links.tell_all(&Command::Arrange(block.rebind(&mut |buf| buf.0.id)))
     }
 
     fn has(&self, feature: Feature) -> bool {

@@ -20,7 +20,7 @@ mod experts;
 mod gather;
 mod parts;
 
-use gather::{Piece, Stored, plain_bytes};
+use gather::{Piece, Stored, bytes_before};
 pub use parts::{ExpertParts, ExpertShare, Part, Rank};
 
 /// Bytes of one read and one write to a device: small enough to report progress and to bound staging memory, which a
@@ -325,7 +325,11 @@ impl<'a, B: Backend> Loader<'a, B> {
                     let first = run.first + (from - start) * run.step;
                     let col = part.col + from - part.rows.start;
                     let skip = match &part.columns {
-                        Some((range, _)) => range.start * plain_bytes(&run.tensor, &part.name)?,
+                        Some((range, _)) => {
+                            let name = self.full(&part.name);
+                            bytes_before(range.end, &run.tensor, &name)?;
+                            bytes_before(range.start, &run.tensor, &name)?
+                        }
                         None => 0,
                     };
                     let piece = Piece { tensor: *tensor, first, step: run.step, count: to - from, col, skip };

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use libtest_mimic::{Failed, Trial};
-use selkie_core::{Result, format::Products, ranks::Ranks};
+use selkie_core::{Result, cpu::CpuBackend, format::Products, ranks::Ranks};
 use selkie_cuda::Options;
 
-use crate::{CPU, CUDA, Tolerance, check, common, golden::folders, lacks, load, sessions};
+use crate::{CPU, CUDA, Tolerance, check, coded_logits, coded_model, common, golden::folders, lacks, load, sessions};
 
 /// Folder, ranks and the reason of each refusal.
 const REFUSED: &[(&str, usize, &str)] = &[
@@ -46,9 +46,11 @@ pub fn trials() -> Vec<Trial> {
     trials.extend(on("cpu-2-ranks", 2, open::<2>, CPU, |_| true));
     trials.extend(on("cpu-4-ranks", 4, open::<4>, CPU, |_| true));
     trials.extend(sessions::on("cpu-2-ranks", open::<2>));
+    trials.extend(coded("cpu-exact-2-ranks", || Ranks::open(2, Products::Exact), CPU));
     let f32 = || selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() });
     trials.extend(on("cuda-f32-2-ranks", 2, f32, CUDA, |_| true));
     trials.extend(sessions::on("cuda-f32-2-ranks", f32));
+    trials.extend(coded("cuda-f32-2-ranks", f32, CUDA));
     trials
 }
 
@@ -81,6 +83,34 @@ fn on(
     };
     common::on(name, open, folders().into_iter().filter(|dir| which(dir)).flat_map(test))
 }
+
+/// Random codes, divided at their blocks: of the demo model's sizes. Blocks of 256 are longer than a rank's rows.
+fn coded(name: &'static str, open: fn() -> Result<Ranks>, tolerance: Tolerance) -> Vec<Trial> {
+    let home = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let demo = move || home.join("models/demo");
+    let models = [("demo", "q8_0"), ("demo", "iq4_nl"), ("demo", "nvfp4")];
+    let tests = models.map(|(model, recipe)| {
+        let run = move |backend: &Ranks| {
+            let dir = demo();
+            let ids: Vec<u32> = (0..70).map(|i| (i * i + 3) % 250).collect();
+            let one = CpuBackend::with(Products::Exact);
+            let want = pollster::block_on(coded_logits(&one, &dir, recipe, &ids))?;
+            let got = pollster::block_on(coded_logits(backend, &dir, recipe, &ids))?;
+            eprintln!("{name} {model} {recipe}: {}", tolerance.logits("logits", &got, &want)?);
+            Ok(())
+        };
+        (format!("{model} in {recipe}"), false, Box::new(run) as Check)
+    });
+    let long = move |backend: &Ranks| match pollster::block_on(coded_model(backend, &demo(), "q4_k_m")) {
+        Err(e) if e.message().is_some_and(|text| text.contains("its blocks have 256 elements")) => Ok(()),
+        Err(e) => Err(format!("{:?}", e.message()).into()),
+        Ok(_) => Err("it was loaded".into()),
+    };
+    let long = ("demo in q4_k_m is refused".to_owned(), false, Box::new(long) as Check);
+    common::on(name, open, tests.into_iter().chain([long]))
+}
+
+type Check = Box<dyn FnOnce(&Ranks) -> Result<(), Failed> + Send>;
 
 fn refused(backend: &Ranks, dir: &Path, why: &str) -> Result<(), Failed> {
     match pollster::block_on(load(backend, dir)) {

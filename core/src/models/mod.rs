@@ -28,8 +28,7 @@ pub use architecture::{Architecture, Branch, Input, Norm, Output, SubLayer};
 pub use head::{Head, Hidden};
 pub use program::Program;
 
-use crate::backend::{Backend, Caps, Ops};
-use crate::checkpoint::Checkpoint;
+use crate::backend::{Backend, Ops};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::layer::{LayerPools, LayerState};
@@ -131,7 +130,8 @@ pub async fn build<B: Backend>(
     limits: Limits,
 ) -> Result<Box<dyn Model<B>>> {
     let backend = loader.backend();
-    check_ranks(architecture, loader.checkpoint(), backend.caps())?;
+    // Refuses what the ranks of a device cannot share, before anything is loaded.
+    architecture.spec_on(backend.caps().ranks)?;
     if let Some(feature) = architecture.features().find(|f| !backend.has(*f)) {
         return Err(Error::Unsupported {
             what: format!("{} ({}) on {}", architecture.family, feature.name(), backend.caps().backend),
@@ -139,18 +139,6 @@ pub async fn build<B: Backend>(
         });
     }
     Ok(Box::new(decoder::Decoder::load(architecture, loader, limits).await?))
-}
-
-/// Refuses what the ranks of a device cannot share, before anything is loaded.
-fn check_ranks(architecture: &Architecture, checkpoint: &Checkpoint, caps: &Caps) -> Result<()> {
-    architecture.spec_on(caps.ranks)?;
-    if caps.ranks > 1 && checkpoint.is_coded() {
-        return Err(Error::Unsupported {
-            what: format!("quantised weights on {} ranks", caps.ranks),
-            why: "their blocks are not divided yet; load the model with one rank, or its unquantised weights".into(),
-        });
-    }
-    Ok(())
 }
 
 /// Facts about a model that need no weights, for `inspect` and for the sizes of the pools.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{
     ExpertParts, ExpertShare, Loader, Rank,
-    gather::{Stream, plain_bytes},
+    gather::{Stream, bytes_before},
     most_rows,
 };
 use crate::{
@@ -63,27 +63,29 @@ impl<B: Backend> Loader<'_, B> {
         let (name, stored) = self.stored_experts([experts, n, k], parts)?;
         self.refuse_factor(&name).await?;
         let (like, ranks) = (&stored[0][0].0, self.ranks().len());
-        let (kind, width) = ((like.dtype, like.format), plain_bytes(like, &name)?);
+        let kind = (like.dtype, like.format);
         if let Some((other, _)) = stored.iter().flatten().find(|(t, _)| (t.dtype, t.format) != kind) {
             let what = format!("tensor `{}` with experts of {:?} and {:?}", self.full(&name), kind.0, other.dtype);
             return Err(Error::Unsupported { what, why: "ranks have experts of one type".into() });
         }
         let (rows, columns) = share.dims(n, k, ranks);
-        let gather = ExpertGather::of(self, &name, kind, columns * width, [experts, rows, columns])?;
+        let row_bytes = like.row_bytes();
+        let taken = bytes_before(columns, like, &self.full(&name))?;
+        let gather = ExpertGather::of(self, &name, kind, taken, [experts, rows, columns])?;
         let mut gathers: Vec<ExpertGather<B>> = self.ranks().map(|rank| gather.on(rank)).collect();
         for (e, pieces) in stored.into_iter().enumerate() {
-            let mut matrix = Vec::with_capacity(n * k * width);
+            let mut matrix = Vec::with_capacity(n * row_bytes);
             for (tensor, bytes) in pieces {
                 matrix.extend_from_slice(&tensor.read(bytes).await?);
             }
             for (rank, gather) in self.ranks().zip(&mut gathers) {
-                gather.put(self, e, 0, &share.cut(rank, &matrix, n, k * width))?;
+                gather.put(self, e, 0, &share.cut(rank, &matrix, n, row_bytes))?;
             }
         }
-        for gather in gathers {
-            gather.finish(self)?;
+        for gather in &mut gathers {
+            gather.flush(self)?;
         }
-        Ok(gather.ranges)
+        gather.finish(self)
     }
 
     /// Where the rows of each expert are stored, and the name of a tensor of them.
@@ -299,11 +301,14 @@ impl<B: Backend> ExpertGather<B> {
         Ok(())
     }
 
+    /// Writes what is held.
+    fn flush(&mut self, l: &mut Loader<'_, B>) -> Result<()> {
+        self.streams.iter_mut().flatten().try_for_each(|to| to.finish(l))
+    }
+
     /// The ranges, once all rows were put.
     fn finish(mut self, l: &mut Loader<'_, B>) -> Result<Vec<ExpertRange<B::Buf>>> {
-        for to in self.streams.iter_mut().flatten() {
-            to.finish(l)?;
-        }
+        self.flush(l)?;
         self.ranges.iter().flat_map(|range| &range.blocks).try_for_each(|block| l.arrange(block))?;
         Ok(self.ranges)
     }

@@ -5,7 +5,6 @@ use crate::{
     Error, Result,
     backend::Backend,
     checkpoint::StoredTensor,
-    format::Format,
     ops::{RowBlock, Weight},
     tensor::Tensor,
 };
@@ -120,14 +119,14 @@ impl<B: Backend> Loader<'_, B> {
     }
 }
 
-/// Bytes of an element of a tensor whose rows may be cut anywhere.
-pub(super) fn plain_bytes(tensor: &StoredTensor, name: &str) -> Result<usize> {
-    match tensor.format {
-        Format::Plain => Ok(tensor.dtype.bytes()),
-        coded => Err(Error::Unsupported {
-            what: format!("a part of the rows of tensor `{name}`, which is {},", coded.name()),
-            why: "rows of quantised weights are not cut; load the model with one rank".into(),
+/// Bytes of the first `elements` of a tensor's rows, which may be cut there.
+pub(super) fn bytes_before(elements: usize, tensor: &StoredTensor, name: &str) -> Result<usize> {
+    match tensor.format.block() {
+        Some((block, _)) if !elements.is_multiple_of(block) => Err(Error::Unsupported {
+            what: format!("tensor `{name}` as {}, cut after {elements} elements of its rows,", tensor.format.name()),
+            why: format!("its blocks have {block} elements; load the model with fewer ranks, or quantise it otherwise"),
         }),
+        _ => Ok(tensor.format.bytes(elements, tensor.dtype.bytes())),
     }
 }
 
