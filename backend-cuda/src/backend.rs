@@ -253,6 +253,7 @@ impl Cuda {
         if blas.has_chosen(g) {
             return Ok(0);
         }
+        self.settle_rank()?;
         blas.choose(&self.context, &self.stream, g, self.seat.as_ref()).map(|()| 1)
     }
 
@@ -261,6 +262,7 @@ impl Cuda {
         if let Some(k) = self.loaded_kernel(&launch.spec) {
             return Ok(k);
         }
+        self.settle_rank()?;
         let (spec, entry) = (&launch.spec, launch.spec.entry());
         let started = self.faults.add(op, spec)?;
         let asked = Instant::now();

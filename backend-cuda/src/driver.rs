@@ -1,6 +1,6 @@
 //! Thin owners over the driver's handles. All of them live on the thread that opened the device.
 
-use std::{ffi::CString, rc::Rc};
+use std::{ffi::CString, rc::Rc, sync::Arc};
 
 use cudarc::driver::{
     result::{self, DriverError},
@@ -34,59 +34,36 @@ pub fn named<T>(op: &str, r: std::result::Result<T, DriverError>) -> Result<T> {
 /// The primary context of a device, current on this thread.
 #[derive(Debug)]
 pub struct Context {
-    device: sys::CUdevice,
-    raw: sys::CUcontext,
+    owner: Arc<Retained>,
 }
 
 impl Context {
     /// Retains the primary context and makes it current.
     pub fn open(ordinal: usize) -> Result<Rc<Self>> {
-        let device = named("cuDeviceGet", result::device::get(ordinal as i32))?;
-        // SAFETY: `device` is valid; released once, in `drop`.
-        let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
-        let context = Rc::new(Self { device, raw });
-        // SAFETY: the context was just retained.
-        named("cuCtxSetCurrent", unsafe { result::ctx::set_current(raw) })?;
-        Ok(context)
-    }
-
-    /// The primary context of another device, retained and not current.
-    pub(crate) fn other(ordinal: usize) -> Result<Retained> {
-        let device = named("cuDeviceGet", result::device::get(ordinal as i32))?;
-        // SAFETY: `device` is valid; released once, in `drop`.
-        let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
-        Ok(Retained { device, raw })
+        let owner = Arc::new(Retained::open(ordinal)?);
+        owner.enter()?;
+        Ok(Rc::new(Self { owner }))
     }
 
     /// The driver's number of the device.
     pub(crate) fn device(&self) -> sys::CUdevice {
-        self.device
+        self.owner.device
     }
 
-    /// Retains it once more, for an owner that may live on another thread.
-    pub fn retain(&self) -> Result<Retained> {
-        // SAFETY: `device` is valid; released once, in `drop`.
-        let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(self.device) })?;
-        debug_assert_eq!(raw, self.raw, "a device has one primary context");
-        Ok(Retained { device: self.device, raw })
+    /// For an owner that may live on another thread.
+    pub fn retain(&self) -> Arc<Retained> {
+        self.owner.clone()
     }
 
     /// A device attribute.
     pub fn attribute(&self, what: sys::CUdevice_attribute) -> Result<i32> {
         // SAFETY: the device is valid.
-        named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, what) })
+        named("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device(), what) })
     }
 
     /// The device's name.
     pub fn name(&self) -> Result<String> {
-        named("cuDeviceGetName", result::device::get_name(self.device))
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        // SAFETY: retained once in `open`.
-        let _ = unsafe { result::primary_ctx::release(self.device) };
+        named("cuDeviceGetName", result::device::get_name(self.device()))
     }
 }
 
@@ -103,6 +80,14 @@ unsafe impl Send for Retained {}
 unsafe impl Sync for Retained {}
 
 impl Retained {
+    /// Retains the primary context of a device.
+    pub(crate) fn open(ordinal: usize) -> Result<Self> {
+        let device = named("cuDeviceGet", result::device::get(ordinal as i32))?;
+        // SAFETY: `device` is valid; released once, in `drop`.
+        let raw = named("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
+        Ok(Self { device, raw })
+    }
+
     /// The driver's number of the device.
     pub(crate) fn device(&self) -> sys::CUdevice {
         self.device

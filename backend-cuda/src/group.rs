@@ -139,7 +139,7 @@ impl Seat {
 impl Context {
     /// Lets this device read and write the memory of another one.
     fn reach(&self, device: usize) -> Result<Retained> {
-        let other = Self::other(device)?;
+        let other = Retained::open(device)?;
         let mut can = 0;
         // SAFETY: both devices are valid, `can` is valid for the call.
         let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.device(), other.device()) };
@@ -197,18 +197,19 @@ pub fn ranks(devices_of_ranks: &[usize], options: Options) -> Result<Ranks> {
         return Err(Error::BadRequest(why));
     }
     let found = devices();
+    let device_of = |index: usize| found.iter().find(|d| d.index == Some(index));
+    let first = devices_of_ranks.first().and_then(|first| device_of(*first));
     for (i, device) in devices_of_ranks.iter().enumerate() {
         if devices_of_ranks[..i].contains(device) {
             return Err(Error::BadRequest(format!("CUDA device {device} is named twice")));
         }
-        let there = found.iter().find(|d| d.index == Some(*device));
+        let there = device_of(*device);
         let usable = match (there, found.first()) {
             (Some(d), _) => d.usable.clone(),
             (None, Some(d)) if d.index.is_none() => d.usable.clone(),
             _ => Err(format!("there is no CUDA device {device}, the last is {}", found.len().saturating_sub(1))),
         };
         usable.map_err(|why| Error::NoDevice { backend: "cuda", why })?;
-        let first = found.iter().find(|d| d.index == Some(devices_of_ranks[0]));
         if let (Some(device), Some(first)) = (there, first)
             && device.name != first.name
         {

@@ -30,7 +30,7 @@ struct Range {
     free: Mutex<Free>,
     start: *mut u8,
     bytes: Zeroed,
-    context: Retained,
+    context: Arc<Retained>,
 }
 
 // SAFETY: `start` is only used for parts, which are disjoint while they live, see `Free`.
@@ -49,7 +49,7 @@ impl HostPool {
         let mut memory = len.and_then(Zeroed::new).ok_or_else(none)?;
         commit(&mut memory);
         let (start, len) = (memory.as_mut_ptr(), memory.len());
-        let context = context.retain()?;
+        let context = context.retain();
         // SAFETY: the memory belongs to the range, which unregisters it before it is freed.
         let pinned = unsafe { sys::cuMemHostRegister_v2(start.cast(), len, 0) };
         match pinned {

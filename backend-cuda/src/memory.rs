@@ -186,15 +186,24 @@ pub struct Landing {
 unsafe impl Send for Landing {}
 
 impl Landing {
-    /// One of the pool, or a new one, that `bytes` bytes of a device address arrive in.
-    fn enqueue(pool: &Pool, stream: &Stream, from: u64, bytes: usize) -> Result<Self> {
+    /// One of the pool, or a new one, that `bytes` bytes of a device address arrive in. `before` comes before one is allocated.
+    fn enqueue(
+        pool: &Pool,
+        stream: &Stream,
+        from: u64,
+        bytes: usize,
+        before: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
         let kept = {
             let mut free = pool.lock().unwrap_or_else(PoisonError::into_inner);
             free.iter().position(|l| l.memory.bytes >= bytes).map(|i| free.swap_remove(i))
         };
         let landing = match kept {
             Some(l) => l,
-            None => Self { memory: Pinned::new(bytes.max(4096).next_power_of_two(), false)?, done: Event::new(false)? },
+            None => {
+                before()?;
+                Self { memory: Pinned::new(bytes.max(4096).next_power_of_two(), false)?, done: Event::new(false)? }
+            }
         };
         // SAFETY: the landing's owner keeps it until the event is reached.
         unsafe {
@@ -222,7 +231,7 @@ struct FromRank {
     landing: Option<Landing>,
     bytes: usize,
     pool: Pool,
-    context: Retained,
+    context: Arc<Retained>,
 }
 
 impl Arriving for FromRank {
@@ -261,18 +270,14 @@ impl Read {
     }
 
     fn enqueue(pool: &Pool, stream: &Stream, from: u64, bytes: usize) -> Result<(Landing, usize, Pool)> {
-        Ok((Landing::enqueue(pool, stream, from, bytes)?, bytes, pool.clone()))
+        Ok((Landing::enqueue(pool, stream, from, bytes, || Ok(()))?, bytes, pool.clone()))
     }
 
     /// The same for another thread to wait for.
     pub(crate) fn start_for_any(cuda: &Cuda, from: u64, bytes: usize) -> Result<Box<dyn Arriving>> {
-        let pool = cuda.pool().clone();
-        let context = cuda.context.retain()?;
-        let fits = |l: &Landing| l.memory.bytes >= bytes;
-        if !pool.lock().unwrap_or_else(PoisonError::into_inner).iter().any(fits) {
-            cuda.settle_rank()?;
-        }
-        let landing = Some(Landing::enqueue(&pool, &cuda.stream, from, bytes).map_err(|e| cuda.faults().name(e))?);
+        let (pool, context) = (cuda.pool().clone(), cuda.context.retain());
+        let landing = Landing::enqueue(&pool, &cuda.stream, from, bytes, || cuda.settle_rank());
+        let landing = Some(landing.map_err(|e| cuda.faults().name(e))?);
         Ok(Box::new(FromRank { landing, bytes, pool, context }))
     }
 }

@@ -174,9 +174,6 @@ impl Cuda {
     /// Compiles, loads and measures what the work needs, so that running it does neither. Work is requested before.
     pub(crate) fn prepare(&self, steps: Steps) -> Result<Vec<(&'static str, Ready)>> {
         let before = self.compiler.borrow().totals();
-        if steps.iter().any(|(_, work)| self.loaded(work).is_none()) {
-            self.settle_rank()?;
-        }
         let mut times = Times::default();
         // Products are measured while kernels are compiled.
         for (_, work) in &steps {

@@ -10,15 +10,13 @@
 
 use std::{
     cell::Cell,
-    collections::HashMap,
     future::Future,
-    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, sync_channel},
     },
     task::{Context, Poll},
     thread,
@@ -33,60 +31,22 @@ use crate::{
     ops::{Feature, Op, Rebind, RowBlock},
     saved::{Reads, Room, Saving},
     source::Bytes,
-    survive::panic_text,
     tensor::Tensor,
     timer::Timer,
 };
 
+mod rank;
+
+use rank::{Command, Started, spawn};
+
 pub use crate::cpu::{DEADLINE, Member};
+pub use rank::{Arriving, RankDevice};
 
 /// Most ranks of a backend.
 pub const MOST_RANKS: usize = 64;
 
 /// Bytes of large writes that may wait for a rank: reading files is faster than some devices.
 const WRITES_IN_FLIGHT: u64 = 256 << 20;
-
-/// A device that can be one of several ranks. It is opened, used and dropped on the rank's thread.
-pub trait RankDevice: Timer {
-    /// What opens one.
-    type Place: Send + 'static;
-
-    /// Opens the device of a rank. All ranks open theirs concurrently and may wait for one another, as long as
-    /// [`Member::check`] lets them.
-    ///
-    /// # Errors
-    /// Those of the device.
-    fn open_rank(place: Self::Place, member: Member) -> Result<Self>;
-
-    /// Whether ranks of such devices have kernels for it, as [`Backend::has`].
-    fn ranks_have(feature: Feature) -> bool;
-
-    /// Waits for everything that runs, if freeing memory under a step might keep other ranks from going on.
-    ///
-    /// # Errors
-    /// Those of the device.
-    fn settle(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Starts a read that another thread waits for.
-    ///
-    /// # Errors
-    /// Those of [`Backend::read`].
-    fn start_read(&self, src: &Tensor<Self::Buf>) -> Result<Box<dyn Arriving>>;
-}
-
-/// Bytes on their way to any thread.
-pub trait Arriving: Send {
-    /// The bytes if they have arrived, once; an error of the device.
-    fn take(&mut self) -> Option<Result<Vec<u8>>>;
-}
-
-impl Arriving for Option<Vec<u8>> {
-    fn take(&mut self) -> Option<Result<Vec<u8>>> {
-        self.take().map(Ok)
-    }
-}
 
 /// Ranks that share the weights of a model.
 pub struct Ranks {
@@ -133,56 +93,6 @@ pub struct Reading {
     links: Rc<Links>,
 }
 
-/// What a rank is told, in the order of the calls. Buffers and tapes go by numbers. Answers go to `to`.
-#[derive(Clone)]
-enum Command {
-    Alloc {
-        id: u64,
-        label: Arc<str>,
-        bytes: u64,
-        to: SyncSender<Result<()>>,
-    },
-    Fill {
-        tensor: Tensor<u64>,
-        seed: u32,
-        half: f32,
-        to: SyncSender<bool>,
-    },
-    FreeMemory(SyncSender<Option<u64>>),
-    Scratch {
-        op: Box<Op<u64>>,
-        to: SyncSender<u64>,
-    },
-    Reserve(u64),
-    CodedBytes {
-        format: Format,
-        dims: Arc<[usize]>,
-        to: SyncSender<u64>,
-    },
-    Arrange(RowBlock<u64>),
-    /// Answered when everything before it is done, as far as the host does it.
-    Confirm(SyncSender<()>),
-    Expect(Arc<[Op<u64>]>),
-    Write {
-        id: u64,
-        at: u64,
-        bytes: Bytes,
-    },
-    /// Forgets a buffer or a tape.
-    Free(u64),
-    Run(Arc<[Op<u64>]>),
-    Record {
-        id: u64,
-        ops: Arc<[Op<u64>]>,
-    },
-    Play(u64),
-    Read {
-        from: Tensor<u64>,
-        to: SyncSender<Box<dyn Arriving>>,
-    },
-    Flush,
-}
-
 /// The way to the ranks.
 struct Links {
     ranks: Vec<Link>,
@@ -192,9 +102,6 @@ struct Links {
     allocated: Cell<u64>,
     threads: Vec<thread::JoinHandle<()>>,
 }
-
-/// A rank's thread, and what its device is, once it is open.
-type Started = (thread::JoinHandle<()>, Receiver<Result<Caps>>);
 
 struct Link {
     commands: Sender<Command>,
@@ -234,7 +141,7 @@ impl Ranks {
         }
         let members = Member::group(ranks, deadline);
         let member = members[0].clone();
-        let started: Result<Vec<_>> = members.into_iter().zip(places).map(|(m, place)| start::<D>(m, place)).collect();
+        let started: Result<Vec<_>> = members.into_iter().zip(places).map(|(m, place)| spawn::<D>(m, place)).collect();
         let (links, started): (Vec<Link>, Vec<Started>) = started?.into_iter().unzip();
         let (threads, opened): (Vec<_>, Vec<_>) = started.into_iter().unzip();
         let links = Links { ranks: links, member, deadline, allocated: Cell::new(0), threads };
@@ -285,56 +192,9 @@ impl Ranks {
     }
 }
 
-impl RankDevice for CpuBackend {
-    /// Helpers of a rank.
-    type Place = (Products, usize);
-
-    fn open_rank((products, threads): Self::Place, member: Member) -> Result<Self> {
-        par::own_team(threads);
-        Ok(Self::of_rank(products, member))
-    }
-
-    fn ranks_have(_: Feature) -> bool {
-        true
-    }
-
-    fn start_read(&self, src: &Tensor<Self::Buf>) -> Result<Box<dyn Arriving>> {
-        Ok(Box::new(Some(self.read(src).into_inner()?)))
-    }
-}
-
-/// Starts a rank, which says what its device is.
-fn start<D: RankDevice>(member: Member, place: D::Place) -> Result<(Link, Started)> {
-    let (commands, told) = channel();
-    let (opened, caps) = sync_channel(1);
-    let done = Arc::new(AtomicU64::new(0));
-    let (name, counter) = (format!("rank {}", member.rank()), done.clone());
-    let life = move || {
-        let work = || match D::open_rank(place, member.clone()) {
-            Ok(device) => {
-                let _ = opened.send(Ok(device.caps().clone()));
-                Rank::new(device, counter).follow(&told)
-            }
-            Err(e) => {
-                member.fail(e.to_string());
-                let _ = opened.send(Err(e));
-                Ok(())
-            }
-        };
-        match catch_unwind(AssertUnwindSafe(work)) {
-            Ok(Ok(())) => {}
-            Ok(Err(e)) => member.fail(e.to_string()),
-            Err(panic) => member.fail(format!("it panicked: {}", panic_text(&*panic))),
-        }
-    };
-    let started = thread::Builder::new().name(name.clone()).spawn(life);
-    let thread = started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })?;
-    Ok((Link { commands, done }, (thread, caps)))
-}
-
 impl Drop for Links {
-    /// Ends the ranks and waits for them, since a driver faults if a device is closed while the process exits; not for ranks
-    /// that another one has left alone.
+    /// Ends the ranks and waits for them, since a driver faults if a device is closed while the process exits; not after a
+    /// failure, when a rank may wait for one that is gone.
     fn drop(&mut self) {
         self.ranks.clear();
         if self.member.check().is_ok() {
@@ -430,95 +290,6 @@ impl Future for Reading {
 
     fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
         Poll::Ready(self.wait())
-    }
-}
-
-/// A rank: its backend, and its buffers and tapes by number.
-struct Rank<D: RankDevice> {
-    // Tapes and buffers go before the device.
-    tapes: HashMap<u64, D::Tape>,
-    bufs: HashMap<u64, D::Buf>,
-    device: D,
-    done: Arc<AtomicU64>,
-}
-
-impl<D: RankDevice> Rank<D> {
-    fn new(device: D, done: Arc<AtomicU64>) -> Self {
-        Self { tapes: HashMap::new(), bufs: HashMap::new(), device, done }
-    }
-
-    /// Does what it is told until nobody can tell it any more.
-    fn follow(mut self, told: &Receiver<Command>) -> Result<()> {
-        while let Ok(command) = told.recv() {
-            self.obey(command)?;
-            self.count();
-        }
-        Ok(())
-    }
-
-    fn count(&self) {
-        self.done.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn obey(&mut self, command: Command) -> Result<()> {
-        // Whoever asked may have given up, so nobody need take an answer.
-        match command {
-            Command::Alloc { id, label, bytes, to } => {
-                let _ = to.send(self.device.alloc(&label, bytes).map(|buf| {
-                    self.bufs.insert(id, buf);
-                }));
-            }
-            Command::Fill { tensor, seed, half, to } => {
-                let _ = to.send(self.device.fill_random(&self.own_tensor(&tensor), seed, half)?);
-            }
-            Command::FreeMemory(to) => {
-                let _ = to.send(self.device.free_memory());
-            }
-            Command::Scratch { op, to } => {
-                let _ = to.send(self.device.scratch(&self.own(&op)));
-            }
-            Command::Reserve(bytes) => self.device.reserve(bytes)?,
-            Command::CodedBytes { format, dims, to } => {
-                let _ = to.send(self.device.coded_bytes(format, &dims));
-            }
-            Command::Arrange(block) => self.device.arrange(&block.rebind(&mut |id| self.bufs[id].clone()))?,
-            Command::Confirm(to) => {
-                let _ = to.send(());
-            }
-            Command::Write { id, at, bytes } => self.device.write(&self.bufs[&id], at, &bytes)?,
-            Command::Free(id) => {
-                self.device.settle()?;
-                self.bufs.remove(&id);
-                self.tapes.remove(&id);
-            }
-            Command::Expect(ops) => self.device.expect(|rec| ops.iter().try_for_each(|op| rec.op(self.own(op))))?,
-            Command::Run(ops) => self.device.run(|rec| {
-                ops.iter().try_for_each(|op| {
-                    rec.op(self.own(op))?;
-                    self.count();
-                    Ok(())
-                })
-            })?,
-            Command::Record { id, ops } => {
-                let tape = self.device.record(|rec| ops.iter().try_for_each(|op| rec.op(self.own(op))))?;
-                self.tapes.insert(id, tape);
-            }
-            Command::Play(id) => self.device.play(&self.tapes[&id])?,
-            Command::Read { from, to } => {
-                let _ = to.send(self.device.start_read(&self.own_tensor(&from))?);
-            }
-            Command::Flush => self.device.flush()?,
-        }
-        Ok(())
-    }
-
-    /// An op on this rank's buffers.
-    fn own(&self, op: &Op<u64>) -> Op<D::Buf> {
-        op.rebind(&mut |id| self.bufs[id].clone())
-    }
-
-    fn own_tensor(&self, tensor: &Tensor<u64>) -> Tensor<D::Buf> {
-        tensor.rebind(&mut |id| self.bufs[id].clone())
     }
 }
 

@@ -46,43 +46,30 @@ fn spec(file: File, device: &Device) -> Spec {
     Spec::new(file).int("RANK", device.rank).int("RANKS", device.ranks)
 }
 
-/// A message of `rows` rows of `dim` elements in pieces of `vec`.
-fn message(spec: Spec, dtype: DType, rows: usize, dim: usize, vec: usize) -> (Spec, usize, usize) {
-    let pieces = rows * dim / vec;
-    let long = rows * dim * dtype.bytes() > WORDS_LIMIT;
+/// An exchange of the rows of `x`, from which each rank makes its `out`; in words or in pieces by its length.
+fn exchange<B: Address>(spec: Spec, x: &Tensor<B>, out: &Tensor<B>, arena: &Arena) -> Vec<Work> {
+    let (rows, dim) = (x.rows(), x.row_len());
+    // At most 16 bytes of the wider type.
+    let vec = vector(dim, &[x, out]).min(16 / x.dtype.bytes().max(out.dtype.bytes()));
+    let long = rows * dim * x.dtype.bytes() > WORDS_LIMIT;
     let (each, most, threads) = match long {
         false => (WORD_THREADS, WORD_BLOCKS, WORD_THREADS),
         true => (PIECE_THREADS * PIECES_EACH, PIECE_BLOCKS, PIECE_THREADS),
     };
-    let spec = spec.flag("LONG", long).int("VEC", vec).int("DIM", dim);
-    (spec, pieces.div_ceil(each).min(most), threads)
-}
-
-/// Elements of the widest access to both, at most 16 bytes of each.
-fn access<B: Address>(dim: usize, x: &Tensor<B>, out: &Tensor<B>) -> usize {
-    let widest = 16 / x.dtype.bytes().max(out.dtype.bytes());
-    vector(dim, &[x, out]).min(widest)
+    let blocks = (rows * dim / vec).div_ceil(each).min(most);
+    let spec = spec.flag("LONG", long).int("VEC", vec).int("DIM", dim).ty("x_t", x.dtype).ty("out_t", out.dtype);
+    let args = arguments::Exchange { areas: At(arena.areas), x: x.into(), out: out.into(), rows: rows as u32 };
+    vec![Work::Kernel(Launch::new(spec, [blocks, 1, 1], threads, &args))]
 }
 
 pub(super) fn all_reduce<B: Address>(a: &AllReduce<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
     shared("all_reduce", device)?;
-    let (rows, dim, vec) = (a.x.rows(), a.x.row_len(), access(a.x.row_len(), &a.x, &a.out));
-    let spec =
-        spec(File::AllReduce, device).flag("ACCUMULATE", a.accumulate).ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
-    let (spec, blocks, threads) = message(spec, a.x.dtype, rows, dim, vec);
-    let args =
-        arguments::Exchange { areas: At(arena.areas), x: (&a.x).into(), out: (&a.out).into(), rows: rows as u32 };
-    Ok(vec![Work::Kernel(Launch::new(spec, [blocks, 1, 1], threads, &args))])
+    Ok(exchange(spec(File::AllReduce, device).flag("ACCUMULATE", a.accumulate), &a.x, &a.out, arena))
 }
 
 pub(super) fn all_gather<B: Address>(a: &AllGather<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
     shared("all_gather", device)?;
-    let (rows, dim, vec) = (a.x.rows(), a.x.row_len(), access(a.x.row_len(), &a.x, &a.out));
-    let spec = spec(File::AllGather, device).ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
-    let (spec, blocks, threads) = message(spec, a.x.dtype, rows, dim, vec);
-    let args =
-        arguments::Exchange { areas: At(arena.areas), x: (&a.x).into(), out: (&a.out).into(), rows: rows as u32 };
-    Ok(vec![Work::Kernel(Launch::new(spec, [blocks, 1, 1], threads, &args))])
+    Ok(exchange(spec(File::AllGather, device), &a.x, &a.out, arena))
 }
 
 pub(super) fn rank_norm<B: Address>(a: &RankNorm<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
