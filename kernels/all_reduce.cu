@@ -3,7 +3,8 @@
 
 #include "ranks.cuh"
 
-extern "C" __global__ void __launch_bounds__(LONG ? PIECE_THREADS : WORD_THREADS) ENTRY(PARAMETERS) {
+// Four blocks of an SM keep all of a grid resident; left alone, the assembler spills to fit more.
+extern "C" __global__ void __launch_bounds__(LONG ? PIECE_THREADS : WORD_THREADS, 4) ENTRY(PARAMETERS) {
     constexpr int ROW = DIM / VEC;
     let_next_start();
     wait_for_inputs();

@@ -144,7 +144,8 @@ impl Ranks {
         let started: Result<Vec<_>> = members.into_iter().zip(places).map(|(m, place)| spawn::<D>(m, place)).collect();
         let (links, started): (Vec<Link>, Vec<Started>) = started?.into_iter().unzip();
         let (threads, opened): (Vec<_>, Vec<_>) = started.into_iter().unzip();
-        let links = Links { ranks: links, member, deadline, allocated: Cell::new(0), threads };
+        // Ranks that wait for one another give up first: they know for whom.
+        let links = Links { ranks: links, member, deadline: 2 * deadline, allocated: Cell::new(0), threads };
         let caps: Result<Vec<Caps>> =
             opened.iter().map(|caps| caps.recv().unwrap_or_else(|_| Err(links.ended()))).collect();
         let first = caps?.swap_remove(0);
