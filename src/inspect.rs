@@ -89,7 +89,7 @@ impl Inspect {
         let mut architecture = models::read(&files.config)?;
         let head = architecture.head_parameters(&files.checkpoint);
         if options.speculate == Speculate::Mtp {
-            architecture = architecture.with_head(&files.checkpoint, 1)?;
+            architecture = architecture.with_head(&files.checkpoint)?;
         }
         let fault = pollster::block_on(contradiction(files, &architecture)).err().map(|e| e.to_string());
         let bytes = files.checkpoint.bytes();

@@ -4,6 +4,7 @@
 //! Ignored, not passed, without two devices; `SELKIE_REQUIRE=cuda-2-ranks` turns that into a failure.
 
 use libtest_mimic::{Arguments, Failed, Trial};
+use pollster::block_on;
 use selkie_core::{
     Error, Result,
     backend::{Backend, Ops},
@@ -59,8 +60,8 @@ fn exchanges() -> Result<std::result::Result<(), Failed>> {
             value(round, column / width, row * width + column % width)
         };
         for rank in 0..RANKS {
-            let sums = DType::F32.to_f32(&ranks.read_on(rank, &sum)?);
-            let columns = DType::F32.to_f32(&ranks.read_on(rank, &all)?);
+            let sums = DType::F32.to_f32(&block_on(ranks.read_on(rank, &sum))?);
+            let columns = DType::F32.to_f32(&block_on(ranks.read_on(rank, &all))?);
             let wrong = (0..sums.len()).find(|&i| sums[i] != total(i));
             let misplaced = (0..columns.len()).find(|&i| columns[i] != column(i));
             if wrong.is_some() || misplaced.is_some() {

@@ -146,6 +146,11 @@ pub trait Backend: Sized + 'static {
     fn play(&self, tape: &Self::Tape) -> Result<()>;
     /// Reads the elements of `src` (contiguous), after everything run before. A deferred device error fails it.
     fn read(&self, src: &Tensor<Self::Buf>) -> Self::Read;
+    /// [`Backend::read`] of what one rank has; `read` is of rank 0.
+    fn read_on(&self, rank: usize, src: &Tensor<Self::Buf>) -> Self::Read {
+        debug_assert_eq!(rank, 0, "a backend with one rank");
+        self.read(src)
+    }
     /// Host memory for `bytes` bytes of copies that [`Backend::save`] makes. Called at load, before states and pages get what is
     /// left of the device's memory.
     fn host_memory(&self, bytes: u64) -> Result<Box<dyn HostMemory>> {

@@ -1,5 +1,7 @@
 //! A layer's state: its shape per sequence, and the device memory that holds it for all sequences.
 
+use std::ops::Range;
+
 use crate::ops::KvPool;
 use crate::tensor::Tensor;
 
@@ -30,6 +32,48 @@ impl LayerState {
             recurrent: one("a recurrent state", self.recurrent, other.recurrent),
         }
     }
+}
+
+/// What one of several ranks has of a layer's state: units of the whole one, in the order in which it has them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StateShare {
+    /// KV heads.
+    pub kv: Vec<Range<usize>>,
+    /// Channels of the convolution.
+    pub conv: Vec<Range<usize>>,
+    /// Heads of the recurrent state.
+    pub recurrent: Vec<Range<usize>>,
+}
+
+impl StateShare {
+    /// All of a state.
+    pub fn whole(of: LayerState) -> Self {
+        let all = |units: Option<usize>| units.map(|n| 0..n).into_iter().collect();
+        Self {
+            kv: all(of.kv.map(|kv| kv.heads)),
+            conv: all(of.conv.map(|[channels, _]| channels)),
+            recurrent: all(of.recurrent.map(|[heads, ..]| heads)),
+        }
+    }
+
+    /// That of a layer that has both, see [`LayerState::and`].
+    pub fn and(self, other: Self) -> Self {
+        let both = |a: Vec<_>, b| [a, b].concat();
+        Self {
+            kv: both(self.kv, other.kv),
+            conv: both(self.conv, other.conv),
+            recurrent: both(self.recurrent, other.recurrent),
+        }
+    }
+}
+
+/// The states of a model and how its ranks share them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Division {
+    /// The whole state of each layer.
+    pub layers: Vec<LayerState>,
+    /// Of each rank, what it has of each layer's.
+    pub shares: Vec<Vec<StateShare>>,
 }
 
 /// Heads and widths of a KV cache. With latents there is one head: its key is the latent, which is key and value of all

@@ -160,14 +160,6 @@ impl Ranks {
         })
     }
 
-    /// What one rank has of a tensor, for tests; [`Backend::read`] reads rank 0's.
-    ///
-    /// # Errors
-    /// Those of [`Backend::read`].
-    pub fn read_on(&self, rank: usize, src: &Tensor<Buf>) -> Result<Vec<u8>> {
-        self.links.read(rank, src.rebind(&mut |buf| buf.0.id)).wait()
-    }
-
     fn handle(&self, bytes: u64) -> Buf {
         let id = self.next.replace(self.next.get() + 1);
         self.links.allocated.update(|all| all + bytes);
@@ -438,14 +430,16 @@ impl Backend for Ranks {
 
     /// Reads from rank 0. The engine reads only values that are equal on all ranks.
     fn read(&self, src: &Tensor<Buf>) -> Self::Read {
-        self.links.read(0, src.rebind(&mut |buf| buf.0.id))
+        self.read_on(0, src)
+    }
+
+    fn read_on(&self, rank: usize, src: &Tensor<Buf>) -> Self::Read {
+        self.links.read(rank, src.rebind(&mut |buf| buf.0.id))
     }
 
     /// The shares of all ranks, one rank after the other.
     fn save(&self, pools: &[Tensor<Buf>], row: usize, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
-        let share = |(rank, pool): (usize, &Tensor<Buf>)| {
-            self.links.read(rank, pool.slice_rows(row, 1).rebind(&mut |buf| buf.0.id))
-        };
+        let share = |(rank, pool): (usize, &Tensor<Buf>)| self.read_on(rank, &pool.slice_rows(row, 1));
         let all = (0..self.caps.ranks).flat_map(|rank| pools.iter().map(move |pool| (rank, pool)));
         Ok(Box::new(Reads::new(all.map(share), room)))
     }

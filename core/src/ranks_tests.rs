@@ -1,3 +1,5 @@
+use pollster::block_on;
+
 use super::*;
 use crate::{
     ops::{AllGather, AllReduce, RankNorm, RmsNorm},
@@ -17,7 +19,7 @@ fn fill(b: &Ranks, x: &Tensor<Buf>, value: impl Fn(usize, usize) -> f32) {
 }
 
 fn values(b: &Ranks, rank: usize, x: &Tensor<Buf>) -> Result<Vec<f32>> {
-    Ok(DType::F32.to_f32(&b.read_on(rank, x)?))
+    Ok(DType::F32.to_f32(&block_on(b.read_on(rank, x))?))
 }
 
 #[test]

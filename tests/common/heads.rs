@@ -24,7 +24,7 @@ async fn logits<B: Backend>(backend: &B, folder: &Path, tolerance: Tolerance) ->
     let text = |e: Error| Failed::from(e.to_string());
     let config = Config::parse("config.json", &std::fs::read(folder.join("config.json"))?).map_err(text)?;
     let checkpoint = Checkpoint::open(std::sync::Arc::new(Dir::open(folder).map_err(text)?)).await.map_err(text)?;
-    let architecture = models::read(&config).and_then(|a| a.with_head(&checkpoint, 1)).map_err(text)?;
+    let architecture = models::read(&config).and_then(|a| a.with_head(&checkpoint)).map_err(text)?;
     let mut report = |_| ();
     let mut loader = Loader::new(backend, &checkpoint, &mut report);
     let model = models::build(&architecture, &mut loader, LIMITS).await.map_err(text)?;

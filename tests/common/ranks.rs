@@ -6,7 +6,9 @@ use libtest_mimic::{Failed, Trial};
 use selkie_core::{Result, cpu::CpuBackend, format::Products, ranks::Ranks};
 use selkie_cuda::Options;
 
-use crate::{CPU, CUDA, Tolerance, check, coded_logits, coded_model, common, golden::folders, lacks, load, sessions};
+use crate::{
+    CPU, CUDA, Tolerance, check, coded_logits, coded_model, common, golden::folders, heads, lacks, load, sessions,
+};
 
 /// Folder, ranks and the reason of each refusal.
 const REFUSED: &[(&str, usize, &str)] = &[
@@ -46,10 +48,12 @@ pub fn trials() -> Vec<Trial> {
     trials.extend(on("cpu-2-ranks", 2, open::<2>, CPU, |_| true));
     trials.extend(on("cpu-4-ranks", 4, open::<4>, CPU, |_| true));
     trials.extend(sessions::on("cpu-2-ranks", open::<2>));
+    trials.extend(heads::on("cpu-2-ranks", open::<2>, CPU));
     trials.extend(coded("cpu-exact-2-ranks", || Ranks::open(2, Products::Exact), CPU));
     let f32 = || selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() });
     trials.extend(on("cuda-f32-2-ranks", 2, f32, CUDA, |_| true));
     trials.extend(sessions::on("cuda-f32-2-ranks", f32));
+    trials.extend(heads::on("cuda-f32-2-ranks", f32, CUDA));
     trials.extend(coded("cuda-f32-2-ranks", f32, CUDA));
     trials
 }

@@ -6,7 +6,7 @@ use crate::{
     Result,
     backend::{Backend, Handle},
     config::Heads,
-    layer::{KvShape, LayerPools, LayerState},
+    layer::{KvShape, LayerPools, LayerState, StateShare},
     ops::{self, Act, Activation, RankNorm, RmsNorm, RopeKv},
     rope::Rope,
     tensor::Tensor,
@@ -138,6 +138,10 @@ impl Plan {
     pub(super) fn state(&self) -> LayerState {
         let kv = KvShape { heads: self.heads.kv_heads, key_dim: self.heads.head_dim, value_dim: self.heads.head_dim };
         LayerState { kv: Some(kv), ..LayerState::default() }
+    }
+
+    pub(super) fn state_share(&self, rank: Rank) -> StateShare {
+        StateShare { kv: vec![rank.share(self.heads.kv_heads)], ..StateShare::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {

@@ -6,10 +6,10 @@ use super::{ALIGN, Out, Pass, Scratch, Widths, conv, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{self, Act, Gate, RmsNorm},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// A layer of Kimi Delta Attention, as data. Keys and values have the same heads.
@@ -58,6 +58,11 @@ impl Plan {
             recurrent: Some([self.heads, self.head_dim, self.head_dim]),
             ..LayerState::default()
         }
+    }
+
+    /// Not divided: every rank would have all of it.
+    pub(super) fn state_share(&self, _: Rank) -> StateShare {
+        StateShare::whole(self.state())
     }
 
     pub(super) fn parameters(&self) -> u64 {

@@ -7,7 +7,7 @@ use super::{ALIGN, Out, Pass, Scratch, Widths, conv, divided, divided_or_repeate
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{self, Act, Gate, RmsNorm},
     tensor::Tensor,
     weights::{Linear, Loader, Part, Rank},
@@ -94,6 +94,11 @@ impl Plan {
             recurrent: Some([self.value_heads, self.key_dim, self.value_dim]),
             ..LayerState::default()
         }
+    }
+
+    pub(super) fn state_share(&self, rank: Rank) -> StateShare {
+        let recurrent = vec![rank.share(self.value_heads)];
+        StateShare { conv: self.own_channels(rank), recurrent, ..StateShare::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {

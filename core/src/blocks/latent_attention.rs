@@ -6,10 +6,10 @@ use super::{ALIGN, Out, Pass, Scratch, Widths, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{KvShape, LayerPools, LayerState},
+    layer::{KvShape, LayerPools, LayerState, StateShare},
     ops::{self, HeadMatmul, LatentKv, RmsNorm},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// A layer of attention over latents, as data. There are no positions.
@@ -74,6 +74,11 @@ impl Plan {
     pub(super) fn state(&self) -> LayerState {
         let kv = KvShape { heads: 1, key_dim: self.latent, value_dim: self.shared };
         LayerState { kv: Some(kv), ..LayerState::default() }
+    }
+
+    /// Not divided: every rank would have all of it.
+    pub(super) fn state_share(&self, _: Rank) -> StateShare {
+        StateShare::whole(self.state())
     }
 
     pub(super) fn parameters(&self) -> u64 {

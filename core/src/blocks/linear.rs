@@ -4,9 +4,9 @@ use super::{Out, Pass, Widths, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     tensor::Tensor,
-    weights::{self, Loader, Part},
+    weights::{self, Loader, Part, Rank},
 };
 
 /// A linear layer without bias, as data. The weight is `weight` below the layer's prefix.
@@ -27,6 +27,11 @@ impl Plan {
 
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
+    }
+
+    /// Not divided: every rank would have all of it.
+    pub(super) fn state_share(&self, _: Rank) -> StateShare {
+        StateShare::whole(self.state())
     }
 
     pub(super) fn parameters(&self) -> u64 {

@@ -5,7 +5,7 @@ use super::{Out, Pass, Scratch, Widths, conv, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{Act, Activation, AllReduce, RmsNorm, ScanForm, SelectiveScan},
     tensor::Tensor,
     weights::{Linear, Loader, Part, Rank},
@@ -70,6 +70,11 @@ impl Plan {
             recurrent: Some([self.inner, 1, self.state]),
             ..LayerState::default()
         }
+    }
+
+    pub(super) fn state_share(&self, rank: Rank) -> StateShare {
+        let own = vec![rank.share(self.inner)];
+        StateShare { conv: own.clone(), recurrent: own, ..StateShare::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {

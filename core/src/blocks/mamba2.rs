@@ -7,7 +7,7 @@ use super::{ALIGN, Out, Pass, Scratch, Widths, conv, divided, divided_or_repeate
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{Act, Activation, Gate, RankNorm, RmsNorm, ScanForm, SelectiveScan},
     tensor::Tensor,
     weights::{Linear, Loader, Part, Rank},
@@ -86,6 +86,11 @@ impl Plan {
             recurrent: Some([self.heads, self.head_dim, self.state]),
             ..LayerState::default()
         }
+    }
+
+    pub(super) fn state_share(&self, rank: Rank) -> StateShare {
+        let recurrent = vec![rank.share(self.heads)];
+        StateShare { conv: self.own_channels(rank), recurrent, ..StateShare::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {

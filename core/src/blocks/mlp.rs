@@ -4,7 +4,7 @@ use super::{ALIGN, Out, Pass, Scratch, Widths, adapter, divided, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{Act, Activation},
     tensor::Tensor,
     weights::{Linear, Loader, Part, Rank},
@@ -78,6 +78,10 @@ impl Plan {
 
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
+    }
+
+    pub(super) fn state_share(&self, _: Rank) -> StateShare {
+        StateShare::default()
     }
 
     pub(super) fn parameters(&self) -> u64 {

@@ -20,11 +20,11 @@ pub mod short_conv;
 use crate::{
     Error, Result,
     backend::{Backend, Handle, Ops},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{Feature, Matmul, Op},
     step::Step,
     tensor::{DType, Tensor},
-    weights::{Linear, Loader},
+    weights::{Linear, Loader, Rank},
 };
 
 /// An activation buffer that all layers share, by its name. A step's ops run in order, so a buffer is free again after
@@ -230,6 +230,14 @@ macro_rules! mixers {
             /// Its state per sequence.
             pub fn state(&self) -> LayerState {
                 match self { $(Self::$name(p) => p.state(),)* }
+            }
+
+            /// What a rank has of its state.
+            pub fn state_share(&self, rank: Rank) -> StateShare {
+                match self {
+                    _ if rank.of == 1 => StateShare::whole(self.state()),
+                    $(Self::$name(p) => p.state_share(rank),)*
+                }
             }
 
             /// Number of its weights.

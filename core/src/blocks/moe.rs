@@ -5,10 +5,10 @@ use super::{Out, Pass, Scratch, Widths, divided, undivided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{Act, Activation, ExpertMatmul, ExpertRange, Route, Router},
     tensor::{DType, Tensor},
-    weights::{ExpertParts, ExpertShare, Linear, Loader, Part},
+    weights::{ExpertParts, ExpertShare, Linear, Loader, Part, Rank},
 };
 
 const LOGITS: Scratch = Scratch::of("router logits", DType::F32);
@@ -91,6 +91,10 @@ impl Plan {
 
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
+    }
+
+    pub(super) fn state_share(&self, _: Rank) -> StateShare {
+        StateShare::default()
     }
 
     pub(super) fn parameters(&self) -> u64 {

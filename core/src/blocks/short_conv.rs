@@ -5,7 +5,7 @@ use super::{Out, Pass, Scratch, Widths, conv, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     ops::{Act, Activation},
     tensor::Tensor,
     weights::{Linear, Loader, Part, Rank},
@@ -36,6 +36,10 @@ impl Plan {
 
     pub(super) fn state(&self) -> LayerState {
         LayerState { conv: Some([self.channels, self.kernel - 1]), ..LayerState::default() }
+    }
+
+    pub(super) fn state_share(&self, rank: Rank) -> StateShare {
+        StateShare { conv: vec![rank.share(self.channels)], ..StateShare::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {

@@ -21,7 +21,7 @@ use crate::{
     state::GRID,
 };
 
-pub use part::{Dtypes, Kind, Part, convert, parts};
+pub use part::{Dtypes, Kind, Part, Places, convert, parts};
 pub use read::{Input, Reader};
 pub use write::Writer;
 

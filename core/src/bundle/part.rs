@@ -1,8 +1,12 @@
 //! The tensors of a bundle that hold state: their names, shapes and dtypes.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, collections::VecDeque, ops::Range};
 
-use crate::{layer::LayerState, state::GRID, tensor::DType};
+use crate::{
+    layer::{LayerState, StateShare},
+    state::GRID,
+    tensor::DType,
+};
 
 /// A kind of state of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -114,6 +118,18 @@ impl Part {
         self.shape[skip..].iter().product::<usize>() * self.dtype.bytes()
     }
 
+    /// Where the values that a rank has of a row lie in the whole row, in the order in which it has them.
+    pub fn places(&self, share: &StateShare) -> Places {
+        let units = match self.kind {
+            Kind::Key | Kind::Value => &share.kv,
+            Kind::Conv => &share.conv,
+            Kind::Recurrent => &share.recurrent,
+        };
+        let all = self.shape[usize::from(self.kind.is_paged())];
+        let each = self.row_bytes() / all;
+        Places(units.iter().map(|own| own.start * each..own.end * each).collect())
+    }
+
     pub(super) fn check(&self) -> Result<(), String> {
         let Self { kind, dtype, shape, .. } = self;
         if !matches!(dtype, DType::F32 | DType::Bf16 | DType::F16) {
@@ -124,6 +140,28 @@ impl Part {
             return Err(format!("tensor `{}` cannot have the shape {shape:?}", self.name()));
         }
         Ok(())
+    }
+}
+
+/// Ranges of bytes of a row, which are taken one after the other.
+#[derive(Clone, Debug)]
+pub struct Places(VecDeque<Range<usize>>);
+
+impl Places {
+    /// The next `bytes` bytes.
+    pub fn take(&mut self, mut bytes: usize) -> Vec<Range<usize>> {
+        let mut taken = Vec::new();
+        while bytes > 0
+            && let Some(mut first) = self.0.pop_front()
+        {
+            if first.len() > bytes {
+                self.0.push_front(first.start + bytes..first.end);
+                first.end = first.start + bytes;
+            }
+            bytes -= first.len();
+            taken.push(first);
+        }
+        taken
     }
 }
 

@@ -53,6 +53,7 @@ use crate::bundle::numerics;
 use crate::checkpoint::Checkpoint;
 use crate::controls::{LaneRules, Logprobs, MOST_TOP};
 use crate::error::{Error, Result};
+use crate::layer::Division;
 use crate::models::{self, Architecture, ModelSpec};
 use crate::sample::Sampling;
 use crate::state::CacheEvent;
@@ -137,6 +138,7 @@ pub struct Engine<B: Backend> {
     /// A step began and was not completed.
     failed: bool,
     weight_bytes: u64,
+    division: Division,
     /// Boxed: most engines have none.
     lower: Option<Box<Lower>>,
 }
@@ -157,7 +159,7 @@ impl<B: Backend> Engine<B> {
     ) -> Result<Self> {
         let caps = backend.caps();
         let with_head = match options.speculate {
-            Speculate::Mtp => Some(architecture.with_head(checkpoint, caps.ranks)?),
+            Speculate::Mtp => Some(architecture.with_head(checkpoint)?),
             _ => None,
         };
         let architecture = with_head.as_ref().unwrap_or(architecture);
@@ -177,6 +179,7 @@ impl<B: Backend> Engine<B> {
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: sizes.limits.outputs() };
         // Before memory is measured, of which it takes some.
         let lower = Lower::open(&options.tiers, &backend, &spec.layers, options.clock)?;
+        let division = architecture.division(caps.ranks);
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
         let weight_bytes = loader.loaded();
@@ -216,6 +219,7 @@ impl<B: Backend> Engine<B> {
             landed: None,
             failed: false,
             weight_bytes,
+            division,
             lower: lower.map(Box::new),
         })
     }

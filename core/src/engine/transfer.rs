@@ -2,7 +2,7 @@
 //!
 //! Both run between two steps. Reads and writes are ordered with the steps on the device, so a step in flight is no obstacle.
 
-use std::{collections::VecDeque, io::Write, pin::Pin};
+use std::{borrow::Cow, collections::VecDeque, io::Write, ops::Range, pin::Pin};
 
 use super::{Engine, landing::Landing, landing::Path};
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     state::{GRID, Realm},
 };
 
-/// Reads of a device in flight at a time: their bytes are all that a transfer holds.
+/// Rows that are read from a device at a time: their bytes are all that a transfer holds.
 const READS: usize = 8;
 
 /// What is written into a bundle.
@@ -86,7 +86,6 @@ impl<B: Backend> Engine<B> {
     /// [`Error::BadRequest`] if the tree holds no such prefix; [`Error::Io`] of `out`, which `file` names; a device error.
     pub async fn export(&self, what: Export, file: &str, out: &mut dyn Write) -> Result<Exported> {
         self.check_usable()?;
-        self.check_whole(file)?;
         let (path, origin) = self.scheduler.path(&what.realm, &what.tokens, what.states.max(1));
         if path.depth == 0 {
             let tokens = what.tokens.len();
@@ -107,25 +106,16 @@ impl<B: Backend> Engine<B> {
             ends: what.ends,
             messages: what.messages,
             from: left_out * GRID,
-            parts: parts(&self.spec().layers, dtypes, path.depth / GRID - left_out, &positions),
+            parts: parts(&self.division.layers, dtypes, path.depth / GRID - left_out, &positions),
         };
         let io = |e| Error::io(file, e);
         let mut writer = Writer::new(out, &head).map_err(io)?;
-        let mut reads: VecDeque<Pin<Box<B::Read>>> = VecDeque::new();
-        for part in &head.parts {
-            for row in 0..part.rows() {
-                let entry = path.entry(part, left_out + row);
-                for pool in self.runner.pools_of(part) {
-                    reads.push_back(Box::pin(self.runner.backend().read(&pool.slice_rows(entry as usize, 1))));
-                    if reads.len() == READS {
-                        let first = reads.pop_front().expect("it is full");
-                        writer.write(&first.await?).map_err(io)?;
-                    }
-                }
-            }
-        }
-        for read in reads {
-            writer.write(&read.await?).map_err(io)?;
+        let rows = head.parts.iter().flat_map(|part| (0..part.rows()).map(move |row| (part, row)));
+        let mut rows = rows.map(|(part, row)| self.read_row(part, path.entry(part, left_out + row)));
+        let mut reads: VecDeque<RowRead<B>> = rows.by_ref().take(READS).collect();
+        while let Some(first) = reads.pop_front() {
+            writer.write(&first.arrive().await?).map_err(io)?;
+            reads.extend(rows.next());
         }
         let (_, bytes) = writer.finish().map_err(io)?;
         Ok(Exported { tokens: path.depth, states: positions.len(), bytes })
@@ -140,7 +130,6 @@ impl<B: Backend> Engine<B> {
     pub fn import(&mut self, bundle: &mut Reader<'_>, into: &Import) -> Result<Imported> {
         self.check_usable()?;
         let file = bundle.file().to_owned();
-        self.check_whole(&file)?;
         let origin = self.admissible(bundle.head(), &file, into)?;
         bundle.verify()?;
         let head = bundle.head();
@@ -176,22 +165,10 @@ impl<B: Backend> Engine<B> {
         Ok(Imported { tokens, states, pages, origin })
     }
 
-    /// # Errors
-    /// [`Error::BadRequest`] if each of several ranks has a part of the states.
-    fn check_whole(&self, file: &str) -> Result<()> {
-        match self.caps().ranks {
-            1 => Ok(()),
-            ranks => Err(Error::BadRequest(format!(
-                "{file}: the states of a model on {ranks} ranks are in parts, which bundles do not have yet; save and load them \
-                 with --ranks 1"
-            ))),
-        }
-    }
-
     /// Checks everything about a bundle but its values; returns the origin under which they would live.
     fn admissible(&self, head: &Head, file: &str, into: &Import) -> Result<String> {
         head.check_model(file, &into.model)?;
-        head.check_parts(file, &self.spec().layers)?;
+        head.check_parts(file, &self.division.layers)?;
         let vocab = self.spec().vocab;
         if let Some(id) = head.tokens.iter().find(|id| **id as usize >= vocab) {
             return Err(Error::model(file, format!("token id {id} is outside the vocabulary of {vocab}")));
@@ -217,20 +194,61 @@ impl<B: Backend> Engine<B> {
         }
     }
 
+    /// Starts the reads of a row of a part, from a slot or page.
+    fn read_row(&self, part: &Part, entry: u32) -> RowRead<B> {
+        let (backend, mut reads) = (self.runner.backend(), Vec::new());
+        for (rank, shares) in self.division.shares.iter().enumerate() {
+            let mut places = part.places(&shares[part.layer as usize]);
+            for pool in self.runner.pools_of(part) {
+                let here = places.take(pool.row_len() * part.dtype.bytes());
+                reads.push((Box::pin(backend.read_on(rank, &pool.slice_rows(entry as usize, 1))), here));
+            }
+        }
+        RowRead { bytes: part.row_bytes(), reads }
+    }
+
     /// Writes a row of a part into a slot or page, converted to the dtype there.
     fn write_row(&self, file: &str, part: &Part, entry: u32, bytes: &[u8]) -> Result<()> {
-        let mut rest = bytes;
-        for pool in self.runner.pools_of(part) {
-            let (now, later) = rest.split_at(pool.row_len() * part.dtype.bytes());
-            let values = convert(now, part.dtype, pool.dtype).ok_or_else(|| {
-                let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);
-                Error::model(file, why)
-            })?;
-            let at = pool.slice_rows(entry as usize, 1).byte_offset() as u64;
-            self.runner.backend().write(&pool.buf, at, &values)?;
-            rest = later;
+        for (rank, shares) in self.division.shares.iter().enumerate() {
+            let mut places = part.places(&shares[part.layer as usize]);
+            for pool in self.runner.pools_of(part) {
+                let share: Cow<'_, [u8]> = match &places.take(pool.row_len() * part.dtype.bytes())[..] {
+                    [one] => bytes[one.clone()].into(),
+                    several => several.iter().flat_map(|at| &bytes[at.clone()]).copied().collect(),
+                };
+                let values = convert(&share, part.dtype, pool.dtype).ok_or_else(|| {
+                    let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);
+                    Error::model(file, why)
+                })?;
+                let at = pool.slice_rows(entry as usize, 1).byte_offset() as u64;
+                self.runner.backend().write_on(rank, &pool.buf, at, &values)?;
+            }
         }
         Ok(())
+    }
+}
+
+/// Reads of one row of a part in flight: each with the places of its bytes in the row.
+struct RowRead<B: Backend> {
+    bytes: usize,
+    reads: Vec<(Pin<Box<B::Read>>, Vec<Range<usize>>)>,
+}
+
+impl<B: Backend> RowRead<B> {
+    /// The row. What several ranks have is taken from the last of them.
+    async fn arrive(mut self) -> Result<Vec<u8>> {
+        if self.reads.len() == 1 {
+            return self.reads.remove(0).0.await;
+        }
+        let mut row = vec![0; self.bytes];
+        for (read, places) in self.reads {
+            let (bytes, mut from) = (read.await?, 0);
+            for at in places {
+                row[at.clone()].copy_from_slice(&bytes[from..from + at.len()]);
+                from += at.len();
+            }
+        }
+        Ok(row)
     }
 }
 

@@ -7,10 +7,10 @@ use crate::{
     blocks::Plan,
     checkpoint::Checkpoint,
     config::Config,
-    layer::LayerState,
+    layer::{Division, LayerState, StateShare},
     models::{Head, ModelSpec},
     ops::Feature,
-    weights::NormKind,
+    weights::{NormKind, Rank},
 };
 
 /// An RMS norm over the model width.
@@ -186,16 +186,15 @@ impl Architecture {
     /// The same model with its head for drafts. Its states are not those of the model without.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where `checkpoint` has no head, or the device has several ranks.
-    pub fn with_head(&self, checkpoint: &Checkpoint, ranks: usize) -> Result<Self> {
-        let why = match self.head_parameters(checkpoint) {
-            None => "the model has none that can be run",
-            Some(_) if ranks > 1 => "heads are not divided over ranks yet",
-            Some(_) => return Ok(Self { drafts: true, ..self.clone() }),
-        };
+    /// [`Error::Unsupported`] where `checkpoint` has no head.
+    pub fn with_head(&self, checkpoint: &Checkpoint) -> Result<Self> {
+        if self.head_parameters(checkpoint).is_some() {
+            return Ok(Self { drafts: true, ..self.clone() });
+        }
         Err(Error::Unsupported {
             what: format!("drafts of an MTP head with {}", self.family),
-            why: format!("{why}; take drafts from the text instead (--speculate ngram or auto)"),
+            why: "the model has none that can be run; take drafts from the text instead (--speculate ngram or auto)"
+                .into(),
         })
     }
 
@@ -227,10 +226,25 @@ impl Architecture {
             ));
         }
         share.vocab /= ranks;
-        for branch in share.layers.iter_mut().flatten().flat_map(|step| &mut step.branches) {
+        let head = share.head.iter_mut().filter(|_| self.drafts).flat_map(|head| &mut head.steps);
+        for branch in share.layers.iter_mut().flatten().chain(head).flat_map(|step| &mut step.branches) {
             branch.plan = branch.plan.share(ranks).map_err(|why| format!("`{}`: {why}", branch.prefix))?;
         }
         Ok(share)
+    }
+
+    /// The states of all layers, the head's last, and what each of `ranks` ranks has of them.
+    pub fn division(&self, ranks: usize) -> Division {
+        let share = |rank: Rank| {
+            let of_layer = |layer: &Vec<SubLayer>| {
+                let plans = layer.iter().flat_map(|s| &s.branches).map(|b| b.plan.state_share(rank));
+                plans.fold(StateShare::default(), StateShare::and)
+            };
+            let head = self.own_head().map(|head| head.state_share(self.width, rank));
+            self.layers.iter().map(of_layer).chain(head).collect()
+        };
+        let shares = (0..ranks).map(|index| share(Rank { index, of: ranks })).collect();
+        Division { layers: self.spec().layers, shares }
     }
 
     /// Facts that need no weights. The head's state is the last one, its weights do not count.

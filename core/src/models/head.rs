@@ -16,9 +16,9 @@ use crate::{
         Pass, Scratch, Widths,
         shift::{self, Shift},
     },
-    layer::{LayerPools, LayerState},
+    layer::{LayerPools, LayerState, StateShare},
     tensor::Tensor,
-    weights::{Linear, Loader, Part},
+    weights::{Linear, Loader, Part, Rank},
 };
 
 /// A head as data. Embedding and output matrix are those of the model.
@@ -41,6 +41,12 @@ impl Head {
     pub(super) fn state(&self, width: usize) -> LayerState {
         let plans = self.steps.iter().flat_map(|s| &s.branches).map(|b| b.plan.state());
         plans.fold(shift::state(width), LayerState::and)
+    }
+
+    /// What a rank has of that. The vector of the last token is whole on all of them.
+    pub(super) fn state_share(&self, width: usize, rank: Rank) -> StateShare {
+        let plans = self.steps.iter().flat_map(|s| &s.branches).map(|b| b.plan.state_share(rank));
+        plans.fold(StateShare::whole(shift::state(width)), StateShare::and)
     }
 
     /// Its weights.

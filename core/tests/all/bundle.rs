@@ -8,11 +8,13 @@ use std::sync::Arc;
 use pollster::block_on;
 use selkie_core::Error;
 use selkie_core::backend::Backend;
-use selkie_core::bundle::{Head, Identity, Reader, Writer, convert, lineage};
+use selkie_core::bundle::{Head, Identity, Part, Reader, Writer, convert, lineage};
 use selkie_core::cpu::CpuBackend;
 use selkie_core::digest::Digest;
 use selkie_core::engine::{Engine, EngineOptions, Event, Export, Exported, Import, Imported, Request};
+use selkie_core::format::Products;
 use selkie_core::model_dir::ModelFiles;
+use selkie_core::ranks::Ranks;
 use selkie_core::session::load;
 use selkie_core::source::{Dir, Embedded};
 use selkie_core::state::{Realm, Report};
@@ -307,6 +309,70 @@ fn converted_values_live_under_a_root_of_their_own() {
     }
 }
 
+/// All values of a bundle, in its order.
+fn values(bytes: &[u8]) -> Vec<f32> {
+    let mut all = Vec::new();
+    let add = &mut |part: &Part, _: usize, row: &[u8]| {
+        all.extend(part.dtype.to_f32(row));
+        Ok(())
+    };
+    Reader::open(Cursor::new(bytes), "x").unwrap().rows(add).unwrap();
+    all
+}
+
+/// Whether all values are the same but for the order of sums.
+fn near(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-4 * (1.0 + b.abs()))
+}
+
+/// The answer to a second turn after a bundle of other numerics.
+fn continued<B: Backend>(engine: &mut Engine<B>, bytes: &[u8], model: &Identity, second: &[u32]) -> (Output, Report) {
+    let origin = import(engine, bytes, &into(model)).unwrap().origin;
+    run(engine, &Request { origin, ..request(second, 12) })
+}
+
+#[test]
+fn several_ranks_join_their_states_and_split_those_of_one() {
+    let floats = |output: &Output| output.logits.concat().into_iter().map(f32::from_bits).collect::<Vec<f32>>();
+    // One KV head, group or key head for two ranks in some.
+    for (family, ranks) in [
+        ("nemotron_h", 2),
+        ("nemotron_h", 4),
+        ("mamba", 2),
+        ("qwen3_next", 2),
+        ("qwen3_next", 4),
+        ("lfm2", 2),
+        ("jamba", 2),
+        ("falcon_h1", 2),
+        ("granitemoehybrid", 4),
+    ] {
+        let files = golden(family);
+        let model = identity(&files);
+        let several = || engine(Ranks::open(ranks, Products::default()).unwrap(), &files, &options());
+        let mut one = cpu(&files);
+        let (of_one, second) = first_turn(&mut one, &model, 5);
+        let want = run(&mut one, &request(&second, 12)).0;
+
+        let mut there = several();
+        let (of_all, same) = first_turn(&mut there, &model, 5);
+        assert_eq!(same, second, "{family}: the answer on {ranks} ranks");
+        assert!(near(&values(&of_all), &values(&of_one)), "{family}: states of {ranks} ranks");
+        let whole = run(&mut there, &request(&second, 12)).0;
+
+        let mut fresh = several();
+        assert_eq!(import(&mut fresh, &of_all, &into(&model)).unwrap().origin, "", "{family}");
+        let (got, report) = run(&mut fresh, &request(&second, 12));
+        assert!(report.reused == 192 && got == whole, "{family}: {ranks} ranks continue {ranks}");
+
+        for (got, report) in
+            [continued(&mut several(), &of_one, &model, &second), continued(&mut cpu(&files), &of_all, &model, &second)]
+        {
+            assert!(report.reused == 192 && report.converted, "{family}, {ranks} ranks: {report:?}");
+            assert!(got.ids == want.ids && near(&floats(&got), &floats(&want)), "{family}, {ranks} ranks");
+        }
+    }
+}
+
 /// The bundle with values of another dtype, as another device would have written it.
 fn rewritten(bytes: &[u8], dtype: DType, change: impl FnOnce(&mut Head)) -> Vec<u8> {
     let mut reader = Reader::open(Cursor::new(bytes), "x").unwrap();
@@ -315,7 +381,7 @@ fn rewritten(bytes: &[u8], dtype: DType, change: impl FnOnce(&mut Head)) -> Vec<
     head.numerics = "another device".into();
     change(&mut head);
     let mut writer = Writer::new(Vec::new(), &head).unwrap();
-    let put = &mut |part: &selkie_core::bundle::Part, _, row: &[u8]| {
+    let put = &mut |part: &Part, _, row: &[u8]| {
         writer.write(&convert(row, part.dtype, dtype).unwrap()).unwrap();
         Ok(())
     };
@@ -333,16 +399,6 @@ fn values_of_other_dtypes_are_converted() {
     let imported = import(&mut engine, &rounded, &into(&model)).unwrap();
     let realm = Realm { origin: imported.origin.clone(), ..Realm::default() };
     let (again, _) = export(&engine, &model, &second[..202], realm);
-    let values = |bytes: &[u8]| {
-        let mut all = Vec::new();
-        let mut reader = Reader::open(Cursor::new(bytes), "x").unwrap();
-        let add = &mut |part: &selkie_core::bundle::Part, _, row: &[u8]| {
-            all.extend(part.dtype.to_f32(row));
-            Ok(())
-        };
-        reader.rows(add).unwrap();
-        all
-    };
     assert_eq!(values(&again), values(&rounded), "bf16 fits into f32");
     let (exact, near) = (values(&bytes), values(&again));
     assert!(exact != near && exact.iter().zip(&near).all(|(a, b)| (a - b).abs() <= a.abs() / 200.0));
