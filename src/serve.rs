@@ -132,7 +132,6 @@ pub fn run(args: &ServeArgs) -> Outcome {
 fn check_role(args: &ServeArgs) -> Outcome {
     let why = match args.handover.role {
         Role::Both => return Ok(()),
-        _ if args.model.backend.divided() => "--ranks 1 and one of --gpus: the states of several ranks are in parts",
         _ if args.pool.no_prefix_cache => "the prefix cache, where states are handed over: leave --no-prefix-cache out",
         _ => return Ok(()),
     };

@@ -201,7 +201,8 @@ impl<B: Backend> Engine<B> {
             let mut places = part.places(&shares[part.layer as usize]);
             for pool in self.runner.pools_of(part) {
                 let here = places.take(pool.row_len() * part.dtype.bytes());
-                reads.push((Box::pin(backend.read_on(rank, &pool.slice_rows(entry as usize, 1))), here));
+                let bytes = Box::pin(backend.read_on(rank, &pool.slice_rows(entry as usize, 1)));
+                reads.push(ShareRead { bytes, places: here });
             }
         }
         RowRead { bytes: part.row_bytes(), reads }
@@ -228,22 +229,28 @@ impl<B: Backend> Engine<B> {
     }
 }
 
-/// Reads of one row of a part in flight: each with the places of its bytes in the row.
+/// Reads of one row of a part in flight.
 struct RowRead<B: Backend> {
     bytes: usize,
-    reads: Vec<(Pin<Box<B::Read>>, Vec<Range<usize>>)>,
+    reads: Vec<ShareRead<B>>,
+}
+
+/// What one rank has of a row, with its places in the row.
+struct ShareRead<B: Backend> {
+    bytes: Pin<Box<B::Read>>,
+    places: Vec<Range<usize>>,
 }
 
 impl<B: Backend> RowRead<B> {
     /// The row. What several ranks have is taken from the last of them.
     async fn arrive(mut self) -> Result<Vec<u8>> {
         if self.reads.len() == 1 {
-            return self.reads.remove(0).0.await;
+            return self.reads.remove(0).bytes.await;
         }
         let mut row = vec![0; self.bytes];
-        for (read, places) in self.reads {
-            let (bytes, mut from) = (read.await?, 0);
-            for at in places {
+        for share in self.reads {
+            let (bytes, mut from) = (share.bytes.await?, 0);
+            for at in share.places {
                 row[at.clone()].copy_from_slice(&bytes[from..from + at.len()]);
                 from += at.len();
             }
