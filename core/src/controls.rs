@@ -37,7 +37,8 @@ pub struct Controls {
 pub trait Constraint {
     /// Sets the bits of the tokens that may come next: token v is bit `v % 32` of `out[v / 32]`, `[ceil(V / 32)]`, zero at
     /// the call. Ids that end the text are tokens like others: their bits are set where it may end. Called at most once a
-    /// token, after the [`commit`](Self::commit) of the one before. If no bit is set, the request fails.
+    /// token, after the [`commit`](Self::commit) of the one before; for drafts, on [a copy](Self::ahead). If no bit is set, the
+    /// request fails.
     ///
     /// # Errors
     /// Any; the request ends with it.
@@ -51,6 +52,20 @@ pub trait Constraint {
     fn is_over(&self) -> bool;
     /// A copy at the same point of the text.
     fn boxed_clone(&self) -> Box<dyn Constraint + Send>;
+    /// The same for the thread of this one, with which it may share what makes it faster.
+    fn ahead(&self) -> Box<dyn Constraint + Send> {
+        self.boxed_clone()
+    }
+    /// Guesses of the tokens that come next, at most `most`, where the rule leaves one text only. Nothing is taken, and masks stay as
+    /// they are: that text may be several sequences of tokens, of which this is one.
+    fn forced(&mut self, most: usize) -> Vec<u32> {
+        let _ = most;
+        Vec::new()
+    }
+    /// How many of these tokens may come one after the other, as far as that is known without masks. Nothing is taken.
+    fn allowed(&mut self, tokens: &[u32]) -> usize {
+        tokens.len()
+    }
 }
 
 impl Clone for Box<dyn Constraint + Send> {

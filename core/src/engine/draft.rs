@@ -6,6 +6,8 @@ use std::{collections::HashMap, fmt};
 pub const MOST_DRAFTS: usize = 7;
 
 /// Whether requests draft.
+///
+/// A request with a constraint (a grammar) that drafts also guesses the tokens that its constraint forces, and none that it forbids.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Speculate {
     /// None does.

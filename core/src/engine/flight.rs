@@ -12,6 +12,8 @@ pub(super) struct Flight<B: Backend> {
     pub enqueued: f64,
     /// The positions whose logits it computes.
     pub outputs: Vec<Output>,
+    /// Those that are not sampled, by number: no text has the drafts before them.
+    pub dead: Vec<usize>,
     /// Its sampling is not enqueued yet: masks wait for the ids of the step before.
     pub held: Option<(Begun, Needs)>,
     pub ids: Option<Incoming<B::Read>>,

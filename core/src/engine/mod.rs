@@ -7,6 +7,7 @@
 mod admit;
 mod ahead;
 mod any;
+mod constrained;
 pub mod direct;
 pub mod draft;
 mod fair;
@@ -25,6 +26,7 @@ pub mod pools;
 mod results;
 mod row;
 pub mod runner;
+mod sampling;
 pub mod schedule;
 pub mod sequence;
 pub mod stats;
@@ -36,6 +38,7 @@ mod way;
 use std::{collections::HashMap, sync::Arc};
 
 pub use any::{AnyEngine, Exporting, Keeping, Retiring, Stepping};
+pub use constrained::Constrained;
 pub use draft::{Drafter, MOST_DRAFTS, Mtp, Ngram, Speculate};
 pub use landing::Coverage;
 pub use news::{Event, FinishReason, Finished, Timing};
@@ -243,7 +246,7 @@ impl<B: Backend> Engine<B> {
         if guide.is_some() || scores.is_some() {
             self.runner.expect_rules()?;
         }
-        self.choose_drafter(&mut request, guide.is_some());
+        self.choose_drafter(&mut request, guide.as_ref());
         let (sampling, stop_ids) = (request.sampling, std::mem::take(&mut request.stop_ids));
         let prompt_tokens = request.prompt.len();
         let id = self.scheduler.submit(request)?;
@@ -264,16 +267,23 @@ impl<B: Backend> Engine<B> {
         Ok(id)
     }
 
-    /// Leaves a request its drafter, gives it one, or takes it away. Rules make a token's logits depend on those before it, and log
-    /// probabilities are read per step, so requests with either do not draft.
-    fn choose_drafter(&self, request: &mut Request, rules: bool) {
-        let plain = !rules && request.prompt_logprobs.is_none() && request.sampling.repetition_penalty == 1.0;
+    /// Leaves a request its drafter, gives it one, or takes it away. Penalties make a token's logits depend on counts of those before
+    /// it, and log probabilities are read per step, so requests with either do not draft. A constraint says itself what it forces.
+    fn choose_drafter(&self, request: &mut Request, guide: Option<&Guide>) {
+        let constraint = guide.and_then(Guide::to_draft);
+        let plain = request.prompt_logprobs.is_none() && request.sampling.repetition_penalty == 1.0;
         let given = request.drafter.take();
-        let drafts = plain && self.speculate != Speculate::Off;
+        if !plain || self.speculate == Speculate::Off || guide.is_some() && constraint.is_none() {
+            return;
+        }
         let own = || -> Box<dyn Drafter> {
             if self.speculate == Speculate::Mtp { Box::new(Mtp::default()) } else { Box::new(Ngram::default()) }
         };
-        request.drafter = drafts.then(|| given.unwrap_or_else(own));
+        let other = given.unwrap_or_else(own);
+        request.drafter = Some(match constraint {
+            Some(constraint) => Box::new(Constrained::new(constraint, request.prompt.len(), other)),
+            None => other,
+        });
     }
 
     /// Ends a request at any moment; its `Finished` event comes with the next step. Unknown ids are ignored.
@@ -373,21 +383,29 @@ impl<B: Backend> Engine<B> {
         }
         let tokens = plan.rows.iter().map(|r| r.row.tokens.len() - r.row.drafts()).sum();
         let outputs = self.outputs(plan);
-        let mut flight =
-            Flight { tokens, enqueued: now, outputs, held: None, ids: None, logits: None, reports: None, scores: None };
+        let mut flight = Flight {
+            tokens,
+            enqueued: now,
+            outputs,
+            dead: Vec::new(),
+            held: None,
+            ids: None,
+            logits: None,
+            reports: None,
+            scores: None,
+        };
         let guides = || flight.outputs.iter().filter_map(|output| self.live.get(&output.id)?.guide.as_ref());
         let needs = guides().fold(Needs::default(), |all, guide| all.and(guide.needs()));
-        let scores: Vec<bool> = flight.outputs.iter().map(|output| output.target.is_some()).collect();
-        if !needs.any() && !scores.contains(&true) {
+        let scores = flight.outputs.iter().any(|output| output.target.is_some());
+        if !needs.any() && !scores {
             flight.ids = self.runner.step(&plan.rows)?.map(Incoming::new);
             self.keep_logits(&mut flight);
             return Ok(flight);
         }
         let waits = self.waits(&flight.outputs);
         let begun = self.runner.begin(&plan.rows)?;
-        if scores.contains(&true) {
-            flight.scores = Some(Incoming::new(self.runner.read_logits(scores.len())));
-            self.runner.hide(&plan.rows, &begun, &scores)?;
+        if scores {
+            flight.scores = Some(Incoming::new(self.runner.read_logits(flight.outputs.len())));
         }
         flight.held = Some((begun, needs));
         if !waits {
@@ -428,31 +446,6 @@ impl<B: Backend> Engine<B> {
         }
         self.runner.open_lane(lane, &sampling, known)?;
         self.runner.open_rules(lane, rules, &known[live.prompt_tokens..])
-    }
-
-    /// Whether a mask for one of these outputs depends on an id that the host has not read.
-    fn waits(&self, outputs: &[Output]) -> bool {
-        let constrained = |id: &SeqId| self.live.get(id).and_then(|l| l.guide.as_ref()).is_some_and(Guide::constrains);
-        let unread = |id: &SeqId| self.flight.iter().any(|f| f.outputs.iter().any(|other| other.id == *id));
-        outputs.iter().any(|output| constrained(&output.id) && unread(&output.id))
-    }
-
-    /// Writes the masks of a step whose sampling is held, and enqueues it. A request without an allowed token ends.
-    fn sample(&mut self, flight: &mut Flight<B>, events: &mut Vec<Event>) -> Result<()> {
-        let Some((begun, needs)) = flight.held.take() else { return Ok(()) };
-        for &Output { id, lane, .. } in flight.outputs.iter().filter(|output| output.target.is_none()) {
-            let Some(live) = self.live.get_mut(&id) else { continue };
-            let Some(guide) = &mut live.guide else { continue };
-            match guide.mask(live.prompt_tokens + live.completion_tokens) {
-                Ok(None) => {}
-                Ok(Some(mask)) => self.runner.mask(lane, mask)?,
-                Err(e) => events.push(self.finish(id, FinishReason::Failed, Some(e))),
-            }
-        }
-        let (ids, reports) = self.runner.finish(begun, needs)?;
-        (flight.ids, flight.reports) = (Some(Incoming::new(ids)), reports.map(Incoming::new));
-        self.keep_logits(flight);
-        Ok(())
     }
 
     fn keep_logits(&self, flight: &mut Flight<B>) {

@@ -43,7 +43,7 @@ pub struct EngineOptions {
     pub tiers: TierOptions,
     /// Which states are kept.
     pub policy: CapturePolicy,
-    /// Whether requests without rules draft.
+    /// Whether requests draft, without rules or with a constraint.
     pub speculate: Speculate,
     /// Most drafts of a row, 1 to [`MOST_DRAFTS`]; 1, 3 and 7 are used.
     pub drafts: usize,

@@ -61,6 +61,7 @@ impl<B: Backend> Engine<B> {
         self.landed = Some((flight.tokens, flight.enqueued));
         let Some(ids) = &flight.ids else { return Vec::new() };
         let mut results = Results::of(&flight, ids);
+        flight.dead.iter().for_each(|output| results.ids[*output] = NONE);
         let now = (self.clock)();
         if let Some(lower) = &mut self.lower {
             lower.landed(flight.tokens, flight.enqueued, now);
@@ -104,8 +105,7 @@ impl<B: Backend> Engine<B> {
         }
         let stop = live.stop_ids.contains(last);
         let over = match &mut live.guide {
-            // It has one token: requests with rules do not draft.
-            Some(guide) if !stop => guide.commit(*last),
+            Some(guide) if !stop => guide.commit(tokens),
             _ => Ok(stop),
         };
         match over {

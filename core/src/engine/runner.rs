@@ -60,13 +60,13 @@ impl RunnerLimits {
 }
 
 /// A step whose logits are enqueued and whose sampling is not.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Begun {
     bucket: Bucket,
     /// It is played from tapes.
     replayed: bool,
-    /// Outputs that are not padding.
-    outputs: usize,
+    /// The packed tokens of its outputs.
+    outputs: Vec<u32>,
 }
 
 /// Runs steps: one write of integers, one play, one read of sampled ids.
@@ -337,7 +337,7 @@ impl<B: Backend> Runner<B> {
         Ok(bucket)
     }
 
-    /// Enqueues a step up to its logits. [`Runner::finish`] samples from them, before any other step.
+    /// Enqueues a step up to its logits. [`Runner::draw`] samples from them, before any other step.
     ///
     /// # Errors
     /// Those of the backend.
@@ -352,42 +352,42 @@ impl<B: Backend> Runner<B> {
         } else {
             self.backend.run(|ops| self.logits(ops, bucket))?;
         }
-        let outputs = rows.iter().map(|r| r.as_ref().outputs.len()).sum();
-        Ok(Begun { bucket, replayed, outputs })
+        Ok(Begun { bucket, replayed, outputs: output_tokens(rows) })
     }
 
-    /// Keeps outputs of a step that was begun from being sampled: for its other ops they are padding.
+    /// Keeps outputs of a step that was begun from being sampled, and no others: for its next ops they are padding.
     ///
     /// # Errors
     /// Those of the backend.
-    pub fn hide(&self, rows: &[impl AsRef<Row>], begun: &Begun, hidden: &[bool]) -> Result<()> {
-        let bucket = begun.bucket;
-        let at = bucket.output_token();
-        let mut tokens = encode(rows, bucket)[at..at + bucket.outputs].to_vec();
-        tokens.iter_mut().zip(hidden).filter(|(_, hidden)| **hidden).for_each(|(token, _)| *token = NONE);
-        self.backend.write(&self.ints, 4 * at as u64, bytemuck::cast_slice(&tokens))
+    pub fn hide(&self, step: &Begun, hidden: &[bool]) -> Result<()> {
+        let shown = step.outputs.iter().zip(hidden).map(|(token, hidden)| if *hidden { NONE } else { *token });
+        let shown: Vec<u32> = shown.collect();
+        self.backend.write(&self.ints, 4 * step.bucket.output_token() as u64, bytemuck::cast_slice(&shown))
     }
 
-    /// Enqueues the sampling of a step that was begun, and the reads of its ids `[outputs]` and, if there are any, of its
-    /// reports `[outputs, 41]`.
+    /// Enqueues the sampling of the outputs of a step that was begun which are not hidden.
     ///
     /// # Errors
     /// Those of the backend.
-    pub fn finish(&mut self, step: Begun, needs: Needs) -> Result<(B::Read, Option<B::Read>)> {
-        let Begun { bucket, replayed, outputs } = step;
+    pub fn draw(&mut self, step: &Begun, needs: Needs) -> Result<()> {
+        let bucket = step.bucket;
         let tail = self.tail.as_ref().expect("a lane with rules was opened");
         let key = (bucket, needs);
-        if replayed {
-            if !self.sample_tapes.contains_key(&key) {
-                let tape = self.backend.record(|ops| tail.record(ops, needs, self.sample(bucket)))?;
-                self.sample_tapes.insert(key, tape);
-            }
-            self.backend.play(&self.sample_tapes[&key])?;
-        } else {
-            self.backend.run(|ops| tail.record(ops, needs, self.sample(bucket)))?;
+        if !step.replayed {
+            return self.backend.run(|ops| tail.record(ops, needs, self.sample(bucket)));
         }
-        let report = needs.report.then(|| tail.read(&self.backend, outputs));
-        Ok((self.backend.read(&self.ids.head(outputs)), report))
+        if !self.sample_tapes.contains_key(&key) {
+            let tape = self.backend.record(|ops| tail.record(ops, needs, self.sample(bucket)))?;
+            self.sample_tapes.insert(key, tape);
+        }
+        self.backend.play(&self.sample_tapes[&key])
+    }
+
+    /// Enqueues the reads of the ids `[outputs]` that were drawn and, if there are any, of their reports `[outputs, 41]`.
+    pub fn drawn(&self, step: &Begun, needs: Needs) -> (B::Read, Option<B::Read>) {
+        let outputs = step.outputs.len();
+        let report = self.tail.as_ref().filter(|_| needs.report).map(|tail| tail.read(&self.backend, outputs));
+        (self.backend.read(&self.ids.head(outputs)), report)
     }
 
     /// Reads the logits `[outputs, V]` of the step just enqueued.
@@ -432,4 +432,14 @@ impl<B: Backend> Runner<B> {
 /// Whether every row has one token and perhaps drafts, so that the step is played from a tape.
 fn is_decode(rows: &[impl AsRef<Row>]) -> bool {
     rows.iter().map(AsRef::as_ref).all(|row| row.tokens.len() == 1 + row.drafts())
+}
+
+/// The packed tokens whose logits are computed, in order.
+fn output_tokens(rows: &[impl AsRef<Row>]) -> Vec<u32> {
+    let (mut first, mut all) = (0, Vec::new());
+    for row in rows.iter().map(AsRef::as_ref) {
+        all.extend(row.outputs.iter().map(|output| first + output));
+        first += row.tokens.len() as u32;
+    }
+    all
 }

@@ -52,7 +52,8 @@ pub struct Request {
     /// Says before each token which ones may come; its state goes with the request.
     pub constraint: Option<Box<dyn Constraint + Send>>,
     /// Guesses its tokens, where [`EngineOptions::speculate`](super::EngineOptions::speculate) lets requests draft; `None` takes
-    /// [`Ngram`](super::Ngram). A request with rules does not draft.
+    /// [`Ngram`](super::Ngram), or the model's head. With a constraint, [`Constrained`](super::Constrained) asks it. A request with penalties,
+    /// log probabilities, or rules but no constraint does not draft.
     pub drafter: Option<Box<dyn Drafter>>,
     /// Take the places of the ids that are sampled, from the first on, so that a benchmark knows an answer which a model with
     /// random weights would not repeat. The work stays the same.

@@ -15,7 +15,7 @@ use crate::tensor::{DType, Tensor};
 /// 3. `x / r` if positive, else `x * r`, with the repetition penalty r, if bit v of `seen[lane]` is set;
 /// 4. `(x - frequency * n) - presence` with the flag [`RuleWords::COUNTED`], if the lane has sampled v n times, n > 0.
 ///
-/// Padding outputs write nothing. A lane has at most one output: those of drafts would need the counts of the earlier ones.
+/// Padding outputs write nothing. A lane has at most one output: those of drafts are shown one after the other, each with its mask.
 #[derive(Clone, Debug)]
 pub struct Adjust<Buf> {
     /// Output tokens, lanes and positions.

@@ -18,11 +18,12 @@ use crate::{
     sim::{Job, Sim, reference},
 };
 
-/// Drafters for requests, most of which then have no rules; the default one for some. See [`Guesser::exact`].
+/// Drafters for requests, most of which then have no rules that forbid drafts; the default one for some. See [`Guesser::exact`].
 pub fn give(random: &mut Random, model: &TestModel, alone: &mut Alone<'_>, requests: &mut [Asked], exact: bool) {
+    let mut other = Random(!random.0);
     for asked in requests {
         if !random.one_in(4) {
-            asked.without_rules();
+            asked.drafts(&mut other, model.architecture.spec().vocab);
         }
         if !random.one_in(5) {
             let text = [&asked.request.prompt[..], &alone.run(asked).0].concat();

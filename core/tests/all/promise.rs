@@ -5,8 +5,8 @@
 //! Tokens **and logits** of each request must equal those of the same request alone in a large engine with the cache off.
 //! Every second case runs as on an asynchronous device: the next step is planned before the last one's tokens are known.
 //! Two in three requests have rules over their logits: penalties, biases, forbidden tokens, a constraint that depends on
-//! its own tokens, log probabilities. In cases of their own most have none of these and draft: with drafters that know the right
-//! tokens and use that well, badly or now and then. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
+//! its own tokens, log probabilities. In cases of their own most have at most a constraint and a bias and draft: with drafters that know
+//! the right tokens and use that well, badly or now and then, and with what the constraint forces. `SELKIE_PROMISE_CASES` and `SELKIE_PROMISE_SEED` make a longer run.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -126,11 +126,14 @@ impl Asked {
         Self { request, rule: None }
     }
 
-    /// Without rules, and so without what keeps it from drafting.
-    pub fn without_rules(&mut self) {
-        self.rule = None;
+    /// Without rules that keep it from drafting. Some have a constraint and a bias.
+    pub fn drafts(&mut self, random: &mut Random, vocab: usize) {
         let Request { sampling, controls, prompt_logprobs, .. } = &mut self.request;
         (sampling.repetition_penalty, *controls, *prompt_logprobs) = (1.0, Controls::default(), None);
+        self.rule = random.one_in(3).then(|| Rule::random(random, vocab));
+        if self.rule.is_some() && random.one_in(2) {
+            controls.logit_bias = vec![(random.below(vocab) as u32, 2.0)];
+        }
     }
 
     pub fn request(&self) -> Request {
@@ -169,7 +172,7 @@ pub(super) struct Output(
     pub Vec<u32>,
     pub Vec<Box<[f32]>>,
     Vec<Option<Box<Logprobs>>>,
-    Option<FinishReason>,
+    pub Option<FinishReason>,
     Arc<[Logprobs]>,
 );
 
@@ -348,7 +351,8 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: Drafts, col
             drafts::give(&mut random, model, alone, &mut requests, cold == ColdDtype::Exact);
             options.speculate = random.pick(&[Speculate::Ngram, Speculate::Ngram, Speculate::Auto]);
         } else {
-            requests.iter_mut().filter(|_| !random.one_in(4)).for_each(Asked::without_rules);
+            let mut other = Random(seed ^ 0x9a3b);
+            requests.iter_mut().filter(|_| !random.one_in(4)).for_each(|asked| asked.drafts(&mut other, vocab));
             options.speculate = Speculate::Mtp;
         }
         options.drafts = random.pick(&[1, 2, 3, MOST_DRAFTS, MOST_DRAFTS]);

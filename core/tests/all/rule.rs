@@ -30,22 +30,35 @@ impl Rule {
         }
     }
 
+    /// The only token that may come next, if there is one: at about half of the places.
+    fn only(&self) -> Option<u32> {
+        (self.state % 31 < 16).then_some(self.state % self.vocab)
+    }
+
     fn allows(&self, token: u32) -> bool {
-        !(token + self.state).is_multiple_of(self.modulus)
+        self.only().map_or(!(token + self.state).is_multiple_of(self.modulus), |only| only == token)
+    }
+
+    fn is_stuck(&self) -> bool {
+        self.stuck == Some(self.taken)
+    }
+
+    fn take(&mut self, token: u32) {
+        self.taken += 1;
+        self.state = self.state.wrapping_mul(31).wrapping_add(token) % (1 << 20);
     }
 }
 
 impl Constraint for Rule {
     fn mask(&mut self, out: &mut [u32]) -> Result<()> {
         assert!(out.iter().all(|word| *word == 0), "a mask that was not cleared");
-        let allowed = (0..self.vocab).filter(|_| self.stuck != Some(self.taken)).filter(|token| self.allows(*token));
+        let allowed = (0..self.vocab).filter(|_| !self.is_stuck()).filter(|token| self.allows(*token));
         allowed.for_each(|token| out[token as usize / 32] |= 1 << (token % 32));
         Ok(())
     }
     fn commit(&mut self, token: u32) -> Result<()> {
-        assert!(self.allows(token) && self.stuck != Some(self.taken), "a token that the mask forbids");
-        self.taken += 1;
-        self.state = self.state.wrapping_mul(31).wrapping_add(token) % (1 << 20);
+        assert!(self.allows(token) && !self.is_stuck(), "a token that the mask forbids");
+        self.take(token);
         Ok(())
     }
     fn is_over(&self) -> bool {
@@ -53,5 +66,21 @@ impl Constraint for Rule {
     }
     fn boxed_clone(&self) -> Box<dyn Constraint + Send> {
         Box::new(self.clone())
+    }
+    /// Goes on after its end and where it is stuck.
+    fn forced(&mut self, most: usize) -> Vec<u32> {
+        let mut ahead = self.clone();
+        let next = || ahead.only().inspect(|only| ahead.take(*only));
+        std::iter::from_fn(next).take(most).collect()
+    }
+    /// Allows a wrong token now and then.
+    fn allowed(&mut self, tokens: &[u32]) -> usize {
+        let mut ahead = self.clone();
+        let may = |token: &&u32| {
+            let may = ahead.allows(**token) || ahead.state.is_multiple_of(5);
+            ahead.take(**token);
+            may
+        };
+        tokens.iter().take_while(may).count()
     }
 }
