@@ -12,7 +12,7 @@ use std::{collections::HashSet, sync::Arc};
 use llguidance::{
     ParserFactory,
     api::{GrammarWithLexer, TopLevelGrammar},
-    toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
+    toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenizerEnv},
 };
 use serde_json::{Value, json};
 
@@ -33,6 +33,8 @@ const MAX_SCHEMA_DEPTH: usize = 64;
 /// White space between two tokens of JSON: that of one line, or a new line with its indentation. Without a bound, weak models
 /// write nothing else any more.
 const WHITE_SPACE: &str = r" |\n[ \t]{0,16}";
+/// Bytes of forced text that are tokenised for each token that is guessed.
+const FORCED_BYTES: usize = 32;
 /// Longest reason of a fault in characters.
 const MAX_WHY: usize = 400;
 /// Stack of the thread that compiles, in bytes: descent is recursive.
@@ -91,6 +93,30 @@ pub struct Grammars {
 pub struct Matcher {
     inner: llguidance::Matcher,
     vocab: usize,
+    /// The token committed last.
+    last: Option<u32>,
+}
+
+/// The tokens and the tokenizer of a model.
+struct Tokens {
+    trie: TokTrie,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl TokenizerEnv for Tokens {
+    fn tok_trie(&self) -> &TokTrie {
+        &self.trie
+    }
+
+    fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<u32> {
+        let encode = |text: &str| self.tokenizer.encode_plain(text).unwrap_or_default();
+        self.trie.tokenize_with_greedy_fallback(bytes, encode)
+    }
+
+    /// Otherwise masks would force these tokens where others are as good, and they would do so before the model was asked.
+    fn tokenize_is_canonical(&self) -> bool {
+        false
+    }
 }
 
 impl Grammars {
@@ -98,7 +124,7 @@ impl Grammars {
     ///
     /// # Errors
     /// [`Error::BadModel`] if the tokenizer's tokens cannot be used.
-    pub fn new(tokenizer: &Tokenizer, vocab: usize, stop_ids: &[u32]) -> Result<Self> {
+    pub fn new(tokenizer: &Arc<Tokenizer>, vocab: usize, stop_ids: &[u32]) -> Result<Self> {
         let bad = |why: &dyn std::fmt::Display| {
             Error::model(tokenizer.file(), format!("its tokens cannot be used for structured output: {why}"))
         };
@@ -119,7 +145,7 @@ impl Grammars {
         }
         let made = survived(|| {
             let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, ends[0]), &words).with_eos_tokens(&ends);
-            let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let env: TokEnv = Arc::new(Tokens { trie, tokenizer: tokenizer.clone() });
             let slices = llguidance::earley::SlicedBiasComputer::general_slices();
             ParserFactory::new(&env, InferenceCapabilities::default(), &slices)
         });
@@ -150,7 +176,7 @@ impl Grammars {
             }
         })
         .map_err(|why| refuse(&why))?;
-        Ok(Matcher { inner, vocab: self.vocab })
+        Ok(Matcher { inner, vocab: self.vocab, last: None })
     }
 
     fn grammar(&self, structure: &Structure, lead: Lead) -> TopLevelGrammar {
@@ -288,6 +314,7 @@ impl Constraint for Matcher {
     }
 
     fn commit(&mut self, token: u32) -> Result<()> {
+        self.last = Some(token);
         self.inner.consume_token(token).map_err(|e| fault(&e))
     }
 
@@ -296,7 +323,33 @@ impl Constraint for Matcher {
     }
 
     fn boxed_clone(&self) -> Box<dyn Constraint + Send> {
-        Box::new(Self { inner: self.inner.deep_clone(), vocab: self.vocab })
+        Box::new(Self { inner: self.inner.deep_clone(), ..*self })
+    }
+
+    fn ahead(&self) -> Box<dyn Constraint + Send> {
+        // What the lexer has learnt is shared, under a lock.
+        Box::new(Self { inner: self.inner.clone(), ..*self })
+    }
+
+    fn forced(&mut self, most: usize) -> Vec<u32> {
+        let mut bytes = self.inner.compute_ff_bytes();
+        let Ok(env) = self.inner.tok_env() else { return Vec::new() };
+        if bytes.is_empty() || most == 0 {
+            return Vec::new();
+        }
+        bytes.truncate(most.saturating_mul(FORCED_BYTES));
+        // Behind the last token, since tokens depend on what is before them, unless the two would be joined.
+        let last: Vec<u32> = self.last.into_iter().collect();
+        let whole = env.tokenize_bytes_marker(&[env.tok_trie().decode_raw(&last), bytes.clone()].concat()).0;
+        let tokens = match whole.strip_prefix(&last[..]) {
+            Some(tokens) => tokens.to_vec(),
+            None => env.tokenize_bytes_marker(&bytes).0,
+        };
+        tokens.into_iter().take(most).take_while(|token| (*token as usize) < self.vocab).collect()
+    }
+
+    fn allowed(&mut self, tokens: &[u32]) -> usize {
+        self.inner.validate_tokens(tokens).unwrap_or(0)
     }
 }
 

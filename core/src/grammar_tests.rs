@@ -11,7 +11,7 @@ const TOKENIZER: &[u8] = include_bytes!("../../models/demo/tokenizer.json");
 const CONFIG: &[u8] = include_bytes!("../../models/demo/tokenizer_config.json");
 
 struct Model {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     grammars: Grammars,
     bytes: Vec<Vec<u8>>,
     end: u32,
@@ -19,6 +19,7 @@ struct Model {
 
 fn model() -> Model {
     let tokenizer = Tokenizer::new("tokenizer.json", TOKENIZER, Some(&parse_object("c", CONFIG).unwrap())).unwrap();
+    let tokenizer = Arc::new(tokenizer);
     let vocab = tokenizer.vocab_size() + 5;
     let end = tokenizer.token_id("<|end|>").unwrap();
     let grammars = Grammars::new(&tokenizer, vocab, &[end]).unwrap();
@@ -364,4 +365,48 @@ fn special_tokens_are_marks() {
         matcher.commit(id).unwrap();
     }
     assert!(!matcher.may_end());
+}
+
+#[test]
+fn forced_text_is_guessed_in_tokens_and_masks_stay_as_they_are() {
+    let model = model();
+    let schema = json!({
+        "type": "object",
+        "properties": { "little_kingdom": { "const": "by the sea" }, "size": { "type": "integer" } },
+        "required": ["little_kingdom", "size"],
+        "additionalProperties": false
+    });
+    let mut matcher = model.grammars.matcher(&Structure::Schema(schema), Lead::None).unwrap();
+    let mut asked = matcher.inner.deep_clone();
+    let mut guessed = 0;
+    let text = r#"{"little_kingdom": "by the sea", "size": 42}"#;
+    for id in model.tokenizer.encode_plain(text).unwrap() {
+        let mut ahead = matcher.ahead();
+        let forced = ahead.forced(7);
+        assert_eq!(ahead.allowed(&forced), forced.len());
+        assert!(matcher.forced(2).len() <= 2);
+        guessed += usize::from(forced.first() == Some(&id));
+        let mask = asked.compute_mask().unwrap();
+        let allowed = model.allowed(&mut matcher);
+        assert!(allowed.iter().all(|id| mask.is_allowed(*id)), "a mask has changed");
+        assert_eq!(allowed.len(), (0..model.bytes.len() as u32).filter(|id| mask.is_allowed(*id)).count());
+        matcher.commit(id).unwrap();
+        asked.consume_token(id).unwrap();
+    }
+    assert!(guessed > 8, "{guessed} tokens guessed");
+    assert!(matcher.is_over() && matcher.forced(7).is_empty());
+}
+
+#[test]
+fn only_tokens_that_may_come_are_allowed() {
+    let model = model();
+    let mut matcher = model.grammars.matcher(&Structure::Regex("(yes|no), thank you".into()), Lead::None).unwrap();
+    let right = model.tokenizer.encode_plain("no, thank you").unwrap();
+    assert_eq!(matcher.allowed(&right), right.len());
+    let wrong = [&right[..2], &right[..1]].concat();
+    assert_eq!(matcher.allowed(&wrong), 2);
+    assert_eq!(matcher.allowed(&[]), 0);
+    // Nothing was taken.
+    assert_eq!(matcher.allowed(&right), right.len());
+    assert!(matcher.forced(7).is_empty());
 }

@@ -4,6 +4,8 @@ mod behind;
 mod bundle;
 mod bundle_format;
 mod cold;
+#[cfg(feature = "grammar")]
+mod constrained;
 mod controls;
 mod drafts;
 mod engine;
