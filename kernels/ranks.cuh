@@ -81,110 +81,126 @@ DEV i64 pieces_at(int from, int block, u32 number) {
 }
 DEV i64 flag_at(int from, int block, u32 number) { return FLAGS + 4 * (((i64)(number & 1) * RANKS + from) * PIECE_BLOCKS + block); }
 
+// VEC elements as words of 4 bytes.
+template <int VEC, class T>
+union Piece {
+    static constexpr int SIZE = VEC * (int)sizeof(T), N = SIZE < 4 ? 1 : SIZE / 4;
+    static_assert(SIZE <= 16, "a piece has at most 16 bytes");
+    u32 word[N];
+    Packed<VEC, T> is;
+    DEV Piece() {}
+};
+
+// What was left in this rank's area, past caches.
+template <int VEC, class T>
+DEV Piece<VEC, T> load_piece(const u32 *at) {
+    Piece<VEC, T> piece;
+    if constexpr (Piece<VEC, T>::N == 4) {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]), "=r"(piece.word[3])
+                     : "l"(at)
+                     : "memory");
+    } else {
+#pragma unroll
+        for (int w = 0; w < Piece<VEC, T>::N; w++) piece.word[w] = *(volatile const u32 *)(at + w);
+    }
+    return piece;
+}
+template <int VEC, class T>
+DEV void store_piece(u32 *at, const Piece<VEC, T> &piece) {
+    if constexpr (Piece<VEC, T>::N == 4) {
+        *(uint4 *)at = make_uint4(piece.word[0], piece.word[1], piece.word[2], piece.word[3]);
+    } else {
+#pragma unroll
+        for (int w = 0; w < Piece<VEC, T>::N; w++) at[w] = piece.word[w];
+    }
+}
+
+// Columns of 16 bytes side by side; each word with the number of the exchange.
+template <int VEC, class T>
+DEV void send_words(u8 *to, const Piece<VEC, T> &piece, u32 number) {
+    if constexpr (Piece<VEC, T>::N == 1) put_word(to, piece.word[0], number);
+#pragma unroll
+    for (int w = 0; w + 1 < Piece<VEC, T>::N; w += 2) put_words(to + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
+}
+template <int VEC, class T>
+DEV Piece<VEC, T> receive_words(const u8 *at, u32 number) {
+    Piece<VEC, T> piece;
+    if constexpr (Piece<VEC, T>::N == 1) piece.word[0] = take_word(at, number);
+#pragma unroll
+    for (int w = 0; w + 1 < Piece<VEC, T>::N; w += 2) take_words(at + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
+    return piece;
+}
+
+// One round of a long message: PIECES_EACH pieces per thread from `first` on.
+template <int VEC, class T, class Get, class Put>
+DEV void exchange_pieces(const u64 *areas, int first, int all, u32 number, Get get, Put put) {
+    using Own = Piece<VEC, T>;
+    u8 *own_area = (u8 *)areas[RANK];
+    int tid = threadIdx.x;
+    Own own[PIECES_EACH];
+#pragma unroll
+    for (int k = 0; k < PIECES_EACH; k++) {
+        int i = first + k * PIECE_THREADS + tid;
+        if (i < all) own[k].is = get(i);
+    }
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+        if (r == RANK) continue;
+        u32 *to = (u32 *)((u8 *)areas[r] + pieces_at(RANK, blockIdx.x, number));
+#pragma unroll
+        for (int k = 0; k < PIECES_EACH; k++)
+            if (first + k * PIECE_THREADS + tid < all) store_piece<VEC, T>(to + (k * PIECE_THREADS + tid) * Own::N, own[k]);
+    }
+    __syncthreads();
+    if (tid < RANKS && tid != RANK) {
+        raise((u8 *)areas[tid] + flag_at(RANK, blockIdx.x, number), number);
+        await(own_area + flag_at(tid, blockIdx.x, number), number);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < PIECES_EACH; k++) {
+        int i = first + k * PIECE_THREADS + tid;
+        if (i >= all) continue;
+#pragma unroll
+        for (int r = 0; r < RANKS; r++) {
+            const u32 *at = (const u32 *)(own_area + pieces_at(r, blockIdx.x, number)) + (k * PIECE_THREADS + tid) * Own::N;
+            put(i, r, r == RANK ? own[k].is : load_piece<VEC, T>(at).is);
+        }
+    }
+}
+
+// One round of a short message: piece i of this thread.
+template <int VEC, class T, class Get, class Put>
+DEV void exchange_words(const u64 *areas, int i, u32 number, Get get, Put put) {
+    int at = threadIdx.x * 16;
+    Piece<VEC, T> own;
+    if constexpr (Piece<VEC, T>::SIZE < 4) own.word[0] = 0;
+    own.is = get(i);
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+        if (r != RANK) send_words<VEC, T>((u8 *)areas[r] + words_at(RANK, blockIdx.x, number) + at, own, number);
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+        put(i, r, r == RANK ? own.is : receive_words<VEC, T>((u8 *)areas[RANK] + words_at(r, blockIdx.x, number) + at, number).is);
+}
+
 // Exchanges `all` pieces of VEC elements: `get(i)` is piece i of this rank, `put(i, r, piece)` is called with that of every rank r in
 // ascending order. Blocks of WORD_THREADS or, with LONG, PIECE_THREADS threads.
 template <bool LONG, int VEC, class T, class Get, class Put>
 DEV void exchange(const u64 *areas, int all, Get get, Put put) {
-    constexpr int SIZE = VEC * (int)sizeof(T), N = SIZE < 4 ? 1 : SIZE / 4;
-    static_assert(SIZE <= 16, "a piece has at most 16 bytes");
-    union Piece {
-        u32 word[N];
-        Packed<VEC, T> is;
-        DEV Piece() {}
-    };
-    u8 *own_area = (u8 *)areas[RANK];
-    u32 *count = (u32 *)(own_area + COUNTS) + (LONG ? WORD_BLOCKS : 0) + blockIdx.x;
+    constexpr int ROUND = LONG ? PIECE_THREADS * PIECES_EACH : WORD_THREADS;
+    u32 *count = (u32 *)((u8 *)areas[RANK] + COUNTS) + (LONG ? WORD_BLOCKS : 0) + blockIdx.x;
     u32 number = *count;
-    int tid = threadIdx.x;
-    if constexpr (LONG) {
-        constexpr int ROUND = PIECE_THREADS * PIECES_EACH;
-        for (int first = blockIdx.x * ROUND; first < all; first += gridDim.x * ROUND) {
-            number++;
-            Piece own[PIECES_EACH];
-#pragma unroll
-            for (int k = 0; k < PIECES_EACH; k++) {
-                int i = first + k * PIECE_THREADS + tid;
-                if (i < all) own[k].is = get(i);
-            }
-#pragma unroll
-            for (int r = 0; r < RANKS; r++) {
-                if (r == RANK) continue;
-                u32 *to = (u32 *)((u8 *)areas[r] + pieces_at(RANK, blockIdx.x, number));
-#pragma unroll
-                for (int k = 0; k < PIECES_EACH; k++) {
-                    if (first + k * PIECE_THREADS + tid >= all) continue;
-                    u32 *at = to + (k * PIECE_THREADS + tid) * N;
-                    if constexpr (N == 4) {
-                        *(uint4 *)at = make_uint4(own[k].word[0], own[k].word[1], own[k].word[2], own[k].word[3]);
-                    } else {
-#pragma unroll
-                        for (int w = 0; w < N; w++) at[w] = own[k].word[w];
-                    }
-                }
-            }
-            __syncthreads();
-            if (tid < RANKS && tid != RANK) {
-                raise((u8 *)areas[tid] + flag_at(RANK, blockIdx.x, number), number);
-                await(own_area + flag_at(tid, blockIdx.x, number), number);
-            }
-            __syncthreads();
-#pragma unroll
-            for (int k = 0; k < PIECES_EACH; k++) {
-                int i = first + k * PIECE_THREADS + tid;
-                if (i >= all) continue;
-#pragma unroll
-                for (int r = 0; r < RANKS; r++) {
-                    Piece piece;
-                    const u32 *at = (const u32 *)(own_area + pieces_at(r, blockIdx.x, number)) + (k * PIECE_THREADS + tid) * N;
-                    if (r == RANK) {
-                        piece = own[k];
-                    } else if constexpr (N == 4) {
-                        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                     : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]), "=r"(piece.word[3])
-                                     : "l"(at)
-                                     : "memory");
-                    } else {
-#pragma unroll
-                        for (int w = 0; w < N; w++) piece.word[w] = *(volatile const u32 *)(at + w);
-                    }
-                    put(i, r, piece.is);
-                }
-            }
-        }
-    } else {
-        for (int first = blockIdx.x * WORD_THREADS; first < all; first += gridDim.x * WORD_THREADS) {
-            // Threads without a piece in the last round must have read the one before.
-            if (first != blockIdx.x * WORD_THREADS) __syncthreads();
-            number++;
-            int i = first + tid;
-            if (i >= all) continue;
-            Piece own;
-            if constexpr (SIZE < 4) own.word[0] = 0;
-            own.is = get(i);
-            // Columns of 16 bytes side by side.
-#pragma unroll
-            for (int r = 0; r < RANKS; r++) {
-                if (r == RANK) continue;
-                u8 *to = (u8 *)areas[r] + words_at(RANK, blockIdx.x, number) + tid * 16;
-                if constexpr (N == 1) put_word(to, own.word[0], number);
-#pragma unroll
-                for (int w = 0; w + 1 < N; w += 2) put_words(to + w / 2 * WORD_THREADS * 16, own.word[w], own.word[w + 1], number);
-            }
-#pragma unroll
-            for (int r = 0; r < RANKS; r++) {
-                Piece piece;
-                const u8 *at = own_area + words_at(r, blockIdx.x, number) + tid * 16;
-                if (r == RANK) {
-                    piece = own;
-                } else {
-                    if constexpr (N == 1) piece.word[0] = take_word(at, number);
-#pragma unroll
-                    for (int w = 0; w + 1 < N; w += 2) take_words(at + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
-                }
-                put(i, r, piece.is);
-            }
-        }
+    for (int first = blockIdx.x * ROUND; first < all; first += gridDim.x * ROUND) {
+        // Threads without a piece in the last round must have read the one before.
+        if (!LONG && first != blockIdx.x * ROUND) __syncthreads();
+        number++;
+        if constexpr (LONG)
+            exchange_pieces<VEC, T>(areas, first, all, number, get, put);
+        else if (first + (int)threadIdx.x < all)
+            exchange_words<VEC, T>(areas, first + threadIdx.x, number, get, put);
     }
     __syncthreads();
-    if (tid == 0) *count = number;
+    if (threadIdx.x == 0) *count = number;
 }

@@ -82,9 +82,11 @@ impl Settings {
     }
 
     /// `command` with these values as defaults of its subcommands' options. `args` are the arguments that it will
-    /// parse: a device belongs to the backend that was set with it, not to another one.
+    /// parse: a device belongs to the backend that was set with it, not to another one and not to several GPUs.
     pub fn apply(&self, command: Command, args: &[OsString]) -> Command {
-        let other_backend = args.iter().any(|a| a.to_str().is_some_and(|a| a.split('=').next() == Some("--backend")));
+        let named =
+            |a: &OsString| a.to_str().is_some_and(|a| matches!(a.split('=').next(), Some("--backend" | "--gpus")));
+        let other_backend = args.iter().any(named);
         let set: Vec<(&str, &'static str)> = self
             .set
             .iter()
@@ -235,6 +237,7 @@ mod tests {
         assert_eq!(default.when_full, args::WhenFullArg::DropOldest);
         // The device belongs to the backend of the file.
         assert_eq!(chat(&settings, &["--backend", "cpu"]).model.backend.adapter, None);
+        assert_eq!(chat(&settings, &["--gpus=0,1"]).model.backend.adapter, None);
     }
 
     #[test]

@@ -144,6 +144,15 @@ impl Stream {
         // SAFETY: the stream is alive.
         named(op, unsafe { result::stream::synchronize(self.raw) })
     }
+
+    /// An error if something enqueued has failed so far.
+    pub fn look(&self, op: &str) -> Result<()> {
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamQuery(self.raw) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            found => named(op, found.result()),
+        }
+    }
 }
 
 impl Drop for Stream {

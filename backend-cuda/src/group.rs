@@ -173,6 +173,10 @@ impl RankDevice for Cuda {
         self.settle_rank()
     }
 
+    fn look(&self) -> Result<()> {
+        self.look_for_faults()
+    }
+
     fn start_read(&self, src: &Tensor<Buf>) -> Result<Box<dyn Arriving>> {
         assert!(src.is_contiguous(), "a read of a view with gaps");
         Read::start_for_any(self, address(src), src.len() * src.dtype.bytes())

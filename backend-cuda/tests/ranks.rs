@@ -1,15 +1,18 @@
 //! Sums and columns over two devices: values that differ by rank, messages of all lengths in turn, recorded steps played again.
-//! Both ranks get the same bits.
+//! Both ranks get the same bits. A fault of the second device is an error of both, soon.
 //!
 //! Ignored, not passed, without two devices; `SELKIE_REQUIRE=cuda-2-ranks` turns that into a failure.
+
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use pollster::block_on;
 use selkie_core::{
     Error, Result,
     backend::{Backend, Ops},
-    ops::{AllGather, AllReduce},
+    ops::{AllGather, AllReduce, Attention, KvPool},
     ranks::Ranks,
+    step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 use selkie_cuda::Options;
@@ -21,8 +24,14 @@ fn main() {
     let required = std::env::var("SELKIE_REQUIRE").is_ok_and(|v| v.split(',').any(|r| r == "cuda-2-ranks"));
     let ignored = matches!(open(), Err(Error::NoDevice { .. })) && !required;
     let run = || exchanges().unwrap_or_else(|e| Err(e.to_string().into()));
-    let trials = vec![Trial::test("exchanges of all lengths", run).with_ignored_flag(ignored)];
-    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+    let trials = vec![
+        Trial::test("exchanges of all lengths", run).with_ignored_flag(ignored),
+        // Brings the contexts down, so it is the last.
+        Trial::test("a fault of the second device", fault).with_ignored_flag(ignored),
+    ];
+    let mut args = Arguments::from_args();
+    args.test_threads = Some(1);
+    libtest_mimic::run(&args, trials).exit();
 }
 
 fn open() -> Result<Ranks> {
@@ -72,4 +81,59 @@ fn exchanges() -> Result<std::result::Result<(), Failed>> {
         }
     }
     Ok(Ok(()))
+}
+
+/// Rank 1 reads a page that does not exist, while rank 0 waits in a kernel for its values. The error names rank 1, and comes long
+/// before that kernel gives up.
+fn fault() -> std::result::Result<(), Failed> {
+    let began = Instant::now();
+    let run = || -> Result<Vec<u8>> {
+        let ranks = selkie_cuda::ranks(&[0, 1], Options::default())?;
+        let tensor = |dims: &[usize]| {
+            let bytes = 2 * dims.iter().product::<usize>() as u64;
+            Ok::<_, Error>(Tensor::new(ranks.alloc("x", bytes)?, DType::Bf16, dims))
+        };
+        let rows = |page| {
+            [Row {
+                first_position: PAGE as u32 - 1,
+                tokens: vec![TokenRef::Known(0)],
+                chunks: vec![Chunk { len: 1, src: Src::Slot(0), dst: 0 }],
+                pages: vec![page].into(),
+                outputs: vec![0],
+                ..Row::default()
+            }]
+        };
+        let bucket = bucket_of(&rows(0));
+        let bytes = |page| encode(&rows(page), bucket).iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
+        let ints = ranks.alloc("ints", bytes(0).len() as u64)?;
+        ranks.write_on(0, &ints, 0, &bytes(0))?;
+        ranks.write_on(1, &ints, 0, &bytes(1 << 29))?;
+        let (heads, kv, head_dim) = (8, 2, 128);
+        let pool = [3, kv, PAGE, head_dim];
+        let op = Attention {
+            step: Step::new(ints, bucket),
+            q: tensor(&[1, heads * head_dim])?,
+            pool: KvPool { k: tensor(&pool)?, v: tensor(&pool)? },
+            out: tensor(&[1, heads * head_dim])?,
+            head_dim,
+            scale: 1.0,
+            window: None,
+            first: 0,
+        };
+        let (x, out) = (op.out.clone(), tensor(&[1, heads * head_dim])?);
+        ranks.reserve(ranks.scratch(&op.clone().into()))?;
+        let tape = ranks.record(|ops| {
+            ops.op(op.into())?;
+            ops.op(AllReduce { x, out: out.clone(), accumulate: false }.into())
+        })?;
+        ranks.play(&tape)?;
+        block_on(ranks.read(&out))
+    };
+    match run() {
+        Err(e) if e.to_string().contains("rank 1") && began.elapsed() < Duration::from_secs(30) => {
+            eprintln!("after {:?}: {e}", began.elapsed());
+            Ok(())
+        }
+        other => Err(format!("after {:?}: {other:?}", began.elapsed()).into()),
+    }
 }

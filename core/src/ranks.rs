@@ -10,13 +10,14 @@
 
 use std::{
     cell::Cell,
+    collections::VecDeque,
     future::Future,
     pin::Pin,
     rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, TryRecvError, sync_channel},
     },
     task::{Context, Poll},
     thread,
@@ -29,8 +30,8 @@ use crate::{
     error::{Error, Result},
     format::{Format, Products},
     ops::{Feature, Op, Rebind, RowBlock},
-    saved::{Reads, Room, Saving},
-    source::Bytes,
+    saved::{Room, Saving},
+    source::{Bytes, LocalFuture},
     tensor::Tensor,
     timer::Timer,
 };
@@ -88,9 +89,30 @@ pub struct Tape {
 
 /// A read of one rank: polling waits for it, since the engine's thread has nothing else to do.
 pub struct Reading {
-    state: Option<Result<Receiver<Box<dyn Arriving>>>>,
+    state: Asked,
+    patience: Patience,
     rank: usize,
     links: Rc<Links>,
+}
+
+/// How far a read is.
+enum Asked {
+    Told(Receiver<Box<dyn Arriving>>),
+    Arriving(Box<dyn Arriving>),
+    Taken,
+}
+
+/// Since when a rank has completed nothing, and what it had completed then.
+struct Patience {
+    since: Instant,
+    done: u64,
+}
+
+/// The shares of a row on their way to the host, rank by rank.
+struct Shares {
+    reads: VecDeque<Reading>,
+    room: Box<dyn Room>,
+    filled: usize,
 }
 
 /// The way to the ranks.
@@ -224,28 +246,40 @@ impl Links {
 
     /// Waits for an answer of a rank for as long as it completes other work.
     fn wait<T>(&self, rank: usize, answer: &Receiver<T>) -> Result<T> {
-        let link = &self.ranks[rank];
+        let mut patience = self.patience(rank);
         loop {
-            let done = link.done.load(Ordering::Relaxed);
             match answer.recv_timeout(self.deadline) {
                 Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
-                Err(RecvTimeoutError::Timeout) if link.done.load(Ordering::Relaxed) != done => {}
-                Err(RecvTimeoutError::Timeout) => return Err(self.stuck(rank)),
+                Err(RecvTimeoutError::Timeout) => self.check(rank, &mut patience)?,
             }
         }
     }
 
-    fn stuck(&self, rank: usize) -> Error {
+    fn patience(&self, rank: usize) -> Patience {
+        Patience { since: Instant::now(), done: self.ranks[rank].done.load(Ordering::Relaxed) }
+    }
+
+    /// An error if a rank has failed, or if this one has completed nothing for too long.
+    fn check(&self, rank: usize, patience: &mut Patience) -> Result<()> {
+        self.member.check()?;
+        if patience.since.elapsed() < self.deadline {
+            return Ok(());
+        }
+        let before = std::mem::replace(patience, self.patience(rank)).done;
+        if patience.done != before {
+            return Ok(());
+        }
         self.member.fail(format!("rank {rank} completed nothing within {:?}", self.deadline));
-        self.ended()
+        Err(self.ended())
     }
 
     /// The bytes of a tensor on one rank, after everything that it was told before.
     fn read(self: &Rc<Self>, rank: usize, from: Tensor<u64>) -> Reading {
         let (to, answer) = sync_channel(1);
-        let told = self.tell(&self.ranks[rank..=rank], &Command::Read { from, to });
-        Reading { state: Some(told.map(|()| answer)), rank, links: self.clone() }
+        // A rank that cannot be told has dropped the answer's other end.
+        let _ = self.tell(&self.ranks[rank..=rank], &Command::Read { from, to });
+        Reading { state: Asked::Told(answer), patience: self.patience(rank), rank, links: self.clone() }
     }
 
     /// Why a rank takes no more commands.
@@ -257,24 +291,73 @@ impl Links {
 
 impl Reading {
     fn wait(&mut self) -> Result<Vec<u8>> {
-        let answer = self.state.take().expect("a read is awaited once")?;
-        let mut arriving = self.links.wait(self.rank, &answer)?;
-        let began = Instant::now();
+        if let Asked::Told(answer) = &self.state {
+            self.state = Asked::Arriving(self.links.wait(self.rank, answer)?);
+        }
+        self.patience = self.links.patience(self.rank);
         let mut polls = 0u32;
         loop {
-            if let Some(bytes) = arriving.take() {
-                // What the others did since is worth nothing if one of them has failed.
-                return self.links.member.check().and(bytes);
+            if let Some(bytes) = self.take() {
+                return bytes;
             }
             polls = polls.wrapping_add(1);
             if polls.is_multiple_of(1 << 12) {
-                self.links.member.check()?;
-                if began.elapsed() > self.links.deadline {
-                    return Err(self.links.stuck(self.rank));
-                }
+                self.links.check(self.rank, &mut self.patience)?;
             }
             std::hint::spin_loop();
         }
+    }
+
+    /// The bytes if they have arrived, once.
+    fn take(&mut self) -> Option<Result<Vec<u8>>> {
+        if let Asked::Told(answer) = &self.state {
+            match answer.try_recv() {
+                Ok(arriving) => self.state = Asked::Arriving(arriving),
+                Err(TryRecvError::Empty) => return None,
+                Err(TryRecvError::Disconnected) => return Some(Err(self.links.ended())),
+            }
+        }
+        let Asked::Arriving(arriving) = &mut self.state else { panic!("a read is taken once") };
+        let bytes = arriving.take()?;
+        self.state = Asked::Taken;
+        // What the others did since is worth nothing if one of them has failed.
+        Some(self.links.member.check().and(bytes))
+    }
+}
+
+impl Saving for Shares {
+    fn take(&mut self) -> Option<Result<Bytes>> {
+        while let Some(first) = self.reads.front_mut() {
+            let Some(bytes) = first.take() else {
+                return first.links.check(first.rank, &mut first.patience).err().map(Err);
+            };
+            self.reads.pop_front();
+            if let Err(e) = bytes.map(|bytes| self.fill(&bytes)) {
+                return Some(Err(e));
+            }
+        }
+        Some(Ok(self.whole()))
+    }
+
+    fn arrive(&mut self) -> LocalFuture<'_, Result<Bytes>> {
+        Box::pin(async {
+            while let Some(mut first) = self.reads.pop_front() {
+                let bytes = first.wait()?;
+                self.fill(&bytes);
+            }
+            Ok(self.whole())
+        })
+    }
+}
+
+impl Shares {
+    fn fill(&mut self, bytes: &[u8]) {
+        self.room.bytes()[self.filled..][..bytes.len()].copy_from_slice(bytes);
+        self.filled += bytes.len();
+    }
+
+    fn whole(&mut self) -> Bytes {
+        std::mem::replace(&mut self.room, Box::new(Vec::new())).freeze()
     }
 }
 
@@ -441,7 +524,7 @@ impl Backend for Ranks {
     fn save(&self, pools: &[Tensor<Buf>], row: usize, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
         let share = |(rank, pool): (usize, &Tensor<Buf>)| self.read_on(rank, &pool.slice_rows(row, 1));
         let all = (0..self.caps.ranks).flat_map(|rank| pools.iter().map(move |pool| (rank, pool)));
-        Ok(Box::new(Reads::new(all.map(share), room)))
+        Ok(Box::new(Shares { reads: all.map(share).collect(), room, filled: 0 }))
     }
 
     fn restore(&self, saved: &Bytes, pools: &[Tensor<Buf>], row: usize) -> Result<()> {

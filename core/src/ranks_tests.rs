@@ -73,11 +73,32 @@ fn a_tape_is_played_by_all_and_states_are_saved_by_rank() {
     b.play(&tape).unwrap();
     assert_eq!(values(&b, 1, &sum).unwrap(), [8.0, 12.0, 16.0, 20.0]);
     let mut saving = b.save(std::slice::from_ref(&x), 1, Box::new(vec![0; 16])).unwrap();
-    let saved = saving.take().unwrap().unwrap();
+    let saved = block_on(saving.arrive()).unwrap();
     assert_eq!(DType::F32.to_f32(&saved), [2.0, 3.0, 6.0, 7.0]);
     b.restore(&saved, std::slice::from_ref(&sum), 0).unwrap();
     assert_eq!(values(&b, 0, &sum).unwrap(), [2.0, 3.0, 16.0, 20.0]);
     assert_eq!(values(&b, 1, &sum).unwrap(), [6.0, 7.0, 16.0, 20.0]);
+}
+
+#[test]
+fn a_save_is_not_waited_for_while_a_rank_works() {
+    let b = Ranks::open(2, Products::default()).unwrap();
+    let (x, sum) = (matrix(&b, 1, 1), matrix(&b, 1, 1));
+    fill(&b, &x, |rank, _| rank as f32);
+    let op =
+        Op::from(AllReduce { x: x.clone(), out: sum.clone(), accumulate: false }).rebind(&mut |buf: &Buf| buf.0.id);
+    let meet = |rank: usize| b.links.tell(&b.links.ranks[rank..=rank], &Command::Run([op.clone()].into())).unwrap();
+    // Rank 1 waits in the sum for rank 0.
+    meet(1);
+    let mut saving = b.save(std::slice::from_ref(&sum), 0, Box::new(vec![0; 8])).unwrap();
+    assert!(saving.take().is_none());
+    meet(0);
+    let mut saved = saving.take();
+    while saved.is_none() {
+        thread::yield_now();
+        saved = saving.take();
+    }
+    assert_eq!(DType::F32.to_f32(&saved.unwrap().unwrap())[1], 1.0);
 }
 
 #[test]

@@ -69,11 +69,13 @@ pub(super) fn all_reduce<B: Address>(a: &AllReduce<B>, device: &Device, arena: &
 
 pub(super) fn all_gather<B: Address>(a: &AllGather<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
     shared("all_gather", device)?;
+    assert_eq!(a.out.row_len(), device.ranks * a.x.row_len(), "all_gather: columns of `out`");
     Ok(exchange(spec(File::AllGather, device), &a.x, &a.out, arena))
 }
 
 pub(super) fn rank_norm<B: Address>(a: &RankNorm<B>, device: &Device, arena: &Arena) -> Result<Vec<Work>> {
     shared("rank_norm", device)?;
+    assert!(device.ranks.is_multiple_of(a.ranks), "rank_norm: {} of {} ranks together", a.ranks, device.ranks);
     let norm = &a.norm;
     if a.ranks == 1 {
         return super::pointwise::rms_norm(norm);
@@ -101,4 +103,21 @@ pub(super) fn rank_norm<B: Address>(a: &RankNorm<B>, device: &Device, arena: &Ar
         rows: rows as u32,
     };
     Ok(vec![Work::Kernel(Launch::new(spec, [rows.min(WORD_BLOCKS), 1, 1], threads, &args))])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_area_is_as_the_kernels_divide_it() {
+        let (_, source) = selkie_kernels::FILES.iter().find(|(name, _)| *name == "ranks.cuh").unwrap();
+        let constants = format!(
+            "constexpr int WORD_BLOCKS = {WORD_BLOCKS}, WORD_THREADS = {WORD_THREADS}, PIECE_BLOCKS = {PIECE_BLOCKS}, \
+             PIECE_THREADS = {PIECE_THREADS}, PIECES_EACH = {PIECES_EACH};"
+        );
+        assert!(source.contains(&constants), "{constants}");
+        // Two ranks: counts, flags, words, pieces.
+        assert_eq!(area_bytes(2), 4096 + 8192 + (4 * 512 * 128 * 32) + (4 * 512 * 256 * 64));
+    }
 }

@@ -6,9 +6,10 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc::{Receiver, SyncSender, channel, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, channel, sync_channel},
     },
     thread,
+    time::Duration,
 };
 
 use super::{Link, Member};
@@ -23,6 +24,9 @@ use crate::{
     tensor::Tensor,
     timer::Timer,
 };
+
+/// How often an idle rank looks whether its device still works: others may wait on theirs for what it does not send any more.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// A device that can be one of several ranks. It is opened, used and dropped on the rank's thread.
 pub trait RankDevice: Timer {
@@ -44,6 +48,14 @@ pub trait RankDevice: Timer {
     /// # Errors
     /// Those of the device.
     fn settle(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether the device has failed at what runs on it, without waiting.
+    ///
+    /// # Errors
+    /// Its failure.
+    fn look(&self) -> Result<()> {
         Ok(())
     }
 
@@ -183,11 +195,17 @@ impl<D: RankDevice> Rank<D> {
 
     /// Does what it is told until nobody can tell it any more.
     fn follow(&mut self, told: &Receiver<Command>) -> Result<()> {
-        while let Ok(command) = told.recv() {
-            self.obey(command)?;
+        loop {
+            match told.recv_timeout(LOOK) {
+                Ok(command) => self.obey(command)?,
+                Err(RecvTimeoutError::Timeout) => {
+                    self.device.look()?;
+                    continue;
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
             self.count();
         }
-        Ok(())
     }
 
     fn count(&self) {
