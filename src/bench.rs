@@ -19,6 +19,7 @@ use crate::{
 };
 
 mod bound;
+mod bundles;
 mod chart;
 #[cfg(feature = "bench-ops")]
 mod ops;
@@ -71,9 +72,10 @@ pub fn run(args: &BenchArgs) -> Outcome {
         BenchCommand::Speculate(args) => speculate::run(args),
         BenchCommand::Prefix(args) if args.traffic => traffic::run(args),
         BenchCommand::Prefix(args) if args.overhead => overhead::run(args),
-        BenchCommand::Prefix(args) => match args.restore {
-            Some(tokens) => restore::run(args, tokens),
-            None => prefix::run(args),
+        BenchCommand::Prefix(args) => match (args.restore, args.bundle) {
+            (Some(tokens), _) => restore::run(args, tokens),
+            (None, Some(tokens)) => bundles::run(args, tokens),
+            (None, None) => prefix::run(args),
         },
     }
 }

@@ -202,6 +202,9 @@ pub struct BenchPrefixArgs {
     /// host memory, on disk
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["traffic", "overhead"], value_parser = one_to(MAX_TOKENS))]
     pub restore: Option<usize>,
+    /// How fast the pages and states of a prompt of so many tokens are saved to a bundle, loaded, and handed over
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["traffic", "overhead", "restore"], value_parser = one_to(MAX_TOKENS))]
+    pub bundle: Option<usize>,
     /// Repetitions of the traffic; the cases take turns, and the median of each is reported
     #[arg(long, value_name = "N", default_value = "1", value_parser = one_to(1000), requires = "traffic")]
     pub runs: usize,

@@ -1,7 +1,11 @@
 //! `selkie bench prefix --restore N`: the time to the first token of a prompt that was computed before, by where its pages and
 //! states are now: nowhere, on the device, in host memory, on disk.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use selkie_core::{
     engine::{AnyEngine, EngineOptions},
@@ -49,14 +53,18 @@ impl Place {
     }
 }
 
-/// A folder for the values on disk, deleted afterwards.
-struct Folder(PathBuf);
+/// A folder for values on disk, deleted afterwards.
+pub(super) struct Folder(PathBuf);
 
 impl Folder {
-    fn create() -> Outcome<Self> {
+    pub fn create() -> Outcome<Self> {
         let path = std::env::temp_dir().join(format!("selkie-restore-{}", std::process::id()));
         std::fs::create_dir(&path).map_err(|e| Failure::Other(format!("{}: {e}", path.display())))?;
         Ok(Self(path))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
     }
 }
 
