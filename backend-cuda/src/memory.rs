@@ -276,7 +276,8 @@ impl Read {
     /// The same for another thread to wait for.
     pub(crate) fn start_for_any(cuda: &Cuda, from: u64, bytes: usize) -> Result<Box<dyn Arriving>> {
         let (pool, context) = (cuda.pool().clone(), cuda.context.retain());
-        let landing = Landing::enqueue(&pool, &cuda.stream, from, bytes, || cuda.settle_rank());
+        let settle = || cuda.stream.wait("the steps before");
+        let landing = Landing::enqueue(&pool, &cuda.stream, from, bytes, settle);
         let landing = Some(landing.map_err(|e| cuda.faults().name(e))?);
         Ok(Box::new(FromRank { landing, bytes, pool, context }))
     }

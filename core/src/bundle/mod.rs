@@ -7,7 +7,7 @@
 //! * [`Head`]: everything but the values: the model, its numerics, tokens and the list of [`Part`]s.
 //! * [`Writer`] writes in one pass with memory for one piece; [`Reader`] checks everything before it hands out values, row by row.
 //!
-//! A reader allocates no more than the file has bytes, a row of a part at a time. No engine appears here.
+//! A reader allocates no more than the file has bytes, and a few rows of a part at a time. No engine appears here.
 
 mod header;
 mod part;
@@ -30,6 +30,9 @@ pub const VERSION: u32 = 1;
 
 /// Revision of the numbers that a backend computes. A change of any op that can change a bit of a state raises it.
 pub const NUMERICS: u32 = 1;
+
+/// Bytes that are read, hashed and written at a time: enough to occupy all threads with a checksum.
+pub(crate) const PIECE: usize = 4 << 20;
 
 /// Most bytes of the description of where values came from.
 const MOST_NUMERICS: usize = 4096;

@@ -7,12 +7,12 @@ use std::{borrow::Cow, collections::VecDeque, io::Write, ops::Range, pin::Pin};
 use super::{Engine, landing::Landing, landing::Path};
 use crate::{
     backend::Backend,
-    bundle::{Dtypes, Head, Identity, Part, Reader, Writer, convert, lineage, numerics, parts},
+    bundle::{Dtypes, Head, Identity, PIECE, Part, Reader, Writer, convert, lineage, numerics, parts},
     error::{Error, Result},
     state::{GRID, Realm},
 };
 
-/// Rows that are read from a device at a time: their bytes are all that a transfer holds.
+/// Rows that are read from a device at a time: their bytes and a [`PIECE`] are all that a transfer holds.
 const READS: usize = 8;
 
 /// What is written into a bundle.
@@ -113,9 +113,14 @@ impl<B: Backend> Engine<B> {
         let rows = head.parts.iter().flat_map(|part| (0..part.rows()).map(move |row| (part, row)));
         let mut rows = rows.map(|(part, row)| self.read_row(part, path.entry(part, left_out + row)));
         let mut reads: VecDeque<RowRead<B>> = rows.by_ref().take(READS).collect();
+        let mut piece = Vec::new();
         while let Some(first) = reads.pop_front() {
-            writer.write(&first.arrive().await?).map_err(io)?;
+            piece.extend_from_slice(&first.arrive().await?);
             reads.extend(rows.next());
+            if piece.len() >= PIECE || reads.is_empty() {
+                writer.write(&piece).map_err(io)?;
+                piece.clear();
+            }
         }
         let (_, bytes) = writer.finish().map_err(io)?;
         Ok(Exported { tokens: path.depth, states: positions.len(), bytes })
