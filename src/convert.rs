@@ -24,7 +24,7 @@ pub fn run(args: &ConvertArgs) -> Outcome {
     refuse_input(&files, &args.output)?;
     let plan = pollster::block_on(Conversion::plan(&files, args.kind, args.selkie_only))?;
     if files.gguf().is_none() {
-        model::warn_of_ignored(&files.checkpoint);
+        model::warn_of_unused(&files.checkpoint, false);
     }
     let written = write(&plan, &args.output)?;
     if !plan.for_others {

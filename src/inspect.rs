@@ -65,7 +65,7 @@ async fn contradiction(files: &ModelFiles, architecture: &Architecture) -> selki
     let (backend, mut report) = (CpuBackend::new(), |_| {});
     let mut loader = Loader::new(&backend, &files.checkpoint, &mut report);
     models::build(architecture, &mut loader, Limits { max_tokens: 1, max_outputs: 1 }).await?;
-    model::warn_of_ignored(&files.checkpoint);
+    model::warn_of_ignored(files);
     Ok(())
 }
 

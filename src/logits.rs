@@ -42,7 +42,7 @@ pub fn run(args: &LogitsArgs) -> Outcome {
     let mut bar = LoadingBar::start();
     let report = move |p| bar.update(&p);
     let traced = on!(&backend, b => pollster::block_on(trace(b, &files, &ids, args.steps, report)))?;
-    model::warn_of_ignored(&files.checkpoint);
+    model::warn_of_ignored(&files);
     let tensors = traced.tensors(&models::read(&files.config)?.spec());
     let caps = backend.caps();
     let metadata = HashMap::from([

@@ -7,7 +7,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use selkie_core::{
-    chat::system_clock, checkpoint::Checkpoint, engine::EngineOptions, model_dir::ModelFiles, session::Model,
+    chat::system_clock, checkpoint::Checkpoint, engine::EngineOptions, model_dir::ModelFiles, models, session::Model,
     source::Source, state::CapturePolicy, weights::Progress,
 };
 
@@ -102,19 +102,28 @@ pub fn load_engine(backend: Opened, files: &Arc<ModelFiles>, options: &EngineOpt
 }
 
 fn loaded(files: &ModelFiles, backend: &str, device: &str, started: Instant) {
-    warn_of_ignored(&files.checkpoint);
+    warn_of_ignored(files);
     let seconds = started.elapsed().as_secs_f64();
     tracing::info!("{} loaded on {backend} ({device}) in {seconds:.3} s", files.label());
 }
 
-/// After loading, warns of stored tensors that were not used.
-pub fn warn_of_ignored(checkpoint: &Checkpoint) {
+/// After loading, warns of stored tensors that were not used, apart from those of a head for drafts that an option would load.
+pub fn warn_of_ignored(files: &ModelFiles) {
+    let head = models::read(&files.config).is_ok_and(|a| a.head_parameters(&files.checkpoint).is_some());
+    warn_of_unused(&files.checkpoint, head);
+}
+
+/// Warns of stored tensors that were not used; `head`: a head for drafts may be one of them.
+pub fn warn_of_unused(checkpoint: &Checkpoint, head: bool) {
     let names = checkpoint.passed_over();
     if let Some(first) = names.first() {
         let more = if names.len() > 1 { format!(" and {} more", names.len() - 1) } else { String::new() };
         tracing::warn!("stored but not part of what config.json describes, and ignored: `{first}`{more}");
     }
-    let skipped = checkpoint.skipped();
+    let mut skipped = checkpoint.skipped();
+    if head {
+        skipped.remove("mtp");
+    }
     if !skipped.is_empty() {
         let (tensors, bytes) = skipped.values().fold((0, 0), |(n, size), (m, more)| (n + m, size + more));
         let modules: Vec<_> = skipped.keys().map(|module| format!("`{module}`")).collect();
