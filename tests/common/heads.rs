@@ -17,7 +17,7 @@ use selkie_core::{Error, Result};
 
 use crate::{LIMITS, Tolerance, common, drafts};
 
-const MODELS: [&str; 4] = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h"];
+const MODELS: [&str; 5] = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_mlp"];
 
 /// Drafts after a whole prompt, and after one that a decode step ends.
 async fn logits<B: Backend>(backend: &B, folder: &Path, tolerance: Tolerance) -> Result<String, Failed> {

@@ -142,7 +142,8 @@ class Nemotron(Model):
         p = 'mtp.layers.'
         x = self.mul(p + '0.eh_proj', np.concatenate([self.norm(p + '0.enorm', e), self.norm(p + '0.hnorm', hidden)]))
         x = x + self.attention(p + '0.mixer.', self.norm(p + '0.norm', x), lambda k, v: self.remember(position, k, v))
-        x = x + self.experts(p + '1.mixer.', self.norm(p + '1.norm', x))
+        second = self.relu2 if p + '1.mixer.up_proj.weight' in self.w else self.experts
+        x = x + second(p + '1.mixer.', self.norm(p + '1.norm', x))
         return self.norm(p + '1.final_layernorm', x)
 
 MODELS = dict(qwen3_next=Qwen, qwen3_5_text=Qwen, qwen3_5_moe_text=Qwen, nemotron_h=Nemotron)
@@ -191,6 +192,8 @@ def nemotron_shapes(c):
                         (m + 'D', (h,)), (m + 'norm.weight', (di,)), (m + 'out_proj.weight', (d, di))]
         elif kind == 'full_attention':
             yield from [(m + 'q_proj.weight', (qh * hd, d)), (m + 'k_proj.weight', (kv * hd, d)), (m + 'v_proj.weight', (kv * hd, d)), (m + 'o_proj.weight', (d, qh * hd))]
+        elif kind == 'mlp':
+            yield from two(m, c['intermediate_size'], d)
         else:
             lat = c['moe_latent_size']
             yield from [(m + 'gate.weight', (c['n_routed_experts'], d)), (m + 'gate.e_score_correction_bias', (c['n_routed_experts'],)), (m + 'fc1_latent_proj.weight', (lat, d)), (m + 'fc2_latent_proj.weight', (d, lat)),
@@ -202,7 +205,7 @@ def nemotron_shapes(c):
     yield from [('mtp.layers.0.' + x, (d,)) for x in ('enorm.weight', 'hnorm.weight', 'norm.weight')]
     yield from [('mtp.layers.0.eh_proj.weight', (d, 2 * d)), ('mtp.layers.1.norm.weight', (d,)), ('mtp.layers.1.final_layernorm.weight', (d,))]
     yield from mixer('mtp.layers.0.mixer.', 'full_attention')
-    yield from mixer('mtp.layers.1.mixer.', 'moe')
+    yield from mixer('mtp.layers.1.mixer.', c['mtp_layers_block_type'][1])
 
 def value(name, shape, r, zero_centred):
     n, leaf = r.standard_normal(shape), name.split('.')[-1]
@@ -225,9 +228,14 @@ def make(out):
                     num_key_value_heads=2, head_dim=16, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=2, conv_kernel=4, use_conv_bias=True, layer_norm_epsilon=1e-5, mlp_hidden_act='relu2',
                     n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, moe_shared_expert_intermediate_size=24, n_shared_experts=1, moe_latent_size=16, routed_scaling_factor=1.3, n_group=1, topk_group=1,
                     norm_topk_prob=True, **common)
+    # As the demo model's: no experts, and an MLP in the head too.
+    mlps = dict(model_type='nemotron_h', layers_block_type=['linear_attention', 'mlp', 'full_attention', 'mlp'], num_nextn_predict_layers=1, mtp_layers_block_type=['full_attention', 'mlp'], mtp_hybrid_override_pattern='*-',
+                intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=2, conv_kernel=4, use_conv_bias=True,
+                layer_norm_epsilon=1e-5, mlp_hidden_act='relu2', **common)
     for name, c, shapes, seed in [('qwen3_5', dict(model_type='qwen3_5_text', intermediate_size=48, mtp_num_hidden_layers=1, **qwen), qwen_shapes, 5),
                                   ('qwen3_5_moe', dict(model_type='qwen3_5_moe_text', mtp_num_hidden_layers=1, **qwen, **experts), qwen_shapes, 6),
-                                  ('qwen3_next', dict(model_type='qwen3_next', **qwen, **experts), qwen_shapes, 7), ('nemotron_h', nemotron, nemotron_shapes, 8)]:
+                                  ('qwen3_next', dict(model_type='qwen3_next', **qwen, **experts), qwen_shapes, 7), ('nemotron_h', nemotron, nemotron_shapes, 8),
+                                  ('nemotron_h_mlp', mlps, nemotron_shapes, 9)]:
         r = np.random.default_rng(seed)
         weights = {k: value(k, s, r, c['model_type'] != 'nemotron_h') for k, s in shapes(c)}
         m, ids = MODELS[c['model_type']](c, weights), r.integers(3, c['vocab_size'], 72)

@@ -23,7 +23,7 @@ export const unpackError = ({ code, message }) => new SelkieError(code, message)
 
 const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
 
-// 14192160 -> "13.5 MiB"
+// 15637728 -> "14.9 MiB"
 export function size(bytes) {
   const [unit, name] = UNITS.find(([unit]) => bytes >= unit) ?? [1, "bytes"];
   return `${unit === 1 ? bytes : (bytes / unit).toFixed(1)} ${name}`;

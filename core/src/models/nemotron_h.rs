@@ -15,6 +15,9 @@ use crate::{
     ops::{Act, Router},
 };
 
+/// The head's layers, as in the pattern of the trunk.
+const HEAD_PATTERN: &str = "mtp_hybrid_override_pattern";
+
 pub(super) fn read(c: &Config) -> Result<Architecture> {
     let eps = c.eps_or("layer_norm_epsilon|norm_eps|rms_norm_eps", 1e-5)?;
     let mut a = Architecture::start(c, "nemotron_h", 4096, false, norm("norm_f.weight", eps))?;
@@ -74,16 +77,14 @@ impl Sizes<'_> {
         Ok(SubLayer::pre_norm(norm(format!("{prefix}norm.weight"), self.eps), branches))
     }
 
-    /// The head for drafts: attention that hides the first position, then experts. None where the configuration has no such one.
+    /// The head for drafts: attention that hides the first position, then experts or an MLP. None where the configuration has no
+    /// such one.
     fn head(&self) -> Result<Option<Head>> {
-        let c = self.c;
-        let pattern = c.str_or("mtp_hybrid_override_pattern", "*E").ok();
-        let listed = c.layer_types("mtp_layers_block_type").ok();
-        let usual = listed.is_some_and(|l| l.is_none_or(|l| l == [LayerType::Attention, LayerType::Moe]));
-        if c.usize_or("num_nextn_predict_layers", 0).ok() != Some(1) || pattern != Some("*E") || !usual {
+        if self.c.usize_or("num_nextn_predict_layers", 0).ok() != Some(1) {
             return Ok(None);
         }
-        let Ok(experts) = self.step(LayerType::Moe, "/mtp.layers.1.") else { return Ok(None) };
+        let Some(second) = self.head_second() else { return Ok(None) };
+        let Ok(second) = self.step(second, "/mtp.layers.1.") else { return Ok(None) };
         let plan = attention::Plan { first: 1, ..self.attention()? };
         let attention = vec![Branch::new("/mtp.layers.0.mixer.", plan)];
         let named = |name: &str| norm(format!("/mtp.layers.{name}.weight"), self.eps);
@@ -91,9 +92,29 @@ impl Sizes<'_> {
             embedding_norm: named("0.enorm"),
             hidden_norm: named("0.hnorm"),
             projection: "/mtp.layers.0.eh_proj.weight".into(),
-            steps: vec![SubLayer::pre_norm(named("0.norm"), attention), experts],
+            steps: vec![SubLayer::pre_norm(named("0.norm"), attention), second],
             norm: named("1.final_layernorm"),
         }))
+    }
+
+    /// What follows the head's attention, if its list and its pattern name the same head of two layers that can be run.
+    fn head_second(&self) -> Option<LayerType> {
+        let listed = self.c.layer_types("mtp_layers_block_type").ok()?;
+        let pattern = match (self.c.has(HEAD_PATTERN), &listed) {
+            (false, Some(types)) => types.clone(),
+            _ => {
+                let pattern = self.c.str_or(HEAD_PATTERN, "*E").ok()?;
+                pattern.chars().map(LayerType::from_pattern).collect::<Option<_>>()?
+            }
+        };
+        match pattern[..] {
+            [LayerType::Attention, second @ (LayerType::Moe | LayerType::Mlp)]
+                if listed.as_ref().is_none_or(|types| *types == pattern) =>
+            {
+                Some(second)
+            }
+            _ => None,
+        }
     }
 
     fn mamba(&self) -> Result<mamba2::Plan> {

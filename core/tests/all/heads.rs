@@ -33,7 +33,7 @@ fn folders() -> Vec<PathBuf> {
     let mut all: Vec<_> = std::fs::read_dir(heads).unwrap().map(|entry| entry.unwrap().path()).collect();
     all.retain(|path| path.is_dir());
     all.sort();
-    assert_eq!(all.len(), 4);
+    assert_eq!(all.len(), 5);
     all
 }
 
@@ -138,7 +138,15 @@ pub(super) fn models() -> Vec<TestModel> {
         "num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"linear_num_key_heads":1,"linear_num_value_heads":2,
         "linear_key_head_dim":8,"linear_value_head_dim":8,"intermediate_size":24,"vocab_size":40,
         "max_position_embeddings":1024}"#;
-    let micro = [("micro nemotron with a head", nemotron), ("micro qwen with a head", qwen)];
+    let mlps = r#"{"model_type":"nemotron_h","hidden_size":16,"num_attention_heads":2,"num_key_value_heads":1,
+        "head_dim":8,"intermediate_size":24,"mamba_num_heads":2,"mamba_head_dim":8,"ssm_state_size":8,"n_groups":1,
+        "conv_kernel":4,"vocab_size":40,"hybrid_override_pattern":"M-*-","max_position_embeddings":1024,
+        "num_nextn_predict_layers":1,"mtp_hybrid_override_pattern":"*-"}"#;
+    let micro = [
+        ("micro nemotron with a head", nemotron),
+        ("micro nemotron with a head of attention and MLP", mlps),
+        ("micro qwen with a head", qwen),
+    ];
     let micro = micro.map(|(name, config)| TestModel::micro(name, config));
     micro.into_iter().chain(folders().iter().filter_map(|dir| TestModel::golden(dir))).collect()
 }
@@ -190,9 +198,51 @@ fn states_and_pages_are_those_of_the_trunk_alone() {
     }
 }
 
+/// Answers of at most 200 tokens to `prompts` at once, half of them sampled.
+fn answers(engine: &mut Engine<Behind>, prompts: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let ids = prompts.iter().enumerate().map(|(i, prompt)| {
+        let mut request = Request { prompt: prompt.clone(), max_tokens: 200, stop_ids: vec![2], ..Request::default() };
+        if i % 2 == 1 {
+            request.sampling.temperature = 0.8;
+            request.sampling.seed = i as u64;
+        }
+        engine.submit(request).unwrap()
+    });
+    let ids: Vec<_> = ids.collect();
+    let mut answers = vec![Vec::new(); ids.len()];
+    while !engine.is_idle() {
+        for event in block_on(engine.step()).unwrap() {
+            if let Event::Token { id, token, .. } = event {
+                answers[ids.iter().position(|i| *i == id).unwrap()].push(token);
+            }
+        }
+    }
+    answers
+}
+
+#[test]
+fn the_demo_model_drafts_most_of_its_stories() {
+    let demo = TestModel::golden(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo")).unwrap();
+    let reference: serde_json::Value =
+        serde_json::from_slice(include_bytes!("../../../models/demo/reference.json")).unwrap();
+    let ids = |list: &serde_json::Value| -> Vec<u32> {
+        list.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    };
+    let entries = &reference.as_array().unwrap()[..6];
+    let prompts: Vec<_> = entries.iter().map(|entry| ids(&entry["prompt_ids"])).collect();
+    let engine =
+        |speculate| demo.engine(&EngineOptions { context: Some(512), speculate, ..EngineOptions::default() }, true);
+    let (mut off, mut on) = (engine(Speculate::Off), engine(Speculate::Mtp));
+    let want = answers(&mut off, &prompts);
+    assert!(answers(&mut on, &prompts) == want, "drafts change the text");
+    let drafts = on.stats().drafts;
+    // A greedy story has nearly all right, a sampled one less; none is right that falls behind the end of an answer.
+    assert!(drafts.rows > 20 && 2 * drafts.accepted() > drafts.tokens, "{drafts:?}");
+}
+
 #[test]
 fn an_engine_without_a_head_is_refused_with_a_way_out() {
-    let (architecture, checkpoint) = open(&folders()[2]);
+    let (architecture, checkpoint) = open(&folders()[3]);
     let none = Architecture { head: None, ..architecture };
     let message = none.with_head(&checkpoint).unwrap_err().to_string();
     assert!(message.contains("MTP head with qwen3_5") && message.contains("--speculate ngram"), "{message}");
