@@ -306,7 +306,7 @@ fn inspect_shows_layers_and_costs() {
     // Seven Mamba-2 layers: 8 heads of 64 x 64, and 3 taps of 640 channels; four attention layers with 2 heads of 64.
     assert_eq!(facts["slot_bytes"], 7 * 4 * (8 * 64 * 64 + 640 * 3));
     assert_eq!(facts["page_bytes"], 4 * 4 * 2 * 64 * 2 * 64);
-    assert_eq!(facts["weight_bytes"].as_u64().unwrap() / 1_000_000, 14);
+    assert_eq!(facts["weight_bytes"].as_u64().unwrap() / 1_000_000, 15);
 }
 
 #[test]

@@ -26,7 +26,7 @@ fn a_model_by_name_is_fetched_and_answers() {
     let said = stderr(&out);
     assert_eq!(stdout(out), "17 + 25 = 42.\n");
     for part in
-        [&*world.server.host(), &world.server.storage_host(), "13.", "MiB to fetch", "5 files", world.home.dir()]
+        [&*world.server.host(), &world.server.storage_host(), "15.0", "MiB to fetch", "5 files", world.home.dir()]
     {
         assert!(said.contains(part), "no {part:?} in {said}");
     }
