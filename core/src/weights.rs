@@ -64,7 +64,7 @@ pub struct Linear<Buf> {
 pub struct Progress {
     /// Bytes placed on the device.
     pub done: u64,
-    /// Bytes of the checkpoint, some of which may never be needed.
+    /// Bytes of the checkpoint, some of which may never be needed; at the end those that were.
     pub total: u64,
 }
 
@@ -146,8 +146,11 @@ impl<'a, B: Backend> Loader<'a, B> {
         (0..of).map(move |index| Rank { index, of })
     }
 
-    /// Bytes placed on the device so far; a tensor that is used twice counts once.
-    pub fn loaded(&self) -> u64 {
+    /// Reports that all is done that the model needs. Returns the bytes placed on the device; a tensor that is used twice counts
+    /// once.
+    pub fn finish(mut self) -> u64 {
+        self.progress.total = self.progress.done;
+        (self.report)(self.progress);
         self.progress.done
     }
 

@@ -185,7 +185,7 @@ impl<B: Backend> Engine<B> {
         let division = architecture.division(caps.ranks);
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
-        let weight_bytes = loader.loaded();
+        let weight_bytes = loader.finish();
         let free = backend.free_memory();
         let sizes = options.sizes(&spec, backend.caps(), free)?;
         sizes.check(free)?;
