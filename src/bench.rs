@@ -10,6 +10,7 @@ use selkie_core::{
     chat::system_clock,
     model_dir::ModelFiles,
     source::{Bytes, LocalFuture, Source},
+    step::PAGE,
 };
 
 use crate::{
@@ -58,6 +59,15 @@ fn check_tokens(tokens: usize, options: &str) -> Outcome {
     if tokens > MAX_TOKENS {
         let why = format!("{options} make {tokens} tokens together, more than the {MAX_TOKENS} of a run; ask for less");
         return Err(Failure::Usage(why));
+    }
+    Ok(())
+}
+
+/// [`check_tokens`] of one prompt, of which the cache is to keep a state.
+fn check_prompt(tokens: usize, option: &str) -> Outcome {
+    check_tokens(tokens, option)?;
+    if tokens <= PAGE {
+        return Err(Failure::Usage(format!("{option} {tokens}: a prompt of more than {PAGE} tokens leaves a state")));
     }
     Ok(())
 }

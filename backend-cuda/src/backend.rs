@@ -296,11 +296,6 @@ impl Cuda {
         if self.is_rank() { self.stream.wait("the steps before").map_err(|e| self.faults.name(e)) } else { Ok(()) }
     }
 
-    /// An error if something that was enqueued has failed so far.
-    pub(crate) fn look_for_faults(&self) -> Result<()> {
-        self.stream.look("the steps before").map_err(|e| self.faults.name(e))
-    }
-
     /// Where reads arrive.
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool

@@ -174,7 +174,7 @@ impl RankDevice for Cuda {
     }
 
     fn look(&self) -> Result<()> {
-        self.look_for_faults()
+        self.stream.look("the steps before").map_err(|e| self.faults().name(e))
     }
 
     fn start_read(&self, src: &Tensor<Buf>) -> Result<Box<dyn Arriving>> {

@@ -7,14 +7,13 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::{
     Error,
     backend::{Backend, Ops},
-    ops::{Attention, KvPool},
-    step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
-    tensor::{DType, Tensor},
 };
 use selkie_cuda::{
     Cuda, Options, nvrtc,
     spec::{File, Spec},
 };
+
+mod paged;
 
 fn main() {
     // Named only on request, since that costs time.
@@ -74,35 +73,10 @@ fn memory() -> Result<(), Failed> {
 fn address() -> Result<(), Failed> {
     let run = || -> selkie_core::Result<Vec<u8>> {
         let cuda = Cuda::open(Options::default())?;
-        let (heads, kv, hd) = (8, 2, 128);
-        let rows = [Row {
-            first_position: PAGE as u32 - 1,
-            tokens: vec![TokenRef::Known(0)],
-            chunks: vec![Chunk { len: 1, src: Src::Slot(0), dst: 0 }],
-            pages: vec![1 << 29].into(),
-            outputs: vec![0],
-            ..Row::default()
-        }];
-        let bucket = bucket_of(&rows);
-        let words = encode(&rows, bucket);
-        let ints = cuda.alloc("ints", 4 * words.len() as u64)?;
-        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let (bucket, bytes) = paged::step(1 << 29);
+        let ints = cuda.alloc("ints", bytes.len() as u64)?;
         cuda.write(&ints, 0, &bytes)?;
-        let tensor = |dims: &[usize]| {
-            let bytes = 2 * dims.iter().product::<usize>() as u64;
-            Ok::<_, Error>(Tensor::new(cuda.alloc("x", bytes)?, DType::Bf16, dims))
-        };
-        let dims = [3, kv, PAGE, hd];
-        let op = Attention {
-            step: Step::new(ints, bucket),
-            q: tensor(&[1, heads * hd])?,
-            pool: KvPool { k: tensor(&dims)?, v: tensor(&dims)? },
-            out: tensor(&[1, heads * hd])?,
-            head_dim: hd,
-            scale: 1.0,
-            window: None,
-            first: 0,
-        };
+        let op = paged::attention(&cuda, ints, bucket)?;
         let out = op.out.clone();
         cuda.reserve(cuda.scratch(&op.clone().into()))?;
         let tape = cuda.record(|ops| ops.op(op.into()))?;

@@ -9,13 +9,14 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use pollster::block_on;
 use selkie_core::{
     Error, Result,
-    backend::{Backend, Ops},
-    ops::{AllGather, AllReduce, Attention, KvPool},
+    backend::{Backend, Handle, Ops},
+    ops::{AllGather, AllReduce},
     ranks::Ranks,
-    step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
 use selkie_cuda::Options;
+
+mod paged;
 
 const RANKS: usize = 2;
 const ROUNDS: usize = 60;
@@ -89,38 +90,13 @@ fn fault() -> std::result::Result<(), Failed> {
     let began = Instant::now();
     let run = || -> Result<Vec<u8>> {
         let ranks = selkie_cuda::ranks(&[0, 1], Options::default())?;
-        let tensor = |dims: &[usize]| {
-            let bytes = 2 * dims.iter().product::<usize>() as u64;
-            Ok::<_, Error>(Tensor::new(ranks.alloc("x", bytes)?, DType::Bf16, dims))
-        };
-        let rows = |page| {
-            [Row {
-                first_position: PAGE as u32 - 1,
-                tokens: vec![TokenRef::Known(0)],
-                chunks: vec![Chunk { len: 1, src: Src::Slot(0), dst: 0 }],
-                pages: vec![page].into(),
-                outputs: vec![0],
-                ..Row::default()
-            }]
-        };
-        let bucket = bucket_of(&rows(0));
-        let bytes = |page| encode(&rows(page), bucket).iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
-        let ints = ranks.alloc("ints", bytes(0).len() as u64)?;
-        ranks.write_on(0, &ints, 0, &bytes(0))?;
-        ranks.write_on(1, &ints, 0, &bytes(1 << 29))?;
-        let (heads, kv, head_dim) = (8, 2, 128);
-        let pool = [3, kv, PAGE, head_dim];
-        let op = Attention {
-            step: Step::new(ints, bucket),
-            q: tensor(&[1, heads * head_dim])?,
-            pool: KvPool { k: tensor(&pool)?, v: tensor(&pool)? },
-            out: tensor(&[1, heads * head_dim])?,
-            head_dim,
-            scale: 1.0,
-            window: None,
-            first: 0,
-        };
-        let (x, out) = (op.out.clone(), tensor(&[1, heads * head_dim])?);
+        let (bucket, good) = paged::step(0);
+        let ints = ranks.alloc("ints", good.len() as u64)?;
+        ranks.write_on(0, &ints, 0, &good)?;
+        ranks.write_on(1, &ints, 0, &paged::step(1 << 29).1)?;
+        let op = paged::attention(&ranks, ints, bucket)?;
+        let x = op.out.clone();
+        let out = Tensor::new(ranks.alloc("sum", x.buf.bytes())?, x.dtype, &[1, x.row_len()]);
         ranks.reserve(ranks.scratch(&op.clone().into()))?;
         let tape = ranks.record(|ops| {
             ops.op(op.into())?;

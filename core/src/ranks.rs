@@ -30,7 +30,7 @@ use crate::{
     error::{Error, Result},
     format::{Format, Products},
     ops::{Feature, Op, Rebind, RowBlock},
-    saved::{Room, Saving},
+    saved::{Filling, Room, Saving},
     source::{Bytes, LocalFuture},
     tensor::Tensor,
     timer::Timer,
@@ -111,8 +111,7 @@ struct Patience {
 /// The shares of a row on their way to the host, rank by rank.
 struct Shares {
     reads: VecDeque<Reading>,
-    room: Box<dyn Room>,
-    filled: usize,
+    room: Filling,
 }
 
 /// The way to the ranks.
@@ -332,32 +331,21 @@ impl Saving for Shares {
                 return first.links.check(first.rank, &mut first.patience).err().map(Err);
             };
             self.reads.pop_front();
-            if let Err(e) = bytes.map(|bytes| self.fill(&bytes)) {
-                return Some(Err(e));
+            match bytes {
+                Ok(bytes) => self.room.push(&bytes),
+                Err(e) => return Some(Err(e)),
             }
         }
-        Some(Ok(self.whole()))
+        Some(Ok(self.room.whole()))
     }
 
     fn arrive(&mut self) -> LocalFuture<'_, Result<Bytes>> {
         Box::pin(async {
             while let Some(mut first) = self.reads.pop_front() {
-                let bytes = first.wait()?;
-                self.fill(&bytes);
+                self.room.push(&first.wait()?);
             }
-            Ok(self.whole())
+            Ok(self.room.whole())
         })
-    }
-}
-
-impl Shares {
-    fn fill(&mut self, bytes: &[u8]) {
-        self.room.bytes()[self.filled..][..bytes.len()].copy_from_slice(bytes);
-        self.filled += bytes.len();
-    }
-
-    fn whole(&mut self) -> Bytes {
-        std::mem::replace(&mut self.room, Box::new(Vec::new())).freeze()
     }
 }
 
@@ -524,7 +512,7 @@ impl Backend for Ranks {
     fn save(&self, pools: &[Tensor<Buf>], row: usize, room: Box<dyn Room>) -> Result<Box<dyn Saving>> {
         let share = |(rank, pool): (usize, &Tensor<Buf>)| self.read_on(rank, &pool.slice_rows(row, 1));
         let all = (0..self.caps.ranks).flat_map(|rank| pools.iter().map(move |pool| (rank, pool)));
-        Ok(Box::new(Shares { reads: all.map(share).collect(), room, filled: 0 }))
+        Ok(Box::new(Shares { reads: all.map(share).collect(), room: Filling::new(room) }))
     }
 
     fn restore(&self, saved: &Bytes, pools: &[Tensor<Buf>], row: usize) -> Result<()> {

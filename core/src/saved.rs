@@ -61,31 +61,51 @@ impl Room for Vec<u8> {
     }
 }
 
+/// Room that is filled from its beginning.
+pub(crate) struct Filling {
+    room: Box<dyn Room>,
+    filled: usize,
+}
+
+impl Filling {
+    pub fn new(room: Box<dyn Room>) -> Self {
+        Self { room, filled: 0 }
+    }
+
+    /// Adds the next bytes.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.room.bytes()[self.filled..][..bytes.len()].copy_from_slice(bytes);
+        self.filled += bytes.len();
+    }
+
+    /// All of it, once.
+    pub fn whole(&mut self) -> Bytes {
+        std::mem::replace(&mut self.room, Box::new(Vec::new())).freeze()
+    }
+}
+
 /// A copy made of reads, whose results come one after the other.
 pub(crate) struct Reads<R> {
     reads: VecDeque<Pin<Box<R>>>,
-    room: Box<dyn Room>,
-    filled: usize,
+    room: Filling,
 }
 
 impl<R: Future<Output = Result<Vec<u8>>>> Reads<R> {
     /// Fills `room`, which has as many bytes as the reads have together.
     pub fn new(reads: impl Iterator<Item = R>, room: Box<dyn Room>) -> Self {
-        Self { reads: reads.map(Box::pin).collect(), room, filled: 0 }
+        Self { reads: reads.map(Box::pin).collect(), room: Filling::new(room) }
     }
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Bytes>> {
         while let Some(first) = self.reads.front_mut() {
             let Poll::Ready(bytes) = first.as_mut().poll(context) else { return Poll::Pending };
             self.reads.pop_front();
-            let bytes = match bytes {
-                Ok(bytes) => bytes,
+            match bytes {
+                Ok(bytes) => self.room.push(&bytes),
                 Err(e) => return Poll::Ready(Err(e)),
-            };
-            self.room.bytes()[self.filled..][..bytes.len()].copy_from_slice(&bytes);
-            self.filled += bytes.len();
+            }
         }
-        Poll::Ready(Ok(std::mem::replace(&mut self.room, Box::new(Vec::new())).freeze()))
+        Poll::Ready(Ok(self.room.whole()))
     }
 }
 

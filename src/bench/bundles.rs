@@ -1,5 +1,5 @@
-//! `selkie bench prefix --bundle N`: how fast the pages and states of a prompt go into a bundle and come out of it, beside the rates of
-//! the temporary folder for the same bytes.
+//! `selkie bench prefix --bundle N`: how fast the pages and states of a prompt are saved to a bundle and loaded from it, compared
+//! with how fast the folder for temporary files takes and gives the same bytes.
 
 use std::{
     fs::{self, File},
@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     args::BenchPrefixArgs,
-    failure::{Failure, Outcome},
+    failure::Outcome,
     model,
     terminal::{Output, thousands},
 };
@@ -57,10 +57,7 @@ struct Bench<'a> {
 
 /// Measures and prints the table for a prompt of `tokens` tokens.
 pub fn run(args: &BenchPrefixArgs, tokens: usize) -> Outcome {
-    super::check_tokens(tokens, "--bundle")?;
-    if tokens <= PAGE {
-        return Err(Failure::Usage(format!("--bundle {tokens}: a prompt of more than {PAGE} tokens leaves a state")));
-    }
+    super::check_prompt(tokens, "--bundle")?;
     let files = super::open(&args.target)?;
     // The prompt and all imports stay.
     let copies = 2 + 2 * (ROUNDS + 1);

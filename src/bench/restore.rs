@@ -77,10 +77,7 @@ impl Drop for Folder {
 
 /// Measures and prints the table for prompts of `tokens` tokens.
 pub fn run(args: &BenchPrefixArgs, tokens: usize) -> Outcome {
-    super::check_tokens(tokens, "--restore")?;
-    if tokens <= PAGE {
-        return Err(Failure::Usage(format!("--restore {tokens}: a prompt of more than {PAGE} tokens leaves a state")));
-    }
+    super::check_prompt(tokens, "--restore")?;
     let files = super::open(&args.target)?;
     let mut medians = Vec::new();
     for place in Place::ALL {

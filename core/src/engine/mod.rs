@@ -270,10 +270,13 @@ impl<B: Backend> Engine<B> {
     /// Leaves a request its drafter, gives it one, or takes it away. Penalties make a token's logits depend on counts of those before
     /// it, and log probabilities are read per step, so requests with either do not draft. A constraint says itself what it forces.
     fn choose_drafter(&self, request: &mut Request, guide: Option<&Guide>) {
-        let constraint = guide.and_then(Guide::to_draft);
         let plain = request.prompt_logprobs.is_none() && request.sampling.repetition_penalty == 1.0;
         let given = request.drafter.take();
-        if !plain || self.speculate == Speculate::Off || guide.is_some() && constraint.is_none() {
+        if !plain || self.speculate == Speculate::Off {
+            return;
+        }
+        let constraint = guide.and_then(Guide::to_draft);
+        if guide.is_some() && constraint.is_none() {
             return;
         }
         let own = || -> Box<dyn Drafter> {

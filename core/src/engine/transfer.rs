@@ -220,7 +220,7 @@ impl<B: Backend> Engine<B> {
             for pool in self.runner.pools_of(part) {
                 let share: Cow<'_, [u8]> = match &places.take(pool.row_len() * part.dtype.bytes())[..] {
                     [one] => bytes[one.clone()].into(),
-                    several => several.iter().flat_map(|at| &bytes[at.clone()]).copied().collect(),
+                    several => several.iter().map(|at| &bytes[at.clone()]).collect::<Vec<_>>().concat().into(),
                 };
                 let values = convert(&share, part.dtype, pool.dtype).ok_or_else(|| {
                     let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);
