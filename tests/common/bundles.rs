@@ -96,8 +96,8 @@ impl<B: Backend> Side<B> {
 /// All values of a bundle, tensor by tensor.
 fn values(bytes: &[u8]) -> Result<Vec<(String, Vec<f32>)>> {
     let mut all: Vec<(String, Vec<f32>)> = Vec::new();
-    Reader::open(Cursor::new(bytes), "x")?.rows(&mut |part, row, bytes| {
-        if row == 0 {
+    Reader::open(Cursor::new(bytes), "x")?.rows(&mut |part, first, bytes| {
+        if first == 0 {
             all.push((part.name(), Vec::new()));
         }
         all.last_mut().expect("one was pushed").1.extend(part.dtype.to_f32(bytes));

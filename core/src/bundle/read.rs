@@ -14,7 +14,7 @@ pub trait Input: Read + Seek + Shared {}
 
 impl<T: Read + Seek + Shared> Input for T {}
 
-/// Takes a row of a part: its number in the part, and its bytes.
+/// Takes some rows of a part: the number of the first one in the part, and the bytes of all.
 pub type Visit<'a> = dyn FnMut(&Part, usize, &[u8]) -> Result<()> + 'a;
 
 /// A bundle whose head is read and checked. Values come by [`Reader::rows`].
@@ -99,7 +99,7 @@ impl<'a> Reader<'a> {
         self.rows(&mut |_, _, _| Ok(()))
     }
 
-    /// Hands `visit` each row of each part in order, with its number and bytes. A part's checksum is compared after its last
+    /// Hands `visit` the rows of each part in order, some at a time. A part's checksum is compared after its last
     /// row: values that were not verified before may be damaged.
     ///
     /// # Errors
@@ -115,7 +115,7 @@ impl<'a> Reader<'a> {
             for first in (0..rows).step_by(at_a_time) {
                 from.fill(&mut bytes, ((rows - first).min(at_a_time) * each) as u64)?;
                 hasher.update(&bytes);
-                (first..).zip(bytes.chunks_exact(each)).try_for_each(|(row, bytes)| visit(part, row, bytes))?;
+                visit(part, first, &bytes)?;
             }
             if hasher.finish() != *sum {
                 return Err(Error::model(&self.file, altered(&part.name())));

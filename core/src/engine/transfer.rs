@@ -2,7 +2,7 @@
 //!
 //! Both run between two steps. Reads and writes are ordered with the steps on the device, so a step in flight is no obstacle.
 
-use std::{borrow::Cow, collections::VecDeque, io::Write, ops::Range, pin::Pin};
+use std::{borrow::Cow, collections::VecDeque, io::Write, iter, ops::Range, pin::Pin};
 
 use super::{Engine, landing::Landing, landing::Path};
 use crate::{
@@ -12,8 +12,10 @@ use crate::{
     state::{GRID, Realm},
 };
 
-/// Rows that are read from a device at a time: their bytes and a [`PIECE`] are all that a transfer holds.
+/// Runs of rows that are read from a device at a time: their bytes and a [`PIECE`] are all that a transfer holds.
 const READS: usize = 8;
+/// Bytes of a run, unless one row has more. On a GPU a copy of a row takes as long as one of several.
+const RUN: usize = 1 << 20;
 
 /// What is written into a bundle.
 #[derive(Clone, Debug)]
@@ -110,13 +112,16 @@ impl<B: Backend> Engine<B> {
         };
         let io = |e| Error::io(file, e);
         let mut writer = Writer::new(out, &head).map_err(io)?;
-        let rows = head.parts.iter().flat_map(|part| (0..part.rows()).map(move |row| (part, row)));
-        let mut rows = rows.map(|(part, row)| self.read_row(part, path.entry(part, left_out + row)));
-        let mut reads: VecDeque<RowRead<B>> = rows.by_ref().take(READS).collect();
+        let runs = head.parts.iter().flat_map(|part| {
+            let entries = (0..part.rows()).map(|row| Some(path.entry(part, left_out + row)));
+            runs(entries, (RUN / part.row_bytes()).max(1)).into_iter().map(move |run| (part, run))
+        });
+        let mut runs = runs.map(|(part, run)| self.read_rows(part, &run));
+        let mut reads: VecDeque<RunRead<B>> = runs.by_ref().take(READS).collect();
         let mut piece = Vec::new();
         while let Some(first) = reads.pop_front() {
             piece.extend_from_slice(&first.arrive().await?);
-            reads.extend(rows.next());
+            reads.extend(runs.next());
             if piece.len() >= PIECE || reads.is_empty() {
                 writer.write(&piece).map_err(io)?;
                 piece.clear();
@@ -154,9 +159,13 @@ impl<B: Backend> Engine<B> {
             self.scheduler.close_landing(landing);
             return Err(e);
         }
-        let written = bundle.rows(&mut |part, row, bytes| match landing.entry(part, left_out + row) {
-            Some(entry) => self.write_row(&file, part, entry, bytes),
-            None => Ok(()),
+        let written = bundle.rows(&mut |part, first, bytes| {
+            let each = part.row_bytes();
+            let entries = (first..).take(bytes.len() / each).map(|row| landing.entry(part, left_out + row));
+            let mut runs = runs(entries, usize::MAX).into_iter();
+            runs.try_for_each(|run| {
+                self.write_rows(&file, part, run.entry, &bytes[run.first * each..][..run.rows * each])
+            })
         });
         if let Err(e) = written {
             self.scheduler.close_landing(landing);
@@ -199,26 +208,28 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Starts the reads of a row of a part, from a slot or page.
-    fn read_row(&self, part: &Part, entry: u32) -> RowRead<B> {
+    /// Starts the reads of rows of a part, from slots or pages.
+    fn read_rows(&self, part: &Part, run: &Run) -> RunRead<B> {
         let (backend, mut reads) = (self.runner.backend(), Vec::new());
         for (rank, shares) in self.division.shares.iter().enumerate() {
             let mut places = part.places(&shares[part.layer as usize]);
             for pool in self.runner.pools_of(part) {
-                let here = places.take(pool.row_len() * part.dtype.bytes());
-                let bytes = Box::pin(backend.read_on(rank, &pool.slice_rows(entry as usize, 1)));
+                let here = spread(places.take(pool.row_len() * part.dtype.bytes()), part.row_bytes(), run.rows);
+                let bytes = Box::pin(backend.read_on(rank, &pool.slice_rows(run.entry as usize, run.rows)));
                 reads.push(ShareRead { bytes, places: here });
             }
         }
-        RowRead { bytes: part.row_bytes(), reads }
+        RunRead { bytes: run.rows * part.row_bytes(), reads }
     }
 
-    /// Writes a row of a part into a slot or page, converted to the dtype there.
-    fn write_row(&self, file: &str, part: &Part, entry: u32, bytes: &[u8]) -> Result<()> {
+    /// Writes rows of a part into slots or pages from `entry` on, converted to the dtype there.
+    fn write_rows(&self, file: &str, part: &Part, entry: u32, bytes: &[u8]) -> Result<()> {
+        let rows = bytes.len() / part.row_bytes();
         for (rank, shares) in self.division.shares.iter().enumerate() {
             let mut places = part.places(&shares[part.layer as usize]);
             for pool in self.runner.pools_of(part) {
-                let share: Cow<'_, [u8]> = match &places.take(pool.row_len() * part.dtype.bytes())[..] {
+                let here = spread(places.take(pool.row_len() * part.dtype.bytes()), part.row_bytes(), rows);
+                let share: Cow<'_, [u8]> = match &here[..] {
                     [one] => bytes[one.clone()].into(),
                     several => several.iter().map(|at| &bytes[at.clone()]).collect::<Vec<_>>().concat().into(),
                 };
@@ -226,7 +237,7 @@ impl<B: Backend> Engine<B> {
                     let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);
                     Error::model(file, why)
                 })?;
-                let at = pool.slice_rows(entry as usize, 1).byte_offset() as u64;
+                let at = pool.slice_rows(entry as usize, rows).byte_offset() as u64;
                 self.runner.backend().write_on(rank, &pool.buf, at, &values)?;
             }
         }
@@ -234,33 +245,70 @@ impl<B: Backend> Engine<B> {
     }
 }
 
-/// Reads of one row of a part in flight.
-struct RowRead<B: Backend> {
+/// Rows whose slots or pages follow each other, so that they lie side by side in a pool.
+#[derive(Debug, PartialEq, Eq)]
+struct Run {
+    /// The first of them.
+    first: usize,
+    rows: usize,
+    /// Its slot or page.
+    entry: u32,
+}
+
+/// The runs of rows with these entries, of at most `most` rows each. Rows without an entry are in none.
+fn runs(entries: impl Iterator<Item = Option<u32>>, most: usize) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for (row, entry) in entries.enumerate() {
+        let Some(entry) = entry else { continue };
+        match runs.last_mut() {
+            Some(run)
+                if run.rows < most
+                    && run.first + run.rows == row
+                    && run.entry as usize + run.rows == entry as usize =>
+            {
+                run.rows += 1;
+            }
+            _ => runs.push(Run { first: row, rows: 1, entry }),
+        }
+    }
+    runs
+}
+
+/// Where a share of `rows` rows of `each` bytes lies in them, from its places in one.
+fn spread(places: Vec<Range<usize>>, each: usize, rows: usize) -> Vec<Range<usize>> {
+    if places == iter::once(0..each).collect::<Vec<_>>() {
+        return iter::once(0..rows * each).collect();
+    }
+    (0..rows).flat_map(|row| places.iter().map(move |at| at.start + row * each..at.end + row * each)).collect()
+}
+
+/// Reads of rows of a part in flight.
+struct RunRead<B: Backend> {
     bytes: usize,
     reads: Vec<ShareRead<B>>,
 }
 
-/// What one rank has of a row, with its places in the row.
+/// What one rank has of the rows, with its places in them.
 struct ShareRead<B: Backend> {
     bytes: Pin<Box<B::Read>>,
     places: Vec<Range<usize>>,
 }
 
-impl<B: Backend> RowRead<B> {
-    /// The row. What several ranks have is taken from the last of them.
+impl<B: Backend> RunRead<B> {
+    /// The rows. What several ranks have is taken from the last of them.
     async fn arrive(mut self) -> Result<Vec<u8>> {
         if self.reads.len() == 1 {
             return self.reads.remove(0).bytes.await;
         }
-        let mut row = vec![0; self.bytes];
+        let mut rows = vec![0; self.bytes];
         for share in self.reads {
             let (bytes, mut from) = (share.bytes.await?, 0);
             for at in share.places {
-                row[at.clone()].copy_from_slice(&bytes[from..from + at.len()]);
+                rows[at.clone()].copy_from_slice(&bytes[from..from + at.len()]);
                 from += at.len();
             }
         }
-        Ok(row)
+        Ok(rows)
     }
 }
 
@@ -280,5 +328,31 @@ impl Landing {
             true => self.page(row),
             false => self.slot(part.position as usize),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_side_by_side_are_one_run() {
+        let split = |entries: &[u32], most| -> Vec<(usize, usize, u32)> {
+            // 0 stands for none.
+            let all = runs(entries.iter().map(|entry| Some(*entry).filter(|entry| *entry != 0)), most);
+            all.into_iter().map(|Run { first, rows, entry }| (first, rows, entry)).collect()
+        };
+        assert_eq!(split(&[], 9), []);
+        assert_eq!(split(&[4, 5, 6, 8, 7, 8], 9), [(0, 3, 4), (3, 1, 8), (4, 2, 7)]);
+        assert_eq!(split(&[0, 4, 5, 0, 6, 7], 9), [(1, 2, 4), (4, 2, 6)]);
+        assert_eq!(split(&[1, 2, 3, 4, 5], 2), [(0, 2, 1), (2, 2, 3), (4, 1, 5)]);
+        assert_eq!(split(&[3, 3], 2), [(0, 1, 3), (1, 1, 3)]);
+    }
+
+    #[test]
+    fn a_share_of_some_rows_is_that_of_each() {
+        assert_eq!(spread(vec![0..8], 8, 3), iter::once(0..24).collect::<Vec<_>>());
+        assert_eq!(spread(vec![2..4, 6..8], 8, 2), [2..4, 6..8, 10..12, 14..16]);
+        assert_eq!(spread(vec![4..8], 8, 1), iter::once(4..8).collect::<Vec<_>>());
     }
 }
