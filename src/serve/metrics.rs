@@ -91,13 +91,6 @@ pub enum Handed {
     Not,
 }
 
-impl Handed {
-    /// Bytes that went over.
-    pub fn bytes(&self) -> u64 {
-        if let Self::Over { bytes, .. } = self { *bytes } else { 0 }
-    }
-}
-
 /// The reasons of `request_success`, in the order of [`Metrics::ends`].
 const ENDS: [&str; 4] = ["stop", "length", "abort", "error"];
 

@@ -12,6 +12,8 @@ use selkie_core::{
     session::Model,
 };
 
+use tokio::sync::watch;
+
 use super::refusal::Refusal;
 
 /// Bytes that are written to or read from a file at a time.
@@ -22,13 +24,25 @@ pub const PIECE: usize = 1 << 20;
 /// # Errors
 /// 500 if there can be none.
 pub fn spool() -> Result<File, Refusal> {
+    pair().map(|(file, _)| file)
+}
+
+/// The same, and once more for one who reads while it is written.
+///
+/// # Errors
+/// As [`spool`].
+pub fn pair() -> Result<(File, File), Refusal> {
     let path = std::env::temp_dir().join(format!("selkie-{:016x}.bundle", RandomState::new().hash_one("a name")));
     let mut options = OpenOptions::new();
     options.read(true).write(true).create_new(true);
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let file = options.open(&path).and_then(|file| fs::remove_file(&path).map(|()| file));
-    file.map_err(on_disk)
+    let files = options.open(&path).and_then(|file| {
+        let again = File::open(&path);
+        fs::remove_file(&path)?;
+        Ok((file, again?))
+    });
+    files.map_err(on_disk)
 }
 
 /// Has the engine write a bundle of at most `most` bytes; `name` is the bundle's in messages. The file is at its start.
@@ -36,7 +50,24 @@ pub fn spool() -> Result<File, Refusal> {
 /// # Errors
 /// Those of the engine; 413 for more bytes.
 pub fn export(model: &Model, what: Export, name: &'static str, most: u64) -> Result<(File, Exported), Refusal> {
-    let mut out = BufWriter::with_capacity(PIECE, Limited { file: spool()?, left: most });
+    let (mut file, saved) = export_into(model, what, name, most, spool()?, watch::Sender::default())?;
+    file.seek(SeekFrom::Start(0)).map_err(on_disk)?;
+    Ok((file, saved))
+}
+
+/// The same into `file`, which is at its end then. `written` gets the bytes that are there, and is dropped after the last of them.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_into(
+    model: &Model,
+    what: Export,
+    name: &'static str,
+    most: u64,
+    file: File,
+    written: watch::Sender<u64>,
+) -> Result<(File, Exported), Refusal> {
+    let mut out = BufWriter::with_capacity(PIECE, Limited { file, left: most, written });
     let work = model.with(move |engine| {
         let saved = pollster::block_on(engine.export(what, name, &mut out));
         saved.and_then(|saved| {
@@ -44,9 +75,7 @@ pub fn export(model: &Model, what: Export, name: &'static str, most: u64) -> Res
             Ok((file, saved))
         })
     });
-    let (mut file, saved) = work.wait().map_err(|e| Refusal::from(&*e))?.map_err(|e| too_large(e, most))?;
-    file.seek(SeekFrom::Start(0)).map_err(on_disk)?;
-    Ok((file, saved))
+    work.wait().map_err(|e| Refusal::from(&*e))?.map_err(|e| too_large(e, most))
 }
 
 /// A refusal for a disk that does not take a bundle.
@@ -72,6 +101,8 @@ fn too_large(e: Error, most: u64) -> Refusal {
 struct Limited {
     file: File,
     left: u64,
+    /// The bytes that it has.
+    written: watch::Sender<u64>,
 }
 
 impl Write for Limited {
@@ -79,6 +110,7 @@ impl Write for Limited {
         let left = self.left.checked_sub(bytes.len() as u64).ok_or(io::ErrorKind::FileTooLarge)?;
         let written = self.file.write(bytes)?;
         self.left = left + (bytes.len() - written) as u64;
+        self.written.send_modify(|bytes| *bytes += written as u64);
         Ok(written)
     }
 

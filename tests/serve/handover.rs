@@ -302,7 +302,7 @@ fn a_request_that_leaves_fails_its_room_and_strangers_get_nothing() {
     }
     let mut guess = TcpStream::connect(("127.0.0.1", prefill.port)).unwrap();
     guess.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    guess.write_all(&[&b"selkieH1"[..], &7u64.to_le_bytes()].concat()).unwrap();
+    guess.write_all(&[&b"selkieH2"[..], &7u64.to_le_bytes()].concat()).unwrap();
     let mut said = Vec::new();
     guess.read_to_end(&mut said).unwrap();
     assert_eq!(said[0], 3, "{said:?}");

@@ -74,11 +74,7 @@ impl Peers {
         }
         line.write(&(has.known as u32).to_le_bytes()).await.map_err(lost)?;
         answered(&mut line, BUNDLE).await?;
-        let bytes = line.number(8).await.map_err(lost)?;
-        if bytes > app.limits.state {
-            return Err(format!("it sends {bytes} bytes, more than --max-state allows"));
-        }
-        let file = receive(&mut line, bytes).await?;
+        let (file, bytes) = receive(&mut line, app.limits.state).await?;
         let (model, namespace) = (model.clone(), namespace.to_owned());
         let imported = blocking(move || {
             let into = Import { model: identity(&files)?, namespace, exact_only: true };
@@ -120,15 +116,16 @@ async fn answered(line: &mut Line, wanted: u8) -> Result<(), String> {
     }
 }
 
-/// Writes what arrives into a file, which is at its start then.
-async fn receive(line: &mut Line, bytes: u64) -> Result<File, String> {
+/// Writes what arrives, at most `most` bytes, into a file, which is at its start then; and how much it was.
+async fn receive(line: &mut Line, most: u64) -> Result<(File, u64), String> {
     let plain = |refusal: Refusal| refusal.message;
     let mut file = blocking(spool).await.map_err(plain)?;
-    let mut left = bytes;
-    while left > 0 {
-        let mut piece = vec![0; left.min(PIECE as u64) as usize];
-        line.read(&mut piece).await.map_err(|e| fate(&e))?;
-        left -= piece.len() as u64;
+    let mut bytes = 0;
+    while let Some(piece) = line.piece().await.map_err(|e| fate(&e))? {
+        bytes += piece.len() as u64;
+        if bytes > most {
+            return Err(format!("it sends more than {most} bytes, which --max-state allows"));
+        }
         let write = blocking(move || {
             file.write_all(&piece).map_err(on_disk)?;
             Ok(file)
@@ -136,5 +133,5 @@ async fn receive(line: &mut Line, bytes: u64) -> Result<File, String> {
         file = write.await.map_err(plain)?;
     }
     file.seek(SeekFrom::Start(0)).map_err(|e| plain(on_disk(e)))?;
-    Ok(file)
+    Ok((file, bytes))
 }

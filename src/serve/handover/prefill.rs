@@ -2,10 +2,11 @@
 
 use std::{fs::File, io, io::Read, sync::Arc, time::Duration};
 
-use selkie_core::engine::Export;
+use selkie_core::engine::{Export, Exported};
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    sync::{Semaphore, SemaphorePermit, watch},
+    task::JoinHandle,
     time::{sleep, timeout},
 };
 
@@ -13,14 +14,14 @@ use super::{
     Offer, realm,
     rooms::{Room, Rooms},
     whole_blocks,
-    wire::{BUNDLE, Line, SIGN_OF_LIFE, WAIT, fate},
+    wire::{BUNDLE, Line, PIECE, SIGN_OF_LIFE, WAIT, fate},
 };
 use crate::serve::{
     answer::blocking,
     app::App,
     metrics::Handed,
     refusal::Refusal,
-    spool::{self, PIECE, on_disk},
+    spool::{self, on_disk},
     state::{files, identity},
 };
 
@@ -78,17 +79,17 @@ async fn give(app: &Arc<App>, rooms: &Rooms, stream: TcpStream) -> io::Result<()
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
         Err(e) => return Err(e),
     };
-    let mut work = std::pin::pin!(saved(app, &room, from));
-    let saved = loop {
+    let mut work = std::pin::pin!(begin(app, &room, from));
+    let begun = loop {
         tokio::select! {
-            saved = &mut work => break saved,
+            begun = &mut work => break begun,
             () = line.left() => return Err(io::ErrorKind::ConnectionReset.into()),
             () = sleep(SIGN_OF_LIFE) => line.write(&[WAIT]).await?,
         }
     };
-    match saved {
-        Ok((file, handed, _place)) => {
-            send(&mut line, file, handed.bytes()).await?;
+    match begun {
+        Ok(saving) => {
+            let handed = send(&mut line, saving).await?;
             app.metrics.handed(&handed);
             Ok(())
         }
@@ -103,12 +104,18 @@ async fn offer(app: &Arc<App>) -> Result<Vec<u8>, Refusal> {
     serde_json::to_vec(&Offer::own(app, &files, numerics)?).map_err(|e| Refusal::new(500, e.to_string()))
 }
 
-/// Waits for the prompt and saves its state, without the pages of its first `from` tokens.
-async fn saved(
-    app: &Arc<App>,
-    room: &Room,
-    from: usize,
-) -> Result<(File, Handed, tokio::sync::SemaphorePermit<'static>), Refusal> {
+/// A bundle that is being written.
+struct Saving {
+    /// Reads what is there.
+    file: File,
+    /// How much that is. Closed after the last byte.
+    written: watch::Receiver<u64>,
+    work: JoinHandle<Result<(File, Exported), Refusal>>,
+    _place: SemaphorePermit<'static>,
+}
+
+/// Waits for the prompt and begins to save its state, without the pages of its first `from` tokens.
+async fn begin(app: &Arc<App>, room: &Room, from: usize) -> Result<Saving, Refusal> {
     if !room.computed().await {
         return Err(Refusal::new(503, "the request for this room has failed"));
     }
@@ -116,29 +123,48 @@ async fn saved(
     let (model, files, most) = (app.ready()?.clone(), files(app)?, app.limits.state);
     let tokens = whole_blocks(&room.tokens).to_vec();
     let (name, realm) = (app.name().to_owned(), realm(&room.namespace));
-    let (file, saved) = blocking(move || {
+    let (out, file) = blocking(spool::pair).await?;
+    let (progress, mut written) = watch::channel(0);
+    let work = tokio::spawn(blocking(move || {
         let model_id = identity(&files)?;
         let what =
             Export { model: model_id, name, tokens, ends: Vec::new(), messages: None, realm, states: STATES, from };
-        spool::export(&model, what, "the prompt", most)
-    })
-    .await?;
-    Ok((file, Handed::Over { tokens: saved.tokens, bytes: saved.bytes }, place))
+        spool::export_into(&model, what, "the prompt", most, out, progress)
+    }));
+    match written.changed().await {
+        Ok(()) => {
+            written.mark_changed();
+            Ok(Saving { file, written, work, _place: place })
+        }
+        // It has failed before the first byte.
+        Err(_) => Err(ended(work).await.err().unwrap_or_else(|| Refusal::new(500, "an empty bundle"))),
+    }
 }
 
-async fn send(line: &mut Line, mut file: File, bytes: u64) -> io::Result<()> {
-    line.write(&[&[BUNDLE], &bytes.to_le_bytes()[..]].concat()).await?;
-    let mut left = bytes;
-    while left > 0 {
-        let mut piece = vec![0; left.min(PIECE as u64) as usize];
-        let read = blocking(move || {
-            file.read_exact(&mut piece).map_err(on_disk)?;
-            Ok((file, piece))
-        });
-        let (same, piece) = read.await.map_err(|refusal| io::Error::other(refusal.message))?;
-        file = same;
-        line.write(&piece).await?;
-        left -= piece.len() as u64;
+async fn ended(work: JoinHandle<Result<(File, Exported), Refusal>>) -> Result<(File, Exported), Refusal> {
+    work.await.map_err(|e| Refusal::new(500, e.to_string()))?
+}
+
+/// Sends a bundle while it is written. The engine does not wait for the connection.
+async fn send(line: &mut Line, saving: Saving) -> io::Result<Handed> {
+    let Saving { mut file, mut written, work, _place } = saving;
+    line.write(&[BUNDLE]).await?;
+    let mut sent = 0;
+    while written.changed().await.is_ok() {
+        let there = *written.borrow_and_update();
+        while sent < there {
+            let mut piece = vec![0; (there - sent).min(PIECE as u64) as usize];
+            let read = blocking(move || {
+                file.read_exact(&mut piece).map_err(on_disk)?;
+                Ok((file, piece))
+            });
+            let (same, piece) = read.await.map_err(|refusal| io::Error::other(refusal.message))?;
+            file = same;
+            line.send_piece(&piece).await?;
+            sent += piece.len() as u64;
+        }
     }
-    Ok(())
+    let (_, saved) = ended(work).await.map_err(|refusal| io::Error::other(refusal.message))?;
+    line.send_piece(&[]).await?;
+    Ok(Handed::Over { tokens: saved.tokens, bytes: saved.bytes })
 }

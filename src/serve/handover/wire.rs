@@ -4,8 +4,8 @@
 //! 2. The one who computes: [`OFFER`], a length (u32) and an [`Offer`](super::Offer) as JSON, a count (u32) and the prompt's tokens
 //!    (u32 each). If the prompt is another one, or nothing of it is needed, the connection is closed.
 //! 3. The one who answers: for how many tokens it has the pages (u32).
-//! 4. The one who computes: [`WAIT`] every second until the prompt is computed; then [`BUNDLE`], a length (u64) and a bundle
-//!    (docs/bundle.md), without those pages.
+//! 4. The one who computes: [`WAIT`] every second until the prompt is computed; then [`BUNDLE`] and a bundle (docs/bundle.md) without
+//!    those pages, in pieces as they are read from the device: a length (u32) and so many bytes each; 0 after the last one.
 //!
 //! [`NOTHING`], a length (u16) and the reason may come in place of an offer or of a bundle.
 
@@ -18,7 +18,7 @@ use tokio::{
 };
 
 /// The first bytes of a connection.
-const MAGIC: &[u8; 8] = b"selkieH1";
+const MAGIC: &[u8; 8] = b"selkieH2";
 /// Nothing is ready yet.
 pub const WAIT: u8 = 0;
 /// An offer follows.
@@ -31,6 +31,8 @@ pub const NOTHING: u8 = 3;
 pub const STALL: Duration = Duration::from_secs(10);
 /// How often a [`WAIT`] is sent.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
+/// Most bytes of a piece.
+pub const PIECE: usize = 1 << 20;
 /// Most bytes of an offer.
 const MOST_OFFER: u32 = 64 << 10;
 
@@ -106,6 +108,23 @@ impl Line {
         Ok((json, Some(tokens)))
     }
 
+    /// Sends a piece of a bundle; the end for one without bytes.
+    pub async fn send_piece(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.write(&(bytes.len() as u32).to_le_bytes()).await?;
+        self.write(bytes).await
+    }
+
+    /// The next piece of a bundle; `None` at its end.
+    pub async fn piece(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let length = self.number(4).await? as usize;
+        if length > PIECE {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a piece is too long"));
+        }
+        let mut piece = vec![0; length];
+        self.read(&mut piece).await?;
+        Ok(Some(piece).filter(|piece| !piece.is_empty()))
+    }
+
     /// Says why there is nothing.
     pub async fn nothing(&mut self, why: &str) -> io::Result<()> {
         let why = &why.as_bytes()[..why.len().min(usize::from(u16::MAX))];
@@ -137,5 +156,40 @@ pub fn fate(e: &io::Error) -> String {
         TimedOut => format!("it did nothing for {} s", STALL.as_secs()),
         UnexpectedEof | BrokenPipe | ConnectionReset => "it has closed the connection".into(),
         _ => e.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{net::TcpListener, runtime};
+
+    use super::*;
+
+    /// What comes out of a connection into which these bytes go.
+    fn pieces(bytes: Vec<u8>) -> io::Result<Vec<Vec<u8>>> {
+        runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+            let listener = TcpListener::bind("127.0.0.1:0").await?;
+            let mut to = TcpStream::connect(listener.local_addr()?).await?;
+            let mut line = Line::new(listener.accept().await?.0);
+            tokio::spawn(async move { to.write_all(&bytes).await });
+            let mut pieces = Vec::new();
+            while let Some(piece) = line.piece().await? {
+                pieces.push(piece);
+            }
+            Ok(pieces)
+        })
+    }
+
+    #[test]
+    fn a_bundle_comes_in_pieces_and_has_an_end() {
+        assert_eq!(pieces(b"\x02\0\0\0ab\x01\0\0\0c\0\0\0\0".to_vec()).unwrap(), [&b"ab"[..], b"c"]);
+        assert_eq!(pieces(vec![0; 4]).unwrap().len(), 0);
+        for (bytes, kind) in [
+            (&b"\x02\0\0\0ab"[..], io::ErrorKind::UnexpectedEof),
+            (b"\x02\0\0\0a", io::ErrorKind::UnexpectedEof),
+            (b"\xff\xff\xff\xffab", io::ErrorKind::InvalidData),
+        ] {
+            assert_eq!(pieces(bytes.to_vec()).unwrap_err().kind(), kind, "{bytes:?}");
+        }
     }
 }
