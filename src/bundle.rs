@@ -256,19 +256,14 @@ fn facts(head: &Head) -> Value {
     })
 }
 
-/// The layers of a bundle, up to the last one that has values.
-fn layers(head: &Head) -> usize {
-    head.parts.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0)
-}
-
 fn verify(args: &VerifyArgs) -> Outcome {
     let mut bundle = open(&args.file)?;
     let mut checked = "all checksums are right".to_owned();
     if args.model.model.is_some() {
         let files = model::open(&args.model)?;
         let mut architecture = models::read(&files.config)?;
-        // One saved with `--speculate mtp` has the state of the model's head too.
-        architecture.drafts = architecture.spec().layers.len() < layers(bundle.head());
+        // One saved with the model's head has its state too.
+        architecture.drafts = architecture.spec().layers.len() < bundle.head().layers();
         bundle.head().check_parts(bundle.file(), &architecture.spec().layers)?;
         bundle.head().check_model(bundle.file(), &identity(&files)?)?;
         checked = format!("{checked}, and it is of the model {}", files.name);

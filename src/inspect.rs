@@ -2,7 +2,7 @@
 
 use selkie_core::{
     cpu::CpuBackend,
-    engine::{EngineOptions, Sizes, Speculate},
+    engine::{EngineOptions, Sizes},
     model_dir::ModelFiles,
     models::{self, Architecture, Limits, ModelSpec, Program},
     state::StateShape,
@@ -71,6 +71,8 @@ async fn contradiction(files: &ModelFiles, architecture: &Architecture) -> selki
 
 struct Inspect {
     model: String,
+    /// Those of the model, without its head.
+    layers: usize,
     spec: ModelSpec,
     /// Weights of the head for drafts, where one is stored.
     head: Option<u64>,
@@ -86,11 +88,9 @@ struct Inspect {
 
 impl Inspect {
     fn of_files(files: &ModelFiles, options: EngineOptions) -> Outcome<Self> {
-        let mut architecture = models::read(&files.config)?;
+        let architecture = models::read(&files.config)?;
         let head = architecture.head_parameters(&files.checkpoint);
-        if options.speculate == Speculate::Mtp {
-            architecture = architecture.with_head(&files.checkpoint)?;
-        }
+        let architecture = options.speculate.architecture(&architecture, &files.checkpoint)?;
         let fault = pollster::block_on(contradiction(files, &architecture)).err().map(|e| e.to_string());
         let bytes = files.checkpoint.bytes();
         let formats = files.checkpoint.formats().into_iter();
@@ -110,13 +110,25 @@ impl Inspect {
 
     fn new(label: &str, architecture: &Architecture, weight_bytes: u64, options: EngineOptions) -> Self {
         let (spec, program) = (architecture.spec(), architecture.program());
-        let (stored, absent) = (Vec::new(), Vec::new());
-        Self { model: label.into(), spec, head: None, program, weight_bytes, stored, options, fault: None, absent }
+        let (layers, stored, absent) = (architecture.layers.len(), Vec::new(), Vec::new());
+        Self {
+            model: label.into(),
+            layers,
+            spec,
+            head: None,
+            program,
+            weight_bytes,
+            stored,
+            options,
+            fault: None,
+            absent,
+        }
     }
 }
 
 struct Facts {
     model: String,
+    layers: usize,
     spec: ModelSpec,
     head: Option<u64>,
     program: Vec<Program>,
@@ -147,6 +159,7 @@ impl Inspect {
             backend: caps.backend,
             device: caps.device.clone(),
             model: self.model,
+            layers: self.layers,
             weight_bytes: self.weight_bytes,
             stored: self.stored,
             spec: self.spec,
@@ -210,7 +223,7 @@ impl Facts {
             format!("weights      {}{}", size(self.weight_bytes), if self.fit.is_some() { ", not here" } else { "" }),
         ];
         if let Some(head) = self.head {
-            lines.push(format!("MTP head     {} more parameters, for --speculate mtp", thousands(head as f64)));
+            lines.push(format!("MTP head     {} more parameters, for guesses (--speculate)", thousands(head as f64)));
         }
         if !self.stored.is_empty() {
             lines.push(format!("stored as    {}", self.stored_as()));
@@ -265,7 +278,7 @@ impl Facts {
             "model": self.model,
             "family": spec.family,
             "layer_map": spec.layer_map,
-            "layers": spec.layers.len(),
+            "layers": self.layers,
             "program": program.collect::<Vec<_>>(),
             "width": spec.width,
             "vocab": spec.vocab,

@@ -56,7 +56,7 @@ pub use selkie_core::{
     Error, Result,
     chat::{Conversation, Message, ToolCall},
     controls::{Constraint, Controls},
-    engine::{EngineOptions, Exported, FinishReason, Finished, Imported, Timing},
+    engine::{EngineOptions, Exported, FinishReason, Finished, Imported, Speculate, Timing},
     format::Products,
     model_dir::ModelFiles,
     sample::Sampling,

@@ -5,7 +5,7 @@ use std::{path::Path, sync::Arc};
 use selkie_core::{
     Error, Result,
     chat::system_clock,
-    engine::EngineOptions,
+    engine::{EngineOptions, Speculate},
     format::Products,
     model_dir::ModelFiles,
     session::{Facts, Model, Text},
@@ -70,7 +70,8 @@ pub struct Opener {
 impl Opener {
     /// The model with these files.
     pub fn of(files: Arc<ModelFiles>) -> Self {
-        Self { files, place: Place::default(), options: EngineOptions::default(), progress: Box::new(|_| {}) }
+        let options = EngineOptions { speculate: Speculate::Auto, ..EngineOptions::default() };
+        Self { files, place: Place::default(), options, progress: Box::new(|_| {}) }
     }
 
     /// Where it is to run.

@@ -301,11 +301,17 @@ fn inspect_shows_layers_and_costs() {
     for part in ["nemotron_h", "M-M*-M-M*-M*-M-M*-", "slot", "page"] {
         assert!(text.contains(part), "{text}");
     }
-    let facts: Value = serde_json::from_str(&stdout(run_cpu(&["inspect", "--json"]))).unwrap();
-    assert_eq!(facts["family"], "nemotron_h");
+    let facts = |more: &[&str]| -> Value {
+        serde_json::from_str(&stdout(run_cpu(&[&["inspect", "--json"], more].concat()))).unwrap()
+    };
     // Seven Mamba-2 layers: 8 heads of 64 x 64, and 3 taps of 640 channels; four attention layers with 2 heads of 64.
-    assert_eq!(facts["slot_bytes"], 7 * 4 * (8 * 64 * 64 + 640 * 3));
-    assert_eq!(facts["page_bytes"], 4 * 4 * 2 * 64 * 2 * 64);
+    let (slot, page) = (7 * 4 * (8 * 64 * 64 + 640 * 3), 4 * 2 * 64 * 2 * 64);
+    let without = facts(&["--speculate", "off"]);
+    assert_eq!((&without["slot_bytes"], &without["page_bytes"]), (&json!(slot), &json!(4 * page)));
+    // The head has one more attention layer, and the hidden vector of the last token.
+    let facts = facts(&[]);
+    assert_eq!((&facts["slot_bytes"], &facts["page_bytes"]), (&json!(slot + 4 * 256), &json!(5 * page)));
+    assert_eq!((&facts["family"], &facts["layers"]), (&json!("nemotron_h"), &json!(18)));
     assert_eq!(facts["weight_bytes"].as_u64().unwrap() / 1_000_000, 15);
 }
 

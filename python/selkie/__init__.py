@@ -52,6 +52,8 @@ def load(
     step_tokens=None,
     context=None,
     prefix_cache=True,
+    speculate="auto",
+    drafts=None,
     progress=None,
 ):
     """Loads a model: a folder, a GGUF file, or a name in the cache of Hugging Face's tools; None is the demo model."""
@@ -67,6 +69,8 @@ def load(
             step_tokens=step_tokens,
             context=context,
             prefix_cache=prefix_cache,
+            speculate=speculate,
+            drafts=drafts,
             progress=progress,
         )
     )

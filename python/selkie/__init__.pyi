@@ -17,6 +17,7 @@ class Message(TypedDict):
 Prompt = Union[str, Sequence[Message], Sequence[int]]
 Device = Literal["auto", "cuda", "wgpu", "cpu"]
 WhenFull = Literal["error", "drop-oldest"]
+Speculate = Literal["auto", "off", "ngram", "mtp"]
 
 @dataclass(frozen=True)
 class Completion:
@@ -47,11 +48,14 @@ def load(
     step_tokens: int | None = None,
     context: int | None = None,
     prefix_cache: bool = True,
+    speculate: Speculate = "auto",
+    drafts: int | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Model:
     """Loads a model: a folder, a GGUF file, or a name in the cache of Hugging Face's tools; None is the demo model.
 
-    memory: bytes for states and pages. progress: called with bytes loaded and bytes in all.
+    memory: bytes for states and pages. speculate: guess tokens ahead, at most `drafts` (7) at a time; answers stay the same.
+    progress: called with bytes loaded and bytes in all.
     """
 
 def logits(ids: Sequence[int], model: str | PathLike[str] | None = None, *, device: Device = "auto") -> numpy.ndarray:

@@ -18,7 +18,8 @@ use pyo3::{
     types::{PyBytes, PyDict},
 };
 use selkie::{
-    Ask, Device, EngineOptions, Error, FinishReason, Message, ModelFiles, Overrides, Prompt, Update, WhenFull,
+    Ask, Device, EngineOptions, Error, FinishReason, Message, ModelFiles, Overrides, Prompt, Speculate, Update,
+    WhenFull,
 };
 
 use wake::Wake;
@@ -57,6 +58,12 @@ fn device_of(name: &str) -> PyResult<Device> {
     one_of("device", name, &names)
 }
 
+fn speculate_of(how: &str) -> PyResult<Speculate> {
+    let names =
+        [("auto", Speculate::Auto), ("off", Speculate::Off), ("ngram", Speculate::Ngram), ("mtp", Speculate::Mtp)];
+    one_of("speculate", how, &names)
+}
+
 /// A prompt out of exactly one of its forms.
 fn prompt_of(text: Option<String>, ids: Option<Vec<u32>>, messages: Option<Vec<(String, String)>>) -> PyResult<Prompt> {
     match (text, ids, messages) {
@@ -78,7 +85,7 @@ struct Model {
 
 /// Loads the model at `path`, or the demo model.
 #[pyfunction]
-#[pyo3(signature = (path, *, device, adapter, memory, slots, kv_pages, max_batch, step_tokens, context, prefix_cache, progress))]
+#[pyo3(signature = (path, *, device, adapter, memory, slots, kv_pages, max_batch, step_tokens, context, prefix_cache, speculate, drafts, progress))]
 #[expect(clippy::too_many_arguments, reason = "they are Python's keyword arguments")]
 fn load(
     py: Python<'_>,
@@ -92,6 +99,8 @@ fn load(
     step_tokens: Option<usize>,
     context: Option<usize>,
     prefix_cache: bool,
+    speculate: &str,
+    drafts: Option<usize>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Model> {
     let device = device_of(device)?;
@@ -104,6 +113,8 @@ fn load(
         step_tokens: step_tokens.unwrap_or(standard.step_tokens),
         context,
         prefix_cache,
+        speculate: speculate_of(speculate)?,
+        drafts: drafts.unwrap_or(standard.drafts),
         ..standard
     };
     py.detach(|| {

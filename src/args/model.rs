@@ -232,7 +232,7 @@ pub struct PoolArgs {
 #[command(next_help_heading = "Memory and scheduling")]
 pub struct SpeculateArgs {
     /// Guess the tokens that come next and verify several in one step; answers stay the same
-    #[arg(long = "speculate", value_name = "HOW", value_enum, default_value = "off")]
+    #[arg(long = "speculate", value_name = "HOW", value_enum, default_value = "auto")]
     pub how: SpeculateArg,
     /// Most guesses in a step of a sequence, 1 to 7; 1, 3 and 7 are used
     #[arg(long, value_name = "K", default_value = "7", value_parser = one_to(MOST_DRAFTS))]
@@ -244,7 +244,7 @@ pub struct SpeculateArgs {
 pub enum SpeculateArg {
     /// One token at a time
     Off,
-    /// As ngram, where it should pay: as far as guesses were right so far, never in large batches
+    /// As mtp and ngram together, where it should pay: as far as guesses were right so far, never in large batches
     Auto,
     /// Where the last three tokens occurred before in prompt or answer, guess what followed them there
     Ngram,

@@ -2,7 +2,7 @@
 
 import { SelkieError } from "./errors.js";
 
-export const LOAD = ["model", "backend", "prefixCache", "memoryMiB", "diskCacheMiB", "contextTokens", "maxBatch", "onProgress", "signal"];
+export const LOAD = ["model", "backend", "prefixCache", "memoryMiB", "diskCacheMiB", "contextTokens", "maxBatch", "speculate", "drafts", "onProgress", "signal"];
 export const INSPECT = ["backend", "signal"];
 export const GENERATE = [
   "messages", "prompt", "maxTokens", "stop", "namespace", "temperature", "topK", "topP", "minP", "repetitionPenalty", "seed",

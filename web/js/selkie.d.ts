@@ -71,6 +71,13 @@ export interface LoadOptions {
   contextTokens?: number;
   /** Sequences that run at a time; default 2. */
   maxBatch?: number;
+  /**
+   * Guess the tokens that come next and verify several in one step; answers stay the same. `ngram` guesses with the text so far, `mtp`
+   * with the model's own head for that, `auto` (the default) with both where it should pay.
+   */
+  speculate?: "auto" | "off" | "ngram" | "mtp";
+  /** Most guesses in a step of a sequence, 1 to 7 (the default). */
+  drafts?: number;
   onProgress?(progress: Progress): void;
   /** Aborting ends the load with a {@link SelkieError} `cancelled`; the next load resumes the download. */
   signal?: AbortSignal;

@@ -126,8 +126,9 @@ export async function forget(url) {
 export async function load(given = {}) {
   const start = performance.now();
   checkOptions("load", given, LOAD);
-  const { model, memoryMiB, diskCacheMiB, onProgress, signal, backend = "auto", prefixCache = true, contextTokens, maxBatch } = given;
-  const options = { backend, prefixCache, contextTokens, maxBatch };
+  const { model, memoryMiB, diskCacheMiB, onProgress, signal, backend = "auto", prefixCache = true } = given;
+  const { contextTokens, maxBatch, speculate, drafts } = given;
+  const options = { backend, prefixCache, contextTokens, maxBatch, speculate, drafts };
   if (diskCacheMiB) options.diskCacheBytes = diskCacheMiB * 2 ** 20;
   if (memoryMiB !== undefined) options.memoryBytes = memoryMiB * 2 ** 20;
   const source = located(model);

@@ -8,7 +8,7 @@ use selkie_core::{
     backend::{Backend, Caps},
     bundle::Identity,
     cpu::CpuBackend,
-    engine::{AnyEngine, Engine, EngineOptions, SeqId},
+    engine::{AnyEngine, Engine, EngineOptions, SeqId, Speculate},
     model_dir::ModelFiles,
     models,
     session::{Facts, Local, Model, Text, picture},
@@ -64,7 +64,9 @@ impl WasmEngine {
         let asked: LoadOptions = js::parse(&options).map_err(|e| error::error("bad_request", &e))?;
         let (source, files) = model::open(files, asked.label.clone()).await?;
         let fail = |e: Error| source.error(&e);
-        let spec = models::spec(&files.config).map_err(fail)?;
+        let architecture = models::read(&files.config).map_err(fail)?;
+        let guesses = Speculate::from(asked.speculate);
+        let spec = guesses.architecture(&architecture, &files.checkpoint).map_err(fail)?.spec();
         let text = Text::new(&files).map_err(fail)?;
         let progress = |stage: &str, loaded: u64, total: u64| {
             if let Some(f) = &on_progress {

@@ -1,6 +1,11 @@
 //! Engine options of a page.
 
-use selkie_core::{Result, backend::Caps, engine::EngineOptions, models::ModelSpec};
+use selkie_core::{
+    Result,
+    backend::Caps,
+    engine::{EngineOptions, MOST_DRAFTS},
+    models::ModelSpec,
+};
 
 /// The options, with a memory budget that suits model and machine unless one was given.
 pub fn for_page(
@@ -16,6 +21,8 @@ pub fn for_page(
         step_tokens,
         context: Some(asked.context_tokens.unwrap_or(crate::budget::MAX_CONTEXT)),
         prefix_cache: asked.prefix_cache.unwrap_or(true),
+        speculate: asked.speculate.into(),
+        drafts: asked.drafts.unwrap_or(MOST_DRAFTS),
         clock: crate::js::now,
         ..EngineOptions::default()
     };

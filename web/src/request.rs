@@ -2,6 +2,7 @@
 
 use selkie_core::{
     chat::Message,
+    engine::Speculate,
     session::{Ask, Overrides, Prompt, WhenFull},
 };
 use serde::Deserialize;
@@ -17,7 +18,31 @@ pub struct LoadOptions {
     pub memory_bytes: Option<u64>,
     pub context_tokens: Option<usize>,
     pub max_batch: Option<usize>,
+    pub speculate: Guesses,
+    pub drafts: Option<usize>,
     pub label: Option<String>,
+}
+
+/// See [`Speculate`].
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase", expecting = "`speculate` must be \"auto\", \"off\", \"ngram\" or \"mtp\"")]
+pub enum Guesses {
+    #[default]
+    Auto,
+    Off,
+    Ngram,
+    Mtp,
+}
+
+impl From<Guesses> for Speculate {
+    fn from(guesses: Guesses) -> Self {
+        match guesses {
+            Guesses::Auto => Self::Auto,
+            Guesses::Off => Self::Off,
+            Guesses::Ngram => Self::Ngram,
+            Guesses::Mtp => Self::Mtp,
+        }
+    }
 }
 
 /// A request.

@@ -168,6 +168,14 @@ impl Head {
         let positions = self.positions();
         let pages = (self.depth() - self.from) / GRID;
         let want = parts(layers, Dtypes::default(), pages, &positions);
+        let (found, all) = (self.layers(), want.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0));
+        if found != all {
+            let why = format!(
+                "it has values of {found} layers, this model of {all}; states that were saved without the model's head for drafts \
+                 need `--speculate off`, those with it `--speculate auto`"
+            );
+            return Err(Error::model(file, why));
+        }
         for (i, want) in want.iter().enumerate() {
             let found = self.parts.get(i).filter(|p| p.order() == want.order());
             let Some(found) = found else {
@@ -183,6 +191,11 @@ impl Head {
             Some(more) => Err(Error::model(file, format!("this model has no tensor `{}`", more.name()))),
             None => Ok(()),
         }
+    }
+
+    /// The layers that it has values of, up to the last one. A head for drafts is the last layer of a model that is loaded with it.
+    pub fn layers(&self) -> usize {
+        self.parts.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0)
     }
 }
 

@@ -41,6 +41,9 @@ impl Scheduler {
             return why;
         }
         seq.lane = self.free_lanes.pop().expect("checked above");
+        if seq.outputs() == 0 {
+            seq.gauge = self.habit.as_good();
+        }
         plan.admitted.push(id);
         let i = self.running.partition_point(|other| other.id < id);
         self.running.insert(i, seq);

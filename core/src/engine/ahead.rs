@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::{
     Engine,
     flight::Incoming,
+    gauge,
     plan::SeqId,
     schedule::Scheduler,
     sequence::{Rules, Sequence},
@@ -17,7 +18,7 @@ use super::{
 use crate::{
     Result,
     backend::Backend,
-    state::{Cache, GRID},
+    state::{Cache, GRID, Limits},
     step::{Chunk, Row, Src, TokenRef},
 };
 
@@ -37,13 +38,20 @@ pub(super) struct Looking<B: Backend> {
 }
 
 impl Sequence {
-    /// Drafts of the head that its next row may have, at most `most`. 0 while there are some, and for the drafters of the host.
-    /// `landed`: all steps in flight have.
-    fn looks(&mut self, most: usize, landed: bool) -> usize {
-        let asks = self.drafter.as_mut().and_then(|drafter| drafter.head()).is_some_and(|head| head.is_empty());
+    /// Drafts of the head that its next row may have, at most `most`. 0 while there are some, for the drafters of the host, and while
+    /// they would not pay even if the sequence were alone. `landed`: all steps in flight have.
+    fn looks(&mut self, most: usize, cost: f32, landed: bool) -> usize {
         let ready = self.decoding && self.trial.is_none() && (!landed || self.outstanding == 0);
+        let Some(drafter) = self.drafter.as_mut().filter(|_| ready && !self.gauge.is_resting()) else { return 0 };
+        if !drafter.head(&self.tokens).is_some_and(|head| head.is_empty()) {
+            return 0;
+        }
+        if !self.gauge.pays(cost) {
+            self.gauge.rest();
+            return 0;
+        }
         // The next row itself samples one.
-        if asks && ready { most.min(self.max_tokens.saturating_sub(self.outputs() + 1)) } else { 0 }
+        most.min(self.max_tokens.saturating_sub(self.outputs() + 1))
     }
 
     /// Its row for the head, if it has a page for the keys of so many tokens or a free one can be had.
@@ -64,16 +72,26 @@ impl Sequence {
 }
 
 impl Scheduler {
-    /// How many drafts of the head the next step could verify, the same for each of its rows, and of how many rows. `landed`: no
-    /// step is in flight.
-    fn passes(&mut self, landed: bool) -> Option<(usize, usize)> {
-        let most = self.limits.drafts;
-        let looks = self.running.iter_mut().map(|seq| seq.looks(most, landed)).filter(|n| *n > 0);
-        let (rows, most) = looks.fold((0, most), |(rows, least), n| (rows + 1, least.min(n)));
+    /// Drafts of the head that the next step should verify, the same for each of its rows: those that should give the most tokens
+    /// per time, if more than none. `landed`: no step is in flight.
+    fn passes(&mut self, landed: bool) -> Option<usize> {
+        let Limits { drafts: most, draft_cost: cost, head_cost, step_tokens, .. } = self.limits;
+        let decodes = self.running.iter().filter(|seq| seq.decoding).count();
+        let looks = self.running.iter_mut().map(|seq| (seq.looks(most, cost + head_cost, landed), &seq.gauge));
+        let looking: Vec<_> = looks.filter(|(drafts, _)| *drafts > 0).collect();
+        let (rows, least) = (looking.len(), looking.iter().map(|(drafts, _)| *drafts).min()?);
         let free = if self.rules.has_slots { self.cache.slots().free() } else { usize::MAX };
-        let room = self.limits.step_tokens.min(self.limits.outputs()).min(free);
-        let fits = |width: &usize| rows > 0 && width - 1 <= most && rows * width <= room;
-        WIDTHS.into_iter().find(fits).map(|width| (width - 1, rows))
+        let room = step_tokens.min(self.limits.outputs()).min(free);
+        let rate = |width: usize| {
+            let right: f32 = looking.iter().map(|(_, gauge)| gauge.gain(width)).sum();
+            let passes = head_cost * (width - 1) as f32 * gauge::time(cost, rows);
+            (decodes as f32 + right) / (gauge::time(cost, decodes + rows * (width - 1)) + passes)
+        };
+        let widths = WIDTHS.into_iter().filter(|width| width - 1 <= least && rows * width <= room);
+        // The widest comes first, and only a better one replaces it.
+        let rates = widths.map(|width| (rate(width), width));
+        let (best, width) = rates.reduce(|best, next| if next.0 > best.0 { next } else { best })?;
+        (best >= decodes as f32 / gauge::time(cost, decodes)).then_some(width - 1)
     }
 
     /// Whether the head should guess before the next step, once the one in flight has landed.
@@ -83,10 +101,11 @@ impl Scheduler {
 
     /// The rows for which the head should guess now.
     pub(super) fn look(&mut self) -> Look {
-        let Some((passes, _)) = self.passes(true) else { return Look::default() };
+        let Some(passes) = self.passes(true) else { return Look::default() };
         let mut look = Look { passes, ..Look::default() };
+        let cost = self.limits.draft_cost + self.limits.head_cost;
         for seq in &mut self.running {
-            if seq.looks(passes, true) > 0
+            if seq.looks(passes, cost, true) > 0
                 && let Some(row) = seq.look(passes, &mut self.cache, self.rules)
             {
                 look.ids.push(seq.id);
@@ -99,7 +118,8 @@ impl Scheduler {
     /// What the head guessed for a sequence, if that still runs.
     fn tell(&mut self, id: SeqId, drafts: Vec<u32>) {
         let Some(i) = self.index(id) else { return };
-        if let Some(head) = self.running[i].drafter.as_mut().and_then(|drafter| drafter.head()) {
+        let Sequence { drafter, tokens, .. } = &mut self.running[i];
+        if let Some(head) = drafter.as_mut().and_then(|drafter| drafter.head(tokens)) {
             *head = drafts;
         }
     }

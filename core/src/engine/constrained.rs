@@ -54,8 +54,8 @@ impl Drafter for Constrained {
         if forced.len() > guess.len() { forced } else { guess }
     }
 
-    fn head(&mut self) -> Option<&mut Vec<u32>> {
-        self.other.head()
+    fn head(&mut self, known: &[u32]) -> Option<&mut Vec<u32>> {
+        self.other.head(known)
     }
 
     fn boxed_clone(&self) -> Box<dyn Drafter> {

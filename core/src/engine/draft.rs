@@ -2,6 +2,8 @@
 
 use std::{collections::HashMap, fmt};
 
+use crate::{Result, checkpoint::Checkpoint, models::Architecture};
+
 /// Most drafts of a row. The tokens of a row with drafts are 2, 4 or 8.
 pub const MOST_DRAFTS: usize = 7;
 
@@ -13,7 +15,8 @@ pub enum Speculate {
     /// None does.
     #[default]
     Off,
-    /// All do that can, where it should pay: as far as their drafts were right so far, and never in large batches.
+    /// All do that can, where it should pay: as far as their drafts were right so far, and never in large batches. Of a model with
+    /// a head of its own that is loaded, and guesses where the text does not go on as it did before.
     Auto,
     /// All do that can, whenever their drafter has a guess.
     Ngram,
@@ -22,6 +25,27 @@ pub enum Speculate {
 }
 
 impl Speculate {
+    /// The model that is loaded for that: with its head or without.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for [`Speculate::Mtp`] where `checkpoint` has no head.
+    pub fn architecture(self, model: &Architecture, checkpoint: &Checkpoint) -> Result<Architecture> {
+        match self {
+            Self::Mtp => model.with_head(checkpoint),
+            Self::Auto if model.head_parameters(checkpoint).is_some() => model.with_head(checkpoint),
+            Self::Auto | Self::Ngram | Self::Off => Ok(model.clone()),
+        }
+    }
+
+    /// A drafter for a request that brings none; `head`: the model has one.
+    pub(super) fn drafter(self, head: bool) -> Box<dyn Drafter> {
+        match self {
+            Self::Mtp => Box::new(Mtp::default()),
+            Self::Auto if head => Box::new(TextOrHead::default()),
+            Self::Auto | Self::Ngram | Self::Off => Box::new(Ngram::default()),
+        }
+    }
+
     /// Time of one more token in a step of a backend, in steps of one token. That of the CPU follows from BENCHMARKS.md; those of
     /// GPUs are guesses, not measured.
     pub(super) fn cost(self, backend: &str) -> f32 {
@@ -42,8 +66,10 @@ pub trait Drafter: Send {
     /// Guesses of the tokens after `known`, in order, at most `most`; none where it knows nothing better than chance. They must
     /// be ids of the vocabulary. `known`, prompt and answer, begins with what it was at the call before.
     fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32>;
-    /// Where the engine leaves what the model's own head guesses, before each call of [`Drafter::draft`]; `None`: it is not asked.
-    fn head(&mut self) -> Option<&mut Vec<u32>> {
+    /// Where the engine leaves what the model's own head guesses after `known`, before each call of [`Drafter::draft`]; `None`: it
+    /// is not asked.
+    fn head(&mut self, known: &[u32]) -> Option<&mut Vec<u32>> {
+        let _ = known;
         None
     }
     /// A copy at the same point of the text.
@@ -73,7 +99,7 @@ impl Drafter for Mtp {
         guess
     }
 
-    fn head(&mut self) -> Option<&mut Vec<u32>> {
+    fn head(&mut self, _: &[u32]) -> Option<&mut Vec<u32>> {
         Some(&mut self.0)
     }
 
@@ -108,8 +134,8 @@ impl Ngram {
         }
     }
 
-    /// The place where the longest suffix of `known` ended before.
-    fn find(&self, known: &[u32]) -> Option<usize> {
+    /// The place where the longest suffix of `known` ended before, and how long that is, at most [`LONGEST`].
+    fn find(&self, known: &[u32]) -> Option<(usize, usize)> {
         let first = *self.newest.get(&key(known, known.len()))? as usize;
         let older = |at: &usize| Some(self.older[at - KEY] as usize).filter(|at| *at != 0);
         let places = std::iter::successors(Some(first), older).take(PLACES);
@@ -118,10 +144,22 @@ impl Ngram {
             pairs.take(LONGEST).take_while(|(a, b)| a == b).count()
         };
         // The newest comes first, and only a longer one replaces it.
-        places
-            .map(|at| (common(at), at))
-            .reduce(|best, next| if next.0 > best.0 { next } else { best })
-            .map(|(_, at)| at)
+        places.map(|at| (common(at), at)).reduce(|best, next| if next.0 > best.0 { next } else { best })
+    }
+
+    /// Guesses after a suffix of at least `least` tokens that occurred before.
+    fn after(&mut self, least: usize, known: &[u32], most: usize) -> Vec<u32> {
+        if known.len() < KEY {
+            return Vec::new();
+        }
+        self.learn(known);
+        let Some((_, at)) = self.find(known).filter(|(common, _)| *common >= least) else { return Vec::new() };
+        let mut guess: Vec<u32> = known[at..].iter().copied().take(most).collect();
+        // A text that repeats itself goes on with the guess.
+        for i in 0..most - guess.len() {
+            guess.push(guess[i]);
+        }
+        guess
     }
 }
 
@@ -132,17 +170,34 @@ fn key(known: &[u32], at: usize) -> [u32; KEY] {
 
 impl Drafter for Ngram {
     fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32> {
-        if known.len() < KEY {
-            return Vec::new();
-        }
-        self.learn(known);
-        let Some(at) = self.find(known) else { return Vec::new() };
-        let mut guess: Vec<u32> = known[at..].iter().copied().take(most).collect();
-        // A text that repeats itself goes on with the guess.
-        for i in 0..most - guess.len() {
-            guess.push(guess[i]);
-        }
-        guess
+        self.after(KEY, known, most)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Drafter> {
+        Box::new(self.clone())
+    }
+}
+
+/// Tokens that must have occurred before for a guess that comes before that of a head.
+const SURE: usize = 12;
+
+/// Guesses with the text where much of it occurred before, which costs nothing, else with the model's own head.
+#[derive(Clone, Debug, Default)]
+struct TextOrHead {
+    text: Ngram,
+    head: Vec<u32>,
+}
+
+impl Drafter for TextOrHead {
+    fn draft(&mut self, known: &[u32], most: usize) -> Vec<u32> {
+        let mut head = std::mem::take(&mut self.head);
+        head.truncate(most);
+        let text = self.text.after(SURE, known, most);
+        if text.is_empty() { head } else { text }
+    }
+
+    fn head(&mut self, known: &[u32]) -> Option<&mut Vec<u32>> {
+        self.text.after(SURE, known, 1).is_empty().then_some(&mut self.head)
     }
 
     fn boxed_clone(&self) -> Box<dyn Drafter> {
@@ -171,6 +226,20 @@ mod tests {
         let known: Vec<u32> = (0..7).map(|i| i % 2).collect();
         assert_eq!(Ngram::default().draft(&known, 7), [1, 0, 1, 0, 1, 0, 1]);
         assert_eq!(Ngram::default().draft(&[4; 9], 7), [4; 7]);
+    }
+
+    #[test]
+    fn the_head_is_asked_until_much_of_the_text_came_before() {
+        let mut drafter = TextOrHead::default();
+        let line: Vec<u32> = (0..SURE as u32 + 3).collect();
+        drafter.head(&line).expect("nothing occurred before").extend([70, 71]);
+        assert_eq!(drafter.draft(&line, 1), [70]);
+        assert!(drafter.draft(&line, 7).is_empty(), "a guess is for one step");
+        let known = [&line[..], &[90], &line[..SURE - 1]].concat();
+        assert!(drafter.head(&known).is_some(), "{} tokens occurred before", SURE - 1);
+        let known = [&line[..], &[90], &line[..SURE]].concat();
+        assert!(drafter.head(&known).is_none());
+        assert_eq!(drafter.draft(&known, 3), line[SURE..]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Decisions follow from counts alone, so a run can be repeated. The time of a step is taken as `1 + cost * (tokens - 1)`, in steps
 //! of one token; with a cost of 0 every guess pays.
 
-use super::draft::MOST_DRAFTS;
+use super::{draft::MOST_DRAFTS, verify::WIDTHS};
 
 /// What is thought of drafts before one was tried.
 const FIRST: f32 = 0.7;
@@ -62,7 +62,22 @@ impl Gauge {
         self.right = [FIRST; MOST_DRAFTS];
     }
 
+    /// For a new request, after the verdicts on others: as good as theirs lately.
+    pub fn as_good(&self) -> Self {
+        Self { right: self.right, ..Self::default() }
+    }
+
+    /// Whether drafts of some width would pay if the sequence were alone.
+    pub fn pays(&self, cost: f32) -> bool {
+        WIDTHS.into_iter().any(|width| self.gain(width) >= cost * (width - 1) as f32)
+    }
+
     /// Whether the next row is one without drafts.
+    pub fn is_resting(&self) -> bool {
+        self.rest > 0
+    }
+
+    /// The same, at that row.
     pub fn rests(&mut self) -> bool {
         let rests = self.rest > 0;
         self.rest -= u32::from(rests);
@@ -111,5 +126,17 @@ mod tests {
         gauge.note(1, 1);
         gauge.rest();
         assert_eq!((0..).take_while(|_| gauge.rests()).count(), 16);
+    }
+
+    #[test]
+    fn a_new_request_begins_with_the_verdicts_on_others_and_no_rest() {
+        let mut gauge = Gauge::default();
+        (0..50).for_each(|_| gauge.note(7, 2));
+        let mut next = gauge.as_good();
+        assert!(next.gain(8) == gauge.gain(8) && next.pays(0.9) && !next.pays(1.1), "{next:?}");
+        gauge.rest();
+        assert!(gauge.is_resting() && !gauge.as_good().rests());
+        next.rest();
+        assert_eq!((0..).take_while(|_| next.rests()).count(), 16);
     }
 }

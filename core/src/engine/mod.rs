@@ -161,11 +161,7 @@ impl<B: Backend> Engine<B> {
         report: &mut dyn FnMut(Progress),
     ) -> Result<Self> {
         let caps = backend.caps();
-        let with_head = match options.speculate {
-            Speculate::Mtp => Some(architecture.with_head(checkpoint)?),
-            _ => None,
-        };
-        let architecture = with_head.as_ref().unwrap_or(architecture);
+        let architecture = &options.speculate.architecture(architecture, checkpoint)?;
         let spec = architecture.spec_on(caps.ranks)?;
         let mut name = format!("{} {:?} {:?} {:?} {:?}", caps.backend, caps.act, caps.kv, caps.conv, caps.state);
         if architecture.drafts {
@@ -279,10 +275,7 @@ impl<B: Backend> Engine<B> {
         if guide.is_some() && constraint.is_none() {
             return;
         }
-        let own = || -> Box<dyn Drafter> {
-            if self.speculate == Speculate::Mtp { Box::new(Mtp::default()) } else { Box::new(Ngram::default()) }
-        };
-        let other = given.unwrap_or_else(own);
+        let other = given.unwrap_or_else(|| self.speculate.drafter(self.runner.model().has_head()));
         request.drafter = Some(match constraint {
             Some(constraint) => Box::new(Constrained::new(constraint, request.prompt.len(), other)),
             None => other,

@@ -160,6 +160,7 @@ impl EngineOptions {
             policy: self.policy,
             drafts: if self.speculate == Speculate::Off { 0 } else { self.drafts },
             draft_cost: self.speculate.cost(caps.backend),
+            head_cost: if self.speculate == Speculate::Auto { spec.head_cost } else { 0.0 },
             ..Limits::default()
         };
         let useful = Split::useful_bytes(&shape, &limits, self.slots, self.kv_pages);

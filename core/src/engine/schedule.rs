@@ -23,6 +23,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
     fair::Shares,
+    gauge::Gauge,
     plan::{Plan, SeqId},
     row::{Step, share_end},
     sequence::{Request, Rules, Sequence},
@@ -78,6 +79,8 @@ pub struct Scheduler {
     pub(super) loading: Vec<SeqId>,
     /// What lower tiers do with states, if they convert them.
     pub(super) cold: Option<String>,
+    /// How drafts fare, whatever the request.
+    pub(super) habit: Gauge,
     next_id: u64,
     held: Vec<u32>,
     swapped: Vec<u32>,
@@ -151,6 +154,7 @@ impl Scheduler {
             step: 0,
             loading: Vec::new(),
             cold: None,
+            habit: Gauge::default(),
             next_id: 0,
             held: Vec::new(),
             swapped: Vec::new(),
@@ -250,6 +254,9 @@ impl Scheduler {
         self.stats.drafts.accepted_at[..accepted].iter_mut().for_each(|n| *n += 1);
         if running.is_some() {
             if seq.outstanding == 0 {
+                if let Some(trial) = &seq.trial {
+                    self.habit.note(trial.drafts, accepted);
+                }
                 seq.accept(accepted, &mut self.cache, self.rules, &mut self.stats);
             }
             seq.settle(&mut self.cache, self.rules, self.step, &mut self.swapped);

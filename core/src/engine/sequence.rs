@@ -306,7 +306,7 @@ impl Sequence {
         (self.cur, self.done, self.entered, self.decoding) = (0, 0, 0, false);
         self.looked = false;
         // Its drafts would follow a row that they were not made for.
-        self.drafter.as_mut().and_then(|drafter| drafter.head()).into_iter().for_each(Vec::clear);
+        self.drafter.as_mut().and_then(|drafter| drafter.head(&self.tokens)).into_iter().for_each(Vec::clear);
         (self.tip, self.guard, self.decode_state) = (NONE, NONE, None);
         self.wanted.clear();
     }

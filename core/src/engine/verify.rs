@@ -160,7 +160,7 @@ impl Sequence {
         if self.gauge.rests() {
             return Vec::new();
         }
-        if WIDTHS.into_iter().all(|width| self.gauge.gain(width) < cost * (width - 1) as f32) {
+        if !self.gauge.pays(cost) {
             self.gauge.rest();
             return Vec::new();
         }

@@ -262,6 +262,8 @@ impl Architecture {
         let branches = || steps().flat_map(|s| &s.branches);
         let adapters = branches().map(|b| b.plan.adapter_parameters());
         let own = branches().filter(|b| prefixes.insert(&b.prefix)).map(|b| b.plan.parameters()).chain(adapters);
+        let parameters = own.fold(matrices + norms, u64::saturating_add);
+        let of_head = |head: &Head| head.parameters(self.width) + (self.vocab * self.width) as u64;
         ModelSpec {
             family: self.family.into(),
             vocab: self.vocab,
@@ -270,7 +272,8 @@ impl Architecture {
             layer_map: self.layers.iter().flatten().map(|s| s.branches[0].plan.letter()).collect(),
             layers: self.layers.iter().map(state).chain(self.own_head().map(|head| head.state(self.width))).collect(),
             eos: self.eos.clone(),
-            parameters: own.fold(matrices + norms, u64::saturating_add),
+            parameters,
+            head_cost: self.own_head().map_or(0.0, |head| of_head(head) as f32 / parameters as f32),
         }
     }
 }

@@ -162,6 +162,8 @@ pub struct ModelSpec {
     pub eos: Vec<u32>,
     /// Number of weights.
     pub parameters: u64,
+    /// Weights that a pass of the head reads, the output matrix included, as a share of those. 0 if it is not loaded.
+    pub head_cost: f32,
 }
 
 /// A loaded model on a backend. One virtual call per step.

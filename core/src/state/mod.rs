@@ -97,6 +97,8 @@ pub struct Limits {
     pub drafts: usize,
     /// Time of one more token in a step, in steps of one token: drafts are made where they pay. 0: wherever there is a guess.
     pub draft_cost: f32,
+    /// Time of a pass of the model's head over one token, in the same unit.
+    pub head_cost: f32,
 }
 
 /// Outputs of the drafts of a step, and of the tokens that they follow, where the batch alone has fewer: their logits take memory.
@@ -115,7 +117,7 @@ impl Limits {
             return (0, 0);
         }
         let rows = self.max_batch.min(self.outputs() / 2);
-        (self.outputs().min(self.slots / 2), rows.min(self.pages / 8))
+        (self.outputs().min(self.slots / 4), rows.min(self.pages / 8))
     }
 }
 
@@ -132,6 +134,7 @@ impl Default for Limits {
             max_nodes: 1 << 17,
             drafts: 0,
             draft_cost: 0.0,
+            head_cost: 0.0,
         }
     }
 }

@@ -353,7 +353,7 @@ fn case(model: &TestModel, alone: &mut Alone<'_>, seed: u64, drafts: Drafts, col
         } else {
             let mut other = Random(seed ^ 0x9a3b);
             requests.iter_mut().filter(|_| !random.one_in(4)).for_each(|asked| asked.drafts(&mut other, vocab));
-            options.speculate = Speculate::Mtp;
+            options.speculate = random.pick(&[Speculate::Mtp, Speculate::Mtp, Speculate::Auto]);
         }
         options.drafts = random.pick(&[1, 2, 3, MOST_DRAFTS, MOST_DRAFTS]);
         options.slots = options.slots.map(|slots| slots + random.pick(&[0, 0, 4, 30]));

@@ -174,6 +174,7 @@ fn run_case(specs: &[Spec], setup: &Setup) -> Stats {
         max_nodes: setup.max_nodes,
         drafts: setup.drafts,
         draft_cost: setup.draft_cost,
+        head_cost: 0.0,
     };
     let mut sim = Sim::new(shape, limits, setup.depth);
     sim.clear_at = setup.clear_at;
