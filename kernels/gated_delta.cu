@@ -3,8 +3,8 @@
 // sequence and walks its chunks in order. One reduction a token: o = qᵀS' = e^g qᵀS + (q·k) δ.
 // Grid: column tiles of the heads of each chunk, or row with MAX_TOKENS, then padding blocks; neighbouring blocks stream
 // neighbouring memory.
-// HEADS, DK, DV, COLS, THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_KEY, FIRST_HEAD, MAX_TOKENS (longer rows are
-// left to the chunked kernel); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
+// HEADS, DK, DV, COLS, THREADS, BLOCKS (of a multiprocessor, at least), HEADS_PER_KEY, FIRST_HEAD, EACH (every row of S has a
+// decay of its own), MAX_TOKENS (longer rows are left to another kernel); q_t, k_t, v_t, a_t, b_t, pool_t, out_t.
 
 constexpr int LANES = COLS / 4;               // threads along a row of S
 constexpr int GROUPS = THREADS / LANES;       // rows of S in flight
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
         unit = mine ? row[2] : 0;
     }
     Chunk ch(st.chunk(unit));
-    float a_neg = par[h], dt_bias = par[par_stride + h];
+    float a_neg = EACH ? 0.f : par[h], dt_bias = EACH ? 0.f : par[par_stride + h];
     mine = mine && ch.len != 0 && ch.src != CARRY;
     if (!state_unwritten || !mine) wait_for_inputs();
     let_next_start();
@@ -65,7 +65,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
                 qr[r] = is_row(r) ? to_f32(q[t * q_stride + key + row]) : 0.f;
             }
             if (active) load<4>(v + t * v_stride + h * DV + col, vv);
-            float g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
+            float g = 1.f;
+            if constexpr (EACH) {
+                // S decays before anything is read from it.
+#pragma unroll
+                for (int r = 0; r < RPT; r++) {
+                    if (!is_row(r)) continue;
+                    int d = h * DK + group + r * GROUPS;
+                    float own = __expf(par[d] * softplus(to_f32(a[t * a_stride + d]) + par[par_stride + d]));
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[r][e] *= own;
+                }
+            } else {
+                g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
+            }
             float beta = beta_scale * sigmoid(to_f32(b[t * b_stride + h]));
 #pragma unroll
             for (int r = 0; r < RPT; r++) {

@@ -340,6 +340,33 @@ arguments! {
         partial: At = "const float",
         out: Rows = "out_t",
     }
+    /// Of `head_matmul.cu` and `head_matmul_tile.cu`; `tokens`: rows of x.
+    HeadMatmul {
+        x: Rows = "const x_t",
+        w: At = "const float",
+        tokens: i32,
+        out: Rows = "out_t",
+    }
+    /// Of `latent_kv.cu`; the stride of the pools is that of a page.
+    LatentKv {
+        st: StepWords,
+        kv: Rows = "const kv_t",
+        weight: At = "const float",
+        eps: f32,
+        k_pages: Rows = "page_t",
+        v_pages: Rows = "page_t",
+    }
+    /// Of `latent_attention.cu`; the stride of the pools is that of a page.
+    LatentAttention {
+        st: StepWords,
+        q: Rows = "const q_t",
+        queries: Rows = "const q_t",
+        k_pages: Rows = "const page_t",
+        v_pages: Rows = "const page_t",
+        out: Rows = "out_t",
+        partial: At = "float",
+        scale: f32,
+    }
     /// Of `attention_decode.cu`; `tickets`: a u32 of zero for every multiprocessor, left as it was.
     AttentionDecode {
         st: StepWords,

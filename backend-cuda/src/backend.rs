@@ -358,8 +358,8 @@ impl Backend for Cuda {
         self.arrange_rows(block).map_err(|e| self.faults.name(e))
     }
 
-    fn has(&self, _: Feature) -> bool {
-        false
+    fn has(&self, feature: Feature) -> bool {
+        feature != Feature::Ranks
     }
 
     fn adopt(&self, _: &Bytes) -> Option<Buf> {

@@ -1,6 +1,6 @@
 //! Attention: tensor cores for the common head dims, split over the keys for few queries, tiled over the queries for many.
 
-use selkie_core::{Result, ops::Attention, step::PAGE};
+use selkie_core::{Result, ops::Attention, step::PAGE, tensor::DType};
 
 use super::{Arena, Device, aligned, fours, wide};
 use crate::{
@@ -86,8 +86,36 @@ fn wgmma_shared(head_dim: usize) -> usize {
     (WGMMA_TILE + 4 * keys) * head_dim * 2 + 1024
 }
 
+/// Results of runs of keys that become one.
+pub(super) struct Merge {
+    /// Tokens of the bucket.
+    pub tokens: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Columns of a head's result.
+    pub columns: usize,
+    /// Runs.
+    pub splits: usize,
+}
+
+impl Merge {
+    /// The kernel, if there are several runs.
+    pub fn launch(&self, args: arguments::AttentionCombine, out: DType) -> Option<Work> {
+        let Self { tokens, heads, columns, splits } = *self;
+        if splits == 1 {
+            return None;
+        }
+        let spec = Spec::new(File::AttentionCombine)
+            .int("HEAD_DIM", columns)
+            .int("HEADS", heads)
+            .int("SPLITS", splits)
+            .ty("out_t", out);
+        Some(Work::Kernel(Launch::new(spec, [(tokens * heads).div_ceil(4), 1, 1], 128, &args)))
+    }
+}
+
 /// Runs that the keys of a query are cut into, so that there are about `blocks` of them.
-fn splits(units: usize, pages: usize, blocks: usize) -> usize {
+pub(super) fn splits(units: usize, pages: usize, blocks: usize) -> usize {
     (blocks / units.max(1)).min(pages).clamp(1, MAX_SPLITS)
 }
 
@@ -167,15 +195,8 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, device: &Device, arena: &A
         }
     };
     let mut work = vec![Work::Kernel(launch)];
-    if variant.splits() > 1 {
-        let spec = Spec::new(File::AttentionCombine)
-            .int("HEAD_DIM", hd)
-            .int("HEADS", heads)
-            .int("SPLITS", variant.splits())
-            .ty("out_t", a.out.dtype);
-        let args = arguments::AttentionCombine { st, partial, out };
-        work.push(Work::Kernel(Launch::new(spec, [(bucket.tokens * heads).div_ceil(4), 1, 1], 128, &args)));
-    }
+    let merge = Merge { tokens: bucket.tokens, heads, columns: hd, splits: variant.splits() };
+    work.extend(merge.launch(arguments::AttentionCombine { st, partial, out }, a.out.dtype));
     Ok(work)
 }
 

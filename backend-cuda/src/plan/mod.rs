@@ -8,6 +8,7 @@ mod experts;
 mod fused;
 mod gemv;
 mod grouped;
+mod latent;
 mod pick;
 mod pointwise;
 pub(crate) mod ranks;
@@ -17,7 +18,7 @@ mod state;
 
 use selkie_core::{
     Error, Result,
-    ops::{Act, Feature, Op},
+    ops::{Act, Op},
     tensor::{DType, Tensor},
 };
 
@@ -91,12 +92,6 @@ impl Device {
 /// # Errors
 /// [`Error::Unsupported`] for a shape or an alignment that no kernel takes.
 pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Hazards) -> Result<Vec<Work>> {
-    if let Some(feature) = op.feature().filter(|feature| *feature != Feature::Ranks) {
-        return Err(Error::Unsupported {
-            what: format!("{} on cuda", feature.name()),
-            why: "there are no CUDA kernels for it; --backend cpu computes everything".into(),
-        });
-    }
     match op {
         Op::Embed(a) => pointwise::embed(a),
         Op::RmsNorm(a) => pointwise::rms_norm(a),
@@ -107,7 +102,9 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::Conv1d(a) => state::conv1d(a, hazards),
         Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),
         Op::GatedDelta(a) => state::gated_delta(a, device, arena, hazards),
-        Op::HeadMatmul(_) | Op::LatentKv(_) | Op::LatentAttention(_) => unreachable!("refused above"),
+        Op::HeadMatmul(a) => latent::head_matmul(a),
+        Op::LatentKv(a) => latent::latent_kv(a),
+        Op::LatentAttention(a) => latent::latent_attention(a, device, arena),
         Op::AllReduce(a) => ranks::all_reduce(a, device, arena),
         Op::AllGather(a) => ranks::all_gather(a, device, arena),
         Op::RankNorm(a) => ranks::rank_norm(a, device, arena),
@@ -125,6 +122,7 @@ pub fn scratch<B: Address>(op: &Op<B>, device: &Device) -> u64 {
     match op {
         Op::Matmul(a) => pick::scratch(a, device),
         Op::Attention(a) => attention::scratch(a, device),
+        Op::LatentAttention(a) => latent::scratch(a, device),
         Op::ExpertMatmul(a) => grouped::scratch(a),
         Op::GatedDelta(a) => state::delta_scratch(a, device),
         _ => 0,

@@ -262,7 +262,12 @@ const DELTA_THREADS: usize = 128;
 fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> usize {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let rows_of_a_thread = dk.div_ceil(DELTA_THREADS / (columns / 4));
-    if rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 4 * sms { 1 } else { 7 }
+    match rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 4 * sms {
+        true => 1,
+        // Decays take registers too.
+        false if a.decays_per_channel() => 5,
+        false => 7,
+    }
 }
 
 /// Dims of keys that the chunked delta rule takes.
@@ -297,7 +302,8 @@ fn delta_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<C
 
 /// Whether the inputs are such as the chunked delta rule reads.
 fn delta_inputs<B: Address>(a: &GatedDelta<B>, device: &Device) -> bool {
-    device.tuned && a.a.dtype == DType::Bf16 && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
+    let tuned = device.tuned && !a.decays_per_channel();
+    tuned && a.a.dtype == DType::Bf16 && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
 }
 
 fn delta_chunked<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<ChunkedShape> {
@@ -338,6 +344,7 @@ pub(super) fn gated_delta<B: Address>(
         .int("BLOCKS", blocks)
         .int("HEADS_PER_KEY", a.heads_per_key)
         .int("FIRST_HEAD", a.first_head)
+        .flag("EACH", a.decays_per_channel())
         .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
         .ty("q_t", a.q.dtype)
         .ty("k_t", a.k.dtype)

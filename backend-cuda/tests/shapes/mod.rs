@@ -87,6 +87,10 @@ struct Shape {
     mamba1: Option<[usize; 2]>,
     /// Key heads, value heads, dk, dv.
     delta: Option<[usize; 4]>,
+    /// Heads, and columns of keys and values, of a delta rule with a decay per channel.
+    channels: Option<[usize; 2]>,
+    /// Heads, latent, shared key, own key.
+    latent: Option<[usize; 4]>,
     /// Experts, top-k, inner width.
     moe: Option<[usize; 3]>,
     mlp: usize,
@@ -99,6 +103,8 @@ const BASE: Shape = Shape {
     mamba2: Some([128, 64, 128, 8]),
     mamba1: None,
     delta: None,
+    channels: None,
+    latent: None,
     moe: None,
     mlp: 21504,
     vocab: 131_072,
@@ -110,6 +116,9 @@ const OTHERS: &[Shape] = &[
         attention: Some([16, 2, 256]),
         mamba1: Some([8192, 16]),
         delta: Some([16, 32, 128, 128]),
+        // Kimi-Linear's.
+        channels: Some([32, 128]),
+        latent: Some([32, 512, 64, 128]),
         moe: Some([512, 10, 512]),
         mamba2: None,
         mlp: 512,
@@ -168,6 +177,8 @@ const OTHERS: &[Shape] = &[
         mamba2: Some([4, 12, 20, 2]),
         mamba1: Some([100, 16]),
         delta: Some([2, 4, 12, 20]),
+        channels: Some([3, 20]),
+        latent: Some([5, 36, 12, 8]),
         moe: Some([12, 3, 36]),
         mlp: 68,
         vocab: 1000,
@@ -387,6 +398,18 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
             .into(),
         );
     }
+    if let Some([h, d]) = s.channels {
+        let x = m.act(&[t, 3 * h * d]);
+        let (q, k, v) = (x.cols(0, h * d), x.cols(h * d, h * d), x.cols(2 * h * d, h * d));
+        let (a, b, par) = (m.act(&[t, h * d]), m.act(&[t, h]), m.f32(&[2, h * d]));
+        let (pool, out) = (m.state(&[9, h, d, d]), m.act(&[t, h * d]));
+        let step = step.clone();
+        let (heads_per_key, first_head, beta_scale) = (1, 0, 1.0);
+        ops.push(GatedDelta { step, q, k, v, a, b, par, pool, out, heads_per_key, first_head, beta_scale }.into());
+    }
+    if let Some(sizes) = s.latent {
+        latent(m, &mut ops, sizes);
+    }
     if let Some([hk, hv, dk, dv]) = s.delta {
         let c = 2 * hk * dk + hv * dv;
         conv(m, &mut ops, c);
@@ -543,6 +566,20 @@ fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd
                 .into(),
         );
     }
+}
+
+fn latent(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, latent, shared, own]: [usize; 4]) {
+    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
+    let pool = KvPool { k: m.act(&[9, 1, PAGE, latent]), v: m.act(&[9, 1, PAGE, shared]) };
+    let width = own + shared;
+    let proj = m.act(&[t, heads * width + latent + shared]);
+    let (queries, kv) = (proj.cols(0, heads * width), proj.cols(heads * width, latent + shared));
+    ops.push(LatentKv { step: step.clone(), kv, weight: m.f32(&[latent]), eps: 1e-6, pool: pool.clone() }.into());
+    let (q, attended, values) = (m.act(&[t, heads * latent]), m.act(&[t, heads * latent]), m.act(&[t, heads * own]));
+    let (keys, expansion) = (m.f32(&[heads * latent, own]), m.f32(&[heads * own, latent]));
+    ops.push(HeadMatmul { x: queries.clone(), w: keys, out: q.clone(), heads }.into());
+    ops.push(LatentAttention { step, q, queries, pool, out: attended.clone(), heads, scale: 0.1 }.into());
+    ops.push(HeadMatmul { x: attended, w: expansion, out: values, heads }.into());
 }
 
 /// The experts' first half, with `n` columns.
