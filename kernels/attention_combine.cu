@@ -2,6 +2,8 @@
 // A warp per (token, head). Grid (T * H / 4).
 // HEAD_DIM, HEADS, SPLITS; out_t.
 
+constexpr int HELD = div_up(SPLITS, 32);
+
 extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
@@ -10,10 +12,10 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
     int h = unit % HEADS, lane = threadIdx.x % 32;
     if (t >= st.tokens || st.token_row(t) == NONE) return;
     const float *p = partial + unit * SPLITS * (HEAD_DIM + 4);
-    // Weights of up to 64 runs, two a lane.
-    float top = -INF, tops[2], weights[2], sum = 0.f;
+    // Weights of the runs, some a lane.
+    float top = -INF, tops[HELD], weights[HELD], sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < HELD; i++) {
         int s = lane + 32 * i;
         tops[i] = s < SPLITS ? p[s * (HEAD_DIM + 4)] : -INF;
         weights[i] = s < SPLITS ? p[s * (HEAD_DIM + 4) + 1] : 0.f;
@@ -21,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
     }
     top = warp_max(top);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < HELD; i++) {
         float f = tops[i] == -INF ? 0.f : __expf(tops[i] - top);
         sum += f * weights[i];
         weights[i] = f;
@@ -32,12 +34,15 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
         int c = base + lane * 4;
         bool in = c < HEAD_DIM;
         float o[4] = {};
-#pragma unroll 8
-        for (int s = 0; s < SPLITS; s++) {
-            float w = __shfl_sync(0xffffffffu, s < 32 ? weights[0] : weights[1], s % 32), v[4] = {};
-            if (in) load<4>(p + s * (HEAD_DIM + 4) + 4 + c, v);
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[e] += w * v[e];
+        for (int i = 0; i < HELD; i++) {
+#pragma unroll 8
+            for (int s = 32 * i; s < min(SPLITS, 32 * i + 32); s++) {
+                float w = __shfl_sync(0xffffffffu, weights[i], s % 32), v[4] = {};
+                if (in) load<4>(p + s * (HEAD_DIM + 4) + 4 + c, v);
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[e] += w * v[e];
+            }
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) o[e] *= scale;

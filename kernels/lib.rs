@@ -43,6 +43,7 @@ files![
     "head_matmul.cu",
     "head_matmul_tile.cu",
     "latent_attention.cu",
+    "latent_attention_tile.cu",
     "latent_kv.cu",
     "logprobs.cu",
     "matmul_bias.cu",

@@ -367,6 +367,17 @@ arguments! {
         partial: At = "float",
         scale: f32,
     }
+    /// Of `latent_attention_tile.cu`; the stride of the pools is that of a page.
+    LatentAttentionTile {
+        st: StepWords,
+        q: Rows = "const bf16",
+        queries: Rows = "const bf16",
+        k_pages: Rows = "const bf16",
+        v_pages: Rows = "const bf16",
+        out: Rows = "bf16",
+        partial: At = "float",
+        scale: f32,
+    }
     /// Of `attention_decode.cu`; `tickets`: a u32 of zero for every multiprocessor, left as it was.
     AttentionDecode {
         st: StepWords,

@@ -131,6 +131,7 @@ kernels! {
     HeadMatmul "head_matmul" Early HeadMatmul,
     HeadMatmulTile "head_matmul_tile" Early HeadMatmul,
     LatentAttention "latent_attention" Early LatentAttention,
+    LatentAttentionTile "latent_attention_tile" Early LatentAttentionTile,
     LatentKv "latent_kv" Early LatentKv,
     Logprobs "logprobs" Early Logprobs,
     MatmulBias "matmul_bias" Early MatmulBias,

@@ -3,9 +3,10 @@
 use selkie_core::{
     Error, Result,
     ops::{HeadMatmul, LatentAttention, LatentKv},
+    step::PAGE,
 };
 
-use super::{Arena, Device, aligned, attention, fours, vector};
+use super::{Arena, Device, aligned, attention, fours, vector, wide};
 use crate::{
     arguments::{self, At},
     launch::{Address, Launch, Work},
@@ -64,13 +65,76 @@ pub(super) fn latent_kv<B: Address>(a: &LatentKv<B>) -> Result<Vec<Work>> {
     Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.tokens.div_ceil(4), 1, 1], 128, &args))])
 }
 
-/// Bytes of the scratch memory for runs of pages. Tokens times heads times runs stays below this wherever there are several.
+/// How a block of the kernel on tensor cores is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tile {
+    /// Heads of a block, in sixteens.
+    sixteens: usize,
+    /// Pages in shared memory.
+    stages: usize,
+}
+
+/// Most heads of a block.
+const MOST_HEADS: usize = 32;
+/// Most runs that the pages of a token are cut into.
+const MOST_RUNS: usize = 128;
+
+impl Tile {
+    /// The most heads that fit, of pages that arrive while others are used.
+    fn of(heads: usize, latent: usize, shared: usize, device: &Device) -> Option<Self> {
+        let takes = latent.is_multiple_of(64) && latent <= 1024 && shared.is_multiple_of(16) && shared <= MOST_SHARED;
+        [(2, 2), (2, 1), (1, 2), (1, 1)]
+            .into_iter()
+            .map(|(sixteens, stages)| Self { sixteens, stages })
+            .filter(|tile| takes && (tile.sixteens == 1 || heads > 16))
+            .find(|tile| tile.shared(latent + shared) <= device.shared)
+    }
+
+    /// Shared memory of a block, in bytes: queries and pages of so many columns, weights, statistics of four warps.
+    fn shared(self, columns: usize) -> usize {
+        let heads = 16 * self.sixteens;
+        2 * columns * (heads + self.stages * PAGE) + heads * (2 * PAGE + 4 * 4)
+    }
+
+    /// Blocks that share the heads of a token.
+    fn blocks(self, heads: usize) -> usize {
+        heads.div_ceil(16 * self.sixteens)
+    }
+}
+
+/// The kernel of an attention over latents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    /// Any size: a block per head.
+    Generic,
+    /// A block per token and some heads.
+    Tile(Tile),
+}
+
+/// The sizes of the op: columns of a latent, of a shared key, and of a head of the queries.
+fn sizes<B: Address>(a: &LatentAttention<B>) -> [usize; 3] {
+    [a.pool.k.dims()[3], a.pool.v.dims()[3], a.queries.row_len() / a.heads]
+}
+
+fn variant<B: Address>(a: &LatentAttention<B>, device: &Device) -> Variant {
+    let [latent, shared, width] = sizes(a);
+    let inputs = device.tuned && width.is_multiple_of(8) && wide(&[&a.q, &a.queries, &a.pool.k, &a.pool.v, &a.out]);
+    let tile = if inputs { Tile::of(a.heads, latent, shared, device) } else { None };
+    tile.map_or(Variant::Generic, Variant::Tile)
+}
+
+/// Bytes of the scratch memory for runs of pages. Where a token has several, tokens times heads times runs is at most the most
+/// heads of a block for every multiprocessor, or [`generic_blocks`].
 pub(super) fn scratch<B: Address>(a: &LatentAttention<B>, device: &Device) -> u64 {
-    (blocks(device) * (a.pool.k.dims()[3] + 4) * 4) as u64
+    let results = match variant(a, device) {
+        Variant::Generic => generic_blocks(device),
+        Variant::Tile(_) => MOST_HEADS * device.sms,
+    };
+    (results * (sizes(a)[0] + 4) * 4) as u64
 }
 
 /// Blocks of the kernel of every size that fill a device.
-fn blocks(device: &Device) -> usize {
+fn generic_blocks(device: &Device) -> usize {
     8 * device.sms
 }
 
@@ -90,37 +154,65 @@ pub(super) fn latent_attention<B: Address>(
     device: &Device,
     arena: &Arena,
 ) -> Result<Vec<Work>> {
-    let [latent, shared] = [&a.pool.k, &a.pool.v].map(|t| t.dims()[3]);
-    let (heads, width, bucket) = (a.heads, a.queries.row_len() / a.heads, &a.step.bucket);
+    let [latent, shared, width] = sizes(a);
     aligned("latent_attention", 4, &[&a.q, &a.queries, &a.pool.k, &a.pool.v, &a.out])?;
     for (what, columns) in [("latents of", latent), ("shared keys of", shared), ("heads of", width)] {
         fours("latent_attention", what, columns)?;
     }
     room("latents", latent, MOST_LATENT)?;
     room("shared keys", shared, MOST_SHARED)?;
-    let splits = attention::splits(bucket.tokens * heads, bucket.pages, blocks(device));
-    let spec = Spec::new(File::LatentAttention)
-        .int("LATENT", latent)
-        .int("SHARED", shared)
-        .int("WIDTH", width)
-        .int("HEADS", heads)
-        .int("SPLITS", splits)
-        .ty("q_t", a.q.dtype)
-        .ty("page_t", a.pool.k.dtype)
-        .ty("out_t", a.out.dtype);
-    let (st, out, partial) = ((&a.step).into(), (&a.out).into(), At(arena.scratch));
-    let args = arguments::LatentAttention {
-        st,
-        q: (&a.q).into(),
-        queries: (&a.queries).into(),
-        k_pages: (&a.pool.k).into(),
-        v_pages: (&a.pool.v).into(),
-        out,
-        partial,
-        scale: a.scale,
+    let (heads, tokens, pages) = (a.heads, a.step.bucket.tokens, a.step.bucket.pages);
+    let (st, q, queries) = ((&a.step).into(), (&a.q).into(), (&a.queries).into());
+    let (k_pages, v_pages, out) = ((&a.pool.k).into(), (&a.pool.v).into(), (&a.out).into());
+    let (partial, scale) = (At(arena.scratch), a.scale);
+    let spec =
+        |file| Spec::new(file).int("LATENT", latent).int("SHARED", shared).int("WIDTH", width).int("HEADS", heads);
+    let (launch, splits) = match variant(a, device) {
+        Variant::Generic => {
+            let splits = attention::splits(tokens * heads, pages, generic_blocks(device));
+            let spec = spec(File::LatentAttention).int("SPLITS", splits);
+            let spec = spec.ty("q_t", a.q.dtype).ty("page_t", a.pool.k.dtype).ty("out_t", a.out.dtype);
+            let args = arguments::LatentAttention { st, q, queries, k_pages, v_pages, out, partial, scale };
+            (Launch::new(spec, [tokens, heads, splits], 128, &args), splits)
+        }
+        Variant::Tile(tile) => {
+            let blocks = tile.blocks(heads);
+            let splits = (device.sms / (tokens * blocks)).min(pages).clamp(1, MOST_RUNS);
+            let spec = spec(File::LatentAttentionTile).int("MT", tile.sixteens).int("STAGES", tile.stages);
+            let args = arguments::LatentAttentionTile { st, q, queries, k_pages, v_pages, out, partial, scale };
+            let launch = Launch::new(spec.int("SPLITS", splits), [tokens, blocks, splits], 128 * tile.sixteens, &args);
+            (launch.with_shared(tile.shared(latent + shared)), splits)
+        }
     };
-    let mut work = vec![Work::Kernel(Launch::new(spec, [bucket.tokens, heads, splits], 128, &args))];
-    let combine = attention::Merge { tokens: bucket.tokens, heads, columns: latent, splits };
-    work.extend(combine.launch(arguments::AttentionCombine { st, partial, out }, a.out.dtype));
+    let mut work = vec![Work::Kernel(launch)];
+    let merge = attention::Merge { tokens, heads, columns: latent, splits };
+    work.extend(merge.launch(arguments::AttentionCombine { st, partial, out }, a.out.dtype));
     Ok(work)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_fit_into_shared_memory() {
+        let of = |heads, latent, shared, kib| {
+            Tile::of(heads, latent, shared, &Device::like_h200(kib)).map(|t| (t.sixteens, t.stages))
+        };
+        assert_eq!(of(32, 512, 64, 227), Some((2, 2)));
+        assert_eq!(of(32, 512, 64, 163), Some((2, 1)));
+        assert_eq!(of(32, 512, 64, 99), Some((1, 1)));
+        assert_eq!(of(4, 64, 16, 99), Some((1, 2)));
+        assert_eq!(of(1, 1024, 16, 227), Some((1, 1)));
+        assert_eq!(of(1, 1024, 16, 99), None);
+        assert_eq!(of(4, 32, 16, 227), None);
+        assert_eq!(of(4, 64, 12, 227), None);
+    }
+
+    #[test]
+    fn sizes_without_room_are_refused_by_name() {
+        assert!(room("latents", MOST_LATENT, MOST_LATENT).is_ok());
+        let why = room("latents", MOST_LATENT + 4, MOST_LATENT).expect_err("too many").to_string();
+        assert!(why.contains("latents of 2052") && why.contains("2048"), "{why}");
+    }
 }
