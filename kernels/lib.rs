@@ -36,6 +36,7 @@ files![
     "expert_wgmma.cu",
     "fill.cu",
     "gated_delta.cu",
+    "gated_delta_channel.cu",
     "gated_delta_chunk.cu",
     "gated_delta_prepare.cu",
     "gather.cu",

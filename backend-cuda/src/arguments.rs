@@ -448,6 +448,19 @@ arguments! {
         beta_scale: f32,
         state_unwritten: u32,
     }
+    /// Of `gated_delta_channel.cu`.
+    GatedDeltaChannel {
+        st: StepWords,
+        q: Rows = "const q_t",
+        k: Rows = "const k_t",
+        v: Rows = "const v_t",
+        a: Rows = "const a_t",
+        b: Rows = "const b_t",
+        par: Rows = "const float",
+        pool: Rows = "pool_t",
+        out: Rows = "out_t",
+        beta_scale: f32,
+    }
     /// Of `gated_delta_prepare.cu`.
     GatedDeltaPrepare {
         st: StepWords,

@@ -124,6 +124,7 @@ kernels! {
     ExpertWgmma "expert_wgmma" Early ExpertWgmma,
     Fill "fill" Never Fill,
     GatedDelta "gated_delta" Early GatedDelta,
+    GatedDeltaChannel "gated_delta_channel" Never GatedDeltaChannel,
     GatedDeltaChunk "gated_delta_chunk" Never GatedDeltaChunk,
     GatedDeltaPrepare "gated_delta_prepare" Never GatedDeltaPrepare,
     Gather "gather" Early Gather,

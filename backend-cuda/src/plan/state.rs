@@ -265,7 +265,7 @@ fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> us
     match rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 4 * sms {
         true => 1,
         // Decays take registers too.
-        false if a.decays_per_channel() => 5,
+        false if a.decays_per_channel() => 4,
         false => 7,
     }
 }
@@ -313,6 +313,29 @@ fn delta_chunked<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<Chunk
     delta_block(dk, dv, blocks, device).filter(|_| long)
 }
 
+/// Cut of the delta rule over long rows with a decay per channel, if it takes this shape; `blocks` of 32 columns would be there.
+fn delta_channel_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<ChunkedShape> {
+    /// Tokens of a tile, of which there are two.
+    const TILE: usize = 16;
+    let shape = |columns: usize| ChunkedShape { columns, stages: 2, shared: 2 * 4 * TILE * (3 * dk + columns + 2) };
+    // Half as wide where that leaves half of the device empty.
+    let widest = if 2 * blocks <= device.sms { 16 } else { 32 };
+    [32, 16]
+        .into_iter()
+        .filter(|&columns| columns <= widest && dv.is_multiple_of(columns))
+        .filter(|_| dk.is_multiple_of(32) && dk <= 256)
+        .map(shape)
+        .find(|s| s.shared <= device.shared)
+}
+
+fn delta_channel<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<ChunkedShape> {
+    let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
+    let long = device.tuned && a.decays_per_channel() && may_be_long(&a.step.bucket);
+    let fours = aligned("gated_delta", 4, &[&a.q, &a.k, &a.a, &a.par]).is_ok();
+    let blocks = long_rows(&a.step.bucket) * heads * dv.div_ceil(32);
+    delta_channel_block(dk, dv, blocks, device).filter(|_| long && fours)
+}
+
 /// Scratch bytes of any step with this many tokens or fewer: an upper bound, since a step of more rows may have no long row.
 pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, device: &Device) -> u64 {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
@@ -332,7 +355,8 @@ pub(super) fn gated_delta<B: Address>(
     aligned("gated_delta", 4, &[&a.v, &a.pool, &a.out])?;
     fours("gated_delta", "value head dim", dv)?;
     let bucket = &a.step.bucket;
-    let chunked = delta_chunked(a, device);
+    let (chunked, channel) = (delta_chunked(a, device), delta_channel(a, device));
+    let splits_rows = chunked.is_some() || channel.is_some();
     let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), device.sms);
     let blocks = delta_blocks(a, columns, device.sms);
     let spec = Spec::new(File::GatedDelta)
@@ -345,22 +369,34 @@ pub(super) fn gated_delta<B: Address>(
         .int("HEADS_PER_KEY", a.heads_per_key)
         .int("FIRST_HEAD", a.first_head)
         .flag("EACH", a.decays_per_channel())
-        .int("MAX_TOKENS", if chunked.is_some() { SHORT } else { 0 })
-        .ty("q_t", a.q.dtype)
-        .ty("k_t", a.k.dtype)
-        .ty("v_t", a.v.dtype)
-        .ty("a_t", a.a.dtype)
-        .ty("b_t", a.b.dtype)
-        .ty("pool_t", a.pool.dtype)
-        .ty("out_t", a.out.dtype);
+        .int("MAX_TOKENS", if splits_rows { SHORT } else { 0 });
+    let types = |spec: Spec| {
+        let inputs = spec.ty("q_t", a.q.dtype).ty("k_t", a.k.dtype).ty("v_t", a.v.dtype).ty("a_t", a.a.dtype);
+        inputs.ty("b_t", a.b.dtype).ty("pool_t", a.pool.dtype).ty("out_t", a.out.dtype)
+    };
     let (st, q, k, v, beta_scale) = ((&a.step).into(), (&a.q).into(), (&a.k).into(), (&a.v).into(), a.beta_scale);
     let (gates, par, pool, out) = (((&a.a).into(), (&a.b).into()), (&a.par).into(), (&a.pool).into(), (&a.out).into());
     let state_unwritten = u32::from(hazards.state_unwritten);
     let args =
         arguments::GatedDelta { st, q, k, v, a: gates.0, b: gates.1, par, pool, out, beta_scale, state_unwritten };
-    let units = if chunked.is_some() { bucket.rows } else { bucket.chunks };
+    let units = if splits_rows { bucket.rows } else { bucket.chunks };
     let grid = [heads * dv.div_ceil(columns) * units + padding_blocks(bucket.tokens, heads * dv), 1, 1];
-    let mut work = vec![Work::Kernel(Launch::new(spec, grid, DELTA_THREADS, &args))];
+    let mut work = vec![Work::Kernel(Launch::new(types(spec), grid, DELTA_THREADS, &args))];
+    if let Some(ChunkedShape { columns, shared, .. }) = channel {
+        let spec = Spec::new(File::GatedDeltaChannel)
+            .int("HEADS", heads)
+            .int("DK", dk)
+            .int("DV", dv)
+            .int("CB", columns)
+            .int("HEADS_PER_KEY", a.heads_per_key)
+            .int("FIRST_HEAD", a.first_head)
+            .int("MIN_TOKENS", SHORT);
+        let args = arguments::GatedDeltaChannel { st, q, k, v, a: gates.0, b: gates.1, par, pool, out, beta_scale };
+        let grid = [long_rows(bucket), heads * dv / columns, 1];
+        // A warp per 8 columns, and four that bring tokens.
+        let threads = 32 * (columns / 8 + 4);
+        work.push(Work::Kernel(Launch::new(types(spec), grid, threads, &args).with_shared(shared)));
+    }
     if let Some(ChunkedShape { columns, stages, shared }) = chunked {
         let constants = |file| {
             Spec::new(file)
@@ -451,5 +487,13 @@ mod tests {
         assert_eq!(olmo(45, 227), Some((32, 3)));
         assert_eq!(olmo(90, 163), Some((48, 2)));
         assert_eq!(delta_block(80, 192, 90, &Device::like_h200(227)), None);
+        let channel =
+            |dk, dv, blocks, shared| delta_channel_block(dk, dv, blocks, &Device::like_h200(shared)).map(|s| s.columns);
+        assert_eq!(channel(128, 128, 128, 99), Some(32));
+        assert_eq!(channel(128, 128, 64, 99), Some(16));
+        assert_eq!(channel(64, 48, 128, 99), Some(16));
+        assert_eq!(channel(256, 128, 128, 99), Some(16));
+        assert_eq!(channel(20, 32, 128, 227), None);
+        assert_eq!(channel(64, 36, 128, 227), None);
     }
 }
