@@ -237,7 +237,11 @@ fn per_channel(to: &mut Table, base: &Delta) {
     to.add("a decay per channel, dk 192", Delta { key_heads: 1, heads: 1, dk: 192, dv: 32, ..each.clone() });
     to.add("a decay per channel, 2 value heads per key head", Delta { key_heads: 2, per_key: 2, ..each.clone() });
     let block = Delta { key_heads: 6, first_head: 2, heads: 3, views: true, ..each };
-    to.add("a decay per channel, block of heads", block);
+    to.add("a decay per channel, block of heads", block.clone());
+    for (dk, dv) in [(32, 16), (96, 48), (192, 32), (256, 16)] {
+        let long = Delta { batch: find("long rows"), per_key: 2, first_head: 3, dk, dv, ..block.clone() };
+        to.add(&format!("a decay per channel, dk {dk}, dv {dv}, long rows of a block across key heads"), long);
+    }
     let kimi = Delta { key_heads: 32, heads: 32, views: true, ..kimi };
     let batch = Batch::new((0..8).map(|i| row(70, &[(1, i + 1, i + 1)])).collect());
     to.sized(Size::Bench, "decode of 8, Kimi-Linear", Delta { batch, ..kimi.clone() });

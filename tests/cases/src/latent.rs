@@ -240,7 +240,16 @@ pub(super) fn latent_attention(to: &mut Table) {
         let name_of = format!("latents of 512, shared keys of 64, {name}");
         to.add(&name_of, Latent { batch: batch(name), ..kimi.clone() });
     }
-    to.add("latents of 1024", Latent { batch: batch("decode of 8 rows"), heads: 1, latent: 1024, ..base });
+    to.add("latents of 1024", Latent { batch: batch("decode of 8 rows"), heads: 1, latent: 1024, ..base.clone() });
+    // Heads share blocks on some devices, and the last block has fewer.
+    for name in ["off the grid", "decode of 8 rows", "decode far out"] {
+        let few = Latent { batch: batch(name), heads: 5, latent: 64, views: true, ..base.clone() };
+        to.add(&format!("5 heads, latents of 64, {name}"), few);
+        let many = Latent { batch: batch(name), heads: 40, latent: 128, shared: 32, ..base.clone() };
+        to.add(&format!("40 heads, latents of 128, shared keys of 32, {name}"), many);
+    }
+    let far = Batch::new(with_pages(vec![cut(9000, 1, 0, &[])]));
+    to.sized(Size::Large, "decode at 9000", Latent { batch: far, heads: 5, latent: 64, ..base });
     let rows = Batch::new(with_pages((0..8).map(|i| cut(1024 + i, 1, 0, &[])).collect()));
     to.sized(Size::Bench, "decode of 8 at 1024, Kimi-Linear", Latent { batch: rows, heads: 32, ..kimi });
 }
