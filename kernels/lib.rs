@@ -42,6 +42,7 @@ files![
     "gather.cu",
     "gemv.cu",
     "head_matmul.cu",
+    "head_matmul_mma.cu",
     "head_matmul_tile.cu",
     "latent_attention.cu",
     "latent_attention_tile.cu",

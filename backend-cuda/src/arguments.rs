@@ -347,6 +347,13 @@ arguments! {
         tokens: i32,
         out: Rows = "out_t",
     }
+    /// Of `head_matmul_mma.cu`; `tokens`: rows of x.
+    HeadMatmulMma {
+        x: Rows = "const bf16",
+        w: At = "const float",
+        tokens: i32,
+        out: Rows = "bf16",
+    }
     /// Of `latent_kv.cu`; the stride of the pools is that of a page.
     LatentKv {
         st: StepWords,

@@ -130,6 +130,7 @@ kernels! {
     Gather "gather" Early Gather,
     Gemv "gemv" Late FusedProduct,
     HeadMatmul "head_matmul" Early HeadMatmul,
+    HeadMatmulMma "head_matmul_mma" Early HeadMatmulMma,
     HeadMatmulTile "head_matmul_tile" Early HeadMatmul,
     LatentAttention "latent_attention" Early LatentAttention,
     LatentAttentionTile "latent_attention_tile" Early LatentAttentionTile,

@@ -20,25 +20,25 @@ const FEW: usize = 8;
 const MOST_LATENT: usize = 2048;
 const MOST_SHARED: usize = 512;
 
-pub(super) fn head_matmul<B: Address>(a: &HeadMatmul<B>) -> Result<Vec<Work>> {
+pub(super) fn head_matmul<B: Address>(a: &HeadMatmul<B>, device: &Device) -> Result<Vec<Work>> {
     let (tokens, heads) = (a.x.rows(), a.heads);
     let (rows, k, width) = (a.w.rows() / heads, a.w.row_len(), a.x.row_len() / heads);
-    let few = tokens <= FEW;
-    let spec = Spec::new(if few { File::HeadMatmul } else { File::HeadMatmulTile })
-        .int("K", k)
-        .int("WIDTH", width)
-        .int("ROWS", rows);
+    let spec = |file| Spec::new(file).int("K", k).int("WIDTH", width).int("ROWS", rows);
     let types = |spec: Spec| spec.ty("x_t", a.x.dtype).ty("out_t", a.out.dtype);
-    let args =
-        arguments::HeadMatmul { x: (&a.x).into(), w: (&a.w).into(), tokens: tokens as i32, out: (&a.out).into() };
-    let launch = if few {
-        // A head begins at any multiple of its width, a row of its matrix at any multiple of k.
-        let fits = |v: usize| width.is_multiple_of(v) && a.w.offset.is_multiple_of(v);
-        let vec = [4, 2].into_iter().find(|&v| fits(v) && vector(k, &[&a.x, &a.w]) >= v).unwrap_or(1);
-        let spec = spec.int("VEC", vec).int("TOKENS", tokens.next_power_of_two());
+    let (x, w, out, number) = ((&a.x).into(), (&a.w).into(), (&a.out).into(), tokens as i32);
+    let args = arguments::HeadMatmul { x, w, tokens: number, out };
+    // A head begins at any multiple of its width, a row of its matrix at any multiple of k.
+    let fits = |v: usize| [k, width, a.w.offset].iter().all(|n| n.is_multiple_of(v));
+    let tiles = [rows.div_ceil(64), tokens.div_ceil(64), heads];
+    let launch = if tokens <= FEW {
+        let vec = [4, 2].into_iter().find(|&v| fits(v) && aligned("head_matmul", v, &[&a.x]).is_ok()).unwrap_or(1);
+        let spec = spec(File::HeadMatmul).int("VEC", vec).int("TOKENS", tokens.next_power_of_two());
         Launch::new(types(spec), [rows.div_ceil(32), heads, 1], 256, &args)
+    } else if device.tuned && fits(8) && rows.is_multiple_of(2) && wide(&[&a.x, &a.out]) {
+        let args = arguments::HeadMatmulMma { x, w, tokens: number, out };
+        Launch::new(spec(File::HeadMatmulMma), tiles, 128, &args)
     } else {
-        Launch::new(types(spec), [rows.div_ceil(64), tokens.div_ceil(64), heads], 256, &args)
+        Launch::new(types(spec(File::HeadMatmulTile)), tiles, 256, &args)
     };
     Ok(vec![Work::Kernel(launch)])
 }

@@ -102,7 +102,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::Conv1d(a) => state::conv1d(a, hazards),
         Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),
         Op::GatedDelta(a) => state::gated_delta(a, device, arena, hazards),
-        Op::HeadMatmul(a) => latent::head_matmul(a),
+        Op::HeadMatmul(a) => latent::head_matmul(a, device),
         Op::LatentKv(a) => latent::latent_kv(a),
         Op::LatentAttention(a) => latent::latent_attention(a, device, arena),
         Op::AllReduce(a) => ranks::all_reduce(a, device, arena),
