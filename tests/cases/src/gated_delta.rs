@@ -238,7 +238,7 @@ fn per_channel(to: &mut Table, base: &Delta) {
     to.add("a decay per channel, 2 value heads per key head", Delta { key_heads: 2, per_key: 2, ..each.clone() });
     let block = Delta { key_heads: 6, first_head: 2, heads: 3, views: true, ..each };
     to.add("a decay per channel, block of heads", block.clone());
-    for (dk, dv) in [(32, 16), (96, 48), (192, 32), (256, 16)] {
+    for (dk, dv) in [(32, 16), (96, 48), (192, 32)] {
         let long = Delta { batch: find("long rows"), per_key: 2, first_head: 3, dk, dv, ..block.clone() };
         to.add(&format!("a decay per channel, dk {dk}, dv {dv}, long rows of a block across key heads"), long);
     }
