@@ -19,19 +19,26 @@ use crate::{
     tensor::DType,
 };
 
+mod affine;
 mod digest;
 mod formats;
 mod grouped;
 mod header;
 #[cfg(not(target_arch = "wasm32"))]
 mod kept;
+mod mlx;
 mod random;
 mod recipe;
+mod runs;
 mod scaled;
 
+pub(crate) use affine::{Size, Sizes};
 pub(crate) use grouped::Layout;
-use header::{known_dtype, read_header, read_shards};
+use header::{read_header, read_shards};
+use mlx::Joined;
 pub use recipe::Recipe;
+use runs::assembled;
+pub(crate) use runs::stored_tensor;
 use scaled::Scaled;
 
 /// The longest index file that is read, in bytes.
@@ -55,11 +62,16 @@ pub struct TensorInfo {
     pub(crate) made: Option<Arc<Made>>,
     /// Its scales, if they are stored as tensors of their own.
     pub(crate) scaled: Option<Arc<Scaled>>,
+    /// The tensors that have its rows, if they are stored under other names.
+    pub(crate) joined: Option<Arc<Joined>>,
 }
 
 impl TensorInfo {
     /// Stored bytes of the tensor.
     pub fn bytes(&self) -> u64 {
+        if let Some(joined) = &self.joined {
+            return joined.parts.iter().map(Self::bytes).sum();
+        }
         let Some(made) = &self.made else { return self.range.end - self.range.start };
         let rows = |stored: &Stored| stored.shape.iter().rev().skip(1).product::<usize>().max(1) as u64;
         let experts = |stored: &Stored| stored.shape.iter().rev().skip(2).product::<usize>().max(1) as u64;
@@ -232,6 +244,27 @@ impl Checkpoint {
         Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } })
     }
 
+    /// The same with the matrices that MLX quantised in these sizes, and with the names that `family` asks for where MLX has others.
+    ///
+    /// # Errors
+    /// [`Error::BadModel`] naming file and tensor where tensors do not fit one another, [`Error::Unsupported`] for weights whose
+    /// order MLX changes.
+    pub(crate) fn with_mlx(self, sizes: Option<&Sizes>, family: &str) -> Result<Self> {
+        let Kind::Files { source, tensors, asked } = self.kind else { return Ok(self) };
+        let mut tensors = Arc::unwrap_or_clone(tensors);
+        if let Some(sizes) = sizes {
+            affine::gather(&*source, &mut tensors, sizes)?;
+        }
+        mlx::rename(&*source, &mut tensors, family)?;
+        Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } })
+    }
+
+    /// Whether a convolution is `[C, K, 1]`, as MLX has it.
+    pub(crate) fn is_of_mlx(&self) -> bool {
+        let Kind::Files { tensors, .. } = &self.kind else { return false };
+        mlx::has_moved_axes(tensors)
+    }
+
     /// The weights of a GGUF file, by the names that its family asks for.
     ///
     /// # Errors
@@ -247,6 +280,7 @@ impl Checkpoint {
                 range: first.range.clone(),
                 made: Some(Arc::new(made)),
                 scaled: None,
+                joined: None,
             }
         };
         let tensors = gguf.weights()?.into_iter().map(|(name, made)| (name, info(made))).collect();
@@ -417,59 +451,6 @@ impl Checkpoint {
         }
     }
 
-    fn find_runs(&self, names: &[&str], shape: &[usize]) -> Result<(Vec<Run>, Change)> {
-        let Kind::Files { source, tensors, asked } = &self.kind else {
-            let Kind::Random { seed, recipe } = self.kind else { unreachable!("a checkpoint is files or random") };
-            let format = recipe.map_or(Format::Plain, |recipe| recipe.format(names[0], shape));
-            let RawTensor { dtype, bytes, .. } = random::tensor(seed, names[0], shape, format)?;
-            let tensor = StoredTensor { dtype, format, shape: shape.to_vec(), place: Place::Memory(bytes) };
-            return Ok((vec![Run::whole(tensor)], Change::None));
-        };
-        let Some((name, info)) = names.iter().find_map(|name| tensors.get_key_value(*name)) else {
-            let why =
-                format!("tensor `{}` is missing; the weights are incomplete or of another model", names.join("` or `"));
-            return Err(Error::model(self.place(&**source), why));
-        };
-        let file = source.path(&info.file);
-        if !same_shape(&info.shape, shape) {
-            let why = format!(
-                "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}; these files do not belong together",
-                info.shape
-            );
-            return Err(Error::model(file, why));
-        }
-        if let Some(made) = &info.made {
-            locked(asked).insert(name.clone());
-            let run = |r: &crate::gguf::Rows| {
-                let tensor = stored_tensor(source, name, &r.from)?;
-                let mut run = Run { tensor, first: r.first, step: r.step, count: r.count };
-                // A matrix of one row may be stored as a vector.
-                let stored = &run.tensor.shape;
-                if run.is_whole() && same_shape(stored, shape) && stored.last() == shape.last() {
-                    run.tensor.shape = shape.to_vec();
-                    run = Run::whole(run.tensor);
-                }
-                Ok(run)
-            };
-            return Ok((made.rows.iter().map(run).collect::<Result<_>>()?, made.change));
-        }
-        let (dtype, format) = match (&info.scaled, known_dtype(&info.dtype)) {
-            (Some(scaled), _) => scaled.format(info.shape[1]),
-            (None, Some((dtype, _))) => (dtype, Format::Plain),
-            (None, None) => {
-                return Err(Error::Unsupported {
-                    what: format!("{file}: tensor `{name}` of dtype {}", info.dtype),
-                    why: "weights must be F32, BF16 or F16; use an unquantised release of the model, or a GGUF file"
-                        .into(),
-                });
-            }
-        };
-        locked(asked).insert(name.clone());
-        let place = Place::File { source: source.clone(), info: info.clone() };
-        let tensor = StoredTensor { dtype, format, shape: shape.to_vec(), place };
-        Ok((vec![Run::whole(tensor)], Change::None))
-    }
-
     /// The stored bytes of `name`, whatever its dtype.
     ///
     /// # Errors
@@ -531,65 +512,6 @@ impl RawTensor {
     fn dtype_values(&self) -> Vec<f32> {
         self.dtype.to_f32(&self.bytes)
     }
-}
-
-/// A tensor of a GGUF file.
-///
-/// # Errors
-/// [`Error::Unsupported`] for a type that is not read; `name` is how the message calls it.
-pub(crate) fn stored_tensor(source: &Arc<dyn Source>, name: &str, stored: &Stored) -> Result<StoredTensor> {
-    let Some((format, bytes)) = stored.format else {
-        return Err(Error::Unsupported {
-            what: format!("{}: tensor `{name}` of type {}", source.path(&stored.file), stored.kind),
-            why: "this type is not decoded; use a file with another quantisation, such as Q4_K_M or Q8_0".into(),
-        });
-    };
-    let dtype = match (format, bytes, stored.kind.as_str()) {
-        (Format::Plain, 4, _) => DType::F32,
-        (Format::Plain, _, "F16") => DType::F16,
-        (Format::Plain, ..) => DType::Bf16,
-        _ => DType::U8,
-    };
-    let (dtype_name, shape) = (stored.kind.clone(), stored.shape.clone());
-    let info = TensorInfo {
-        dtype: dtype_name,
-        shape: shape.clone(),
-        file: stored.file.clone(),
-        range: stored.range.clone(),
-        made: None,
-        scaled: None,
-    };
-    Ok(StoredTensor { dtype, format, shape, place: Place::File { source: source.clone(), info } })
-}
-
-/// Small tensors that are not stored as they are asked for, as f32.
-async fn assembled(runs: &[Run], change: Change, shape: &[usize]) -> Result<RawTensor> {
-    let mut values: Vec<f32> = Vec::new();
-    // Rows of all runs stand side by side in each of the outer dimensions.
-    let outer = runs.iter().map(|run| run.tensor.shape.iter().rev().skip(2).product::<usize>()).max().unwrap_or(1);
-    let mut decoded = Vec::with_capacity(runs.len());
-    for run in runs {
-        let bytes = run.tensor.read(0..run.tensor.bytes()).await?;
-        decoded.push(match run.tensor.format {
-            Format::Plain => run.tensor.dtype.to_f32(&bytes),
-            coded => coded.decode(&bytes),
-        });
-    }
-    for o in 0..outer {
-        for (run, all) in runs.iter().zip(&decoded) {
-            let (rows, row) = (run.tensor.rows(), all.len() / outer / run.tensor.rows());
-            for i in 0..run.count {
-                let at = (o * rows + run.first + i * run.step) * row;
-                values.extend(all[at..at + row].iter().map(|x| change.apply(*x)));
-            }
-        }
-    }
-    let bytes = bytemuck::cast_slice::<f32, u8>(&values).to_vec().into();
-    Ok(RawTensor { dtype: DType::F32, shape: shape.to_vec(), bytes })
-}
-
-fn same_shape(a: &[usize], b: &[usize]) -> bool {
-    a.iter().filter(|n| **n != 1).eq(b.iter().filter(|n| **n != 1))
 }
 
 #[cfg(test)]

@@ -105,6 +105,11 @@ impl Config {
         Self { file: file.into(), prefix: String::new(), levels: vec![keys] }
     }
 
+    /// Has `keys` instead of its own.
+    pub(crate) fn replace(&mut self, keys: Map<String, Value>) {
+        self.levels.insert(0, keys);
+    }
+
     /// Name of the file, for messages.
     pub fn file(&self) -> &str {
         &self.file

@@ -18,6 +18,7 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
+mod mlx;
 mod recipe;
 mod texts;
 
@@ -141,7 +142,7 @@ impl ModelFiles {
             );
             return Err(Error::model(label, why));
         };
-        let config = Config::parse(&source.path(CONFIG), &bytes)?;
+        let mut config = Config::parse(&source.path(CONFIG), &bytes)?;
         let config_hash = fnv::hash(fnv::START, &bytes);
         let generation = match read_small(&*source, "generation_config.json", MAX_JSON).await? {
             Some(bytes) => GenerationConfig::parse(&source.path("generation_config.json"), &bytes)?,
@@ -154,7 +155,7 @@ impl ModelFiles {
         };
         let chat = chat_template(&*source, settings.as_ref()).await?;
         let chat = chat.map(|(file, text)| Arc::new(ChatTemplate::new(&source.path(file), &text, now)));
-        let checkpoint = recipe::apply(&*source, &config, checkpoint.await?).await?;
+        let checkpoint = recipe::apply(&*source, &mut config, checkpoint.await?).await?;
         let name =
             label.rsplit(['/', '\\']).find(|part| !matches!(*part, "" | "." | "..")).unwrap_or("model").to_owned();
         let (gguf, fingerprint, identity) = (None, OnceLock::new(), OnceLock::new());

@@ -1,10 +1,10 @@
 //! A digest of all weights, for files that only make sense with them.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 #[cfg(not(target_arch = "wasm32"))]
 use super::kept;
-use super::{Checkpoint, Kind};
+use super::{Checkpoint, Kind, TensorInfo};
 use crate::{
     Result,
     digest::{Digest, Hasher},
@@ -24,7 +24,8 @@ impl Checkpoint {
             && let Some(dir) = crate::cache_dir::open("digests")
         {
             let outline = self.hash(None).await?;
-            let files: BTreeSet<String> = tensors.values().map(|info| source.path(&info.file)).collect();
+            let files: BTreeSet<String> =
+                tensors.values().flat_map(TensorInfo::sources).map(|i| source.path(&i.file)).collect();
             return kept::or(&dir, outline, &files, self.hash(Some(report))).await;
         }
         self.hash(Some(report)).await
@@ -45,18 +46,12 @@ impl Checkpoint {
         let (mut seen, mut done) = (BTreeSet::new(), 0);
         for (name, info) in tensors.iter() {
             hasher.update(format!("{name} {} {:?}\n", info.dtype, info.shape).as_bytes());
-            let mut stored = vec![(&info.file, &info.range)];
-            if let Some(made) = &info.made {
-                hasher.update(format!("{:?}\n", made.change).as_bytes());
-                for run in &made.rows {
-                    hasher.update(format!("{} {} {}\n", run.first, run.step, run.count).as_bytes());
-                }
-                stored =
-                    made.rows.iter().map(|run| &run.from).chain(&made.factor).map(|s| (&s.file, &s.range)).collect();
+            if let Some(joined) = &info.joined {
+                hasher.update(format!("{} parts, {:?}\n", joined.parts.len(), joined.change).as_bytes());
             }
-            if let Some(scaled) = &info.scaled {
-                hasher.update(format!("{}\n", scaled.rule()).as_bytes());
-                stored.extend(scaled.tensors().map(|t| (&t.file, &t.range)));
+            let mut stored = Vec::new();
+            for source in info.sources() {
+                stored.extend(outline(&mut hasher, source));
             }
             for (file, range) in stored {
                 // A stored tensor may be a part of several.
@@ -75,4 +70,21 @@ impl Checkpoint {
         }
         Ok(hasher.finish())
     }
+}
+
+/// The stored bytes of a tensor that is not joined; takes in how they make it.
+fn outline<'a>(hasher: &mut Hasher, info: &'a TensorInfo) -> Vec<(&'a Arc<str>, &'a Range<u64>)> {
+    let mut stored = vec![(&info.file, &info.range)];
+    if let Some(made) = &info.made {
+        hasher.update(format!("{:?}\n", made.change).as_bytes());
+        for run in &made.rows {
+            hasher.update(format!("{} {} {}\n", run.first, run.step, run.count).as_bytes());
+        }
+        stored = made.rows.iter().map(|run| &run.from).chain(&made.factor).map(|s| (&s.file, &s.range)).collect();
+    }
+    if let Some(scaled) = &info.scaled {
+        hasher.update(format!("{}\n", scaled.rule()).as_bytes());
+        stored.extend(scaled.tensors().map(|t| (&t.file, &t.range)));
+    }
+    stored
 }

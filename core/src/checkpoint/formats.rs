@@ -5,7 +5,18 @@ use std::collections::BTreeMap;
 use super::{Checkpoint, Kind, TensorInfo, header::known_dtype};
 use crate::format::Format;
 
+impl TensorInfo {
+    /// The tensors that have its rows: others, or it alone.
+    pub(super) fn sources(&self) -> &[Self] {
+        self.joined.as_ref().map_or(std::slice::from_ref(self), |joined| &joined.parts)
+    }
+}
+
 impl Checkpoint {
+    fn sources(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.names().filter_map(|name| self.info(name)).flat_map(TensorInfo::sources)
+    }
+
     /// Whether a weight is stored in codes.
     pub fn is_coded(&self) -> bool {
         if let Kind::Random { recipe, .. } = self.kind {
@@ -15,7 +26,7 @@ impl Checkpoint {
             Some(made) => made.rows.iter().any(|r| r.from.format.is_some_and(|(format, _)| format != Format::Plain)),
             None => info.scaled.is_some(),
         };
-        self.names().filter_map(|name| self.info(name)).any(sources)
+        self.sources().any(sources)
     }
 
     /// Whether a tensor has elements that are neither floats nor codes that are read.
@@ -23,7 +34,7 @@ impl Checkpoint {
         let plain =
             |info: &TensorInfo| info.made.is_some() || info.scaled.is_some() || known_dtype(&info.dtype).is_some();
         let other = |info: &TensorInfo| !plain(info) && !["F64", "I64", "BOOL"].contains(&info.dtype.as_str());
-        self.names().filter_map(|name| self.info(name)).any(other)
+        self.sources().any(other)
     }
 
     /// Bytes of all stored tensors.
@@ -34,7 +45,7 @@ impl Checkpoint {
     /// What the tensors are stored as: type, bytes, and whether they are brought into another form when they are read.
     pub fn formats(&self) -> BTreeMap<&str, (u64, bool)> {
         let mut formats = BTreeMap::new();
-        for info in self.names().filter_map(|name| self.info(name)) {
+        for info in self.sources() {
             let (bytes, _) = formats.entry(info.dtype.as_str()).or_insert((0, info.scaled.is_some()));
             *bytes += info.bytes();
         }

@@ -1,4 +1,5 @@
-//! Matrices of safetensors files whose scales are tensors of their own: 8-bit floats and NVFP4. Those of integers are in `grouped.rs`.
+//! Matrices of safetensors files whose scales are tensors of their own: 8-bit floats and NVFP4. Those of integers are in `grouped.rs`
+//! and `affine.rs`.
 //!
 //! They are brought into blocks that hold their scales ([`Format::F8`], [`Format::F4`]), row by row when they are read; rows that
 //! are no whole blocks become f32. The names and dtypes of a layer's tensors decide how its matrix is read:
@@ -12,7 +13,7 @@
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use super::{TensorInfo, grouped::Grouped, header::known_dtype};
+use super::{TensorInfo, affine::Affine, grouped::Grouped, header::known_dtype};
 use crate::{
     Error, Result,
     format::{Coded, Format, blocks, e4m3_to_f32},
@@ -42,6 +43,8 @@ pub(super) enum Kind {
     Four { factor: TensorInfo, divides: bool },
     /// Integers.
     Integers(Grouped),
+    /// Integers of MLX.
+    Affine(Affine),
 }
 
 /// Replaces the tensors of each scaled matrix by one of its name, `L.weight`. The error names a tensor.
@@ -116,7 +119,7 @@ fn sharing(n: usize, k: usize, scales: &TensorInfo) -> Result<Kind, String> {
 }
 
 /// The values `range` of a small float tensor.
-async fn floats(source: &dyn Source, info: &TensorInfo, range: Range<usize>) -> Result<Vec<f32>> {
+pub(super) async fn floats(source: &dyn Source, info: &TensorInfo, range: Range<usize>) -> Result<Vec<f32>> {
     let (dtype, size) = known_dtype(&info.dtype).unwrap_or((DType::F32, 4));
     let at = |i: usize| info.range.start + i as u64 * size;
     let bytes = source.read(&info.file, at(range.start)..at(range.end)).await?;
@@ -139,6 +142,7 @@ impl Scaled {
             Kind::Eight { .. } => (None, None),
             Kind::Four { factor, .. } => (Some(factor), None),
             Kind::Integers(integers) => (None, Some(integers)),
+            Kind::Affine(affine) => (Some(&affine.biases), None),
         };
         [&self.scales].into_iter().chain(factor).chain(integers.into_iter().flat_map(Grouped::tensors))
     }
@@ -148,6 +152,7 @@ impl Scaled {
         let dtype = &self.scales.dtype;
         match &self.kind {
             Kind::Integers(integers) => format!("{dtype} scales, {}", integers.rule()),
+            Kind::Affine(affine) => format!("{dtype} scales, {}", affine.rule()),
             Kind::Eight { rows, columns } => format!("{dtype} scales of {rows} x {columns}"),
             Kind::Four { divides: false, .. } => format!("{dtype} scales, a factor"),
             Kind::Four { divides: true, .. } => format!("{dtype} scales, a divisor"),
@@ -158,6 +163,7 @@ impl Scaled {
     pub(super) fn format(&self, k: usize) -> (DType, Format) {
         let (format, block) = match &self.kind {
             Kind::Integers(integers) => return integers.format(k),
+            Kind::Affine(affine) => return (DType::U8, affine.format()),
             Kind::Eight { .. } => (Format::F8, blocks::F8::BLOCK),
             Kind::Four { .. } => (Format::F4, blocks::F4::BLOCK),
         };
@@ -169,6 +175,7 @@ impl Scaled {
         let k = weight.shape[1];
         let stored = match &self.kind {
             Kind::Integers(integers) => return integers.rows(source, weight, &self.scales, rows).await,
+            Kind::Affine(affine) => return affine.rows(source, weight, &self.scales, rows).await,
             Kind::Eight { .. } => k,
             Kind::Four { .. } => k / 2,
         };
@@ -177,7 +184,7 @@ impl Scaled {
         let (dtype, format) = self.format(k);
         let mut out = room(rows.len() * format.bytes(k, dtype.bytes()))?;
         match &self.kind {
-            Kind::Integers(_) => unreachable!("returned above"),
+            Kind::Integers(_) | Kind::Affine(_) => unreachable!("returned above"),
             Kind::Eight { rows: high, columns } => {
                 let per_row = k.div_ceil(*columns);
                 let (first, end) = (rows.start / high, rows.end.div_ceil(*high));

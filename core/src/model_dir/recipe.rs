@@ -2,38 +2,47 @@
 
 use serde_json::Value;
 
-use super::MAX_JSON;
+use super::{MAX_JSON, mlx};
 use crate::{
     Error, Result,
-    checkpoint::{Checkpoint, Layout},
+    checkpoint::{Checkpoint, Layout, Sizes},
     config::Config,
     source::{Source, read_small},
 };
 
 const SEPARATE: &str = "hf_quant_config.json";
-const KNOWN: &str = "read are gptq (2, 4 and 8 bits), awq (gemm), fp8, compressed-tensors (pack-quantized of 4 and 8 bits, int-quantized, \
+const KNOWN: &str = "read are MLX (affine), gptq (2, 4 and 8 bits), awq (gemm), fp8, compressed-tensors (pack-quantized of 4 and 8 bits, int-quantized, \
     float-quantized, nvfp4-pack-quantized) and modelopt (FP8, NVFP4, MIXED_PRECISION); use such a release of the model, an unquantised one, or a GGUF file";
 
-/// The checkpoint, with integers read as its recipe says. One that holds codes of another recipe is refused.
+/// The checkpoint, with integers read as its recipe says, and with the names of Hugging Face. One that holds codes of another recipe
+/// is refused.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with the recipe's name; [`Error::BadModel`] naming a tensor; those of the source.
-pub(super) async fn apply(source: &dyn Source, config: &Config, mut checkpoint: Checkpoint) -> Result<Checkpoint> {
+pub(super) async fn apply(source: &dyn Source, config: &mut Config, checkpoint: Checkpoint) -> Result<Checkpoint> {
+    let sizes = mlx::sizes(config);
+    let known = sizes.as_ref().and_then(|sizes| sizes.as_ref().ok());
+    let mut checkpoint = checkpoint.with_mlx(known, config.str_or("model_type", "")?)?;
+    mlx::unfold(config, &checkpoint)?;
     for layout in config.value("quantization_config").map(layouts).unwrap_or_default() {
         checkpoint = checkpoint.with_integers(layout)?;
     }
-    check(source, config, &checkpoint).await?;
+    check(source, config, &checkpoint, sizes).await?;
     Ok(checkpoint)
 }
 
-async fn check(source: &dyn Source, config: &Config, checkpoint: &Checkpoint) -> Result<()> {
+async fn check(
+    source: &dyn Source,
+    config: &Config,
+    checkpoint: &Checkpoint,
+    mlx: Option<Result<Sizes, String>>,
+) -> Result<()> {
     if !checkpoint.holds_unknown_codes() {
         return Ok(());
     }
-    let refused = match (config.value("quantization_config"), config.value("quantization")) {
-        (Some(recipe), _) if recipe.is_object() => refused(recipe).map(|name| (config.file().to_owned(), name)),
-        // MLX writes the second key alone.
-        (_, Some(recipe)) if recipe.is_object() => Some((config.file().to_owned(), "MLX".to_owned())),
+    let refused = match (mlx, config.value("quantization_config")) {
+        (Some(mlx), _) => mlx.err().map(|name| (config.file().to_owned(), name)),
+        (_, Some(recipe)) if recipe.is_object() => refused(recipe).map(|name| (config.file().to_owned(), name)),
         _ => match read_small(source, SEPARATE, MAX_JSON).await? {
             Some(bytes) => {
                 let recipe: Value = serde_json::from_slice(&bytes).unwrap_or_default();
