@@ -35,7 +35,6 @@ mod scaled;
 pub(crate) use affine::{Size, Sizes};
 pub(crate) use grouped::Layout;
 use header::{read_header, read_shards};
-use mlx::Joined;
 pub use recipe::Recipe;
 use runs::assembled;
 pub(crate) use runs::stored_tensor;
@@ -62,15 +61,17 @@ pub struct TensorInfo {
     pub(crate) made: Option<Arc<Made>>,
     /// Its scales, if they are stored as tensors of their own.
     pub(crate) scaled: Option<Arc<Scaled>>,
-    /// The tensors that have its rows, if they are stored under other names.
-    pub(crate) joined: Option<Arc<Joined>>,
+    /// The tensors of its shape but for their rows, one after the other, that it is stored as.
+    pub(crate) joined: Option<Arc<Vec<TensorInfo>>>,
+    /// Whether 1 is taken off the stored elements.
+    pub(crate) less_one: bool,
 }
 
 impl TensorInfo {
     /// Stored bytes of the tensor.
     pub fn bytes(&self) -> u64 {
         if let Some(joined) = &self.joined {
-            return joined.parts.iter().map(Self::bytes).sum();
+            return joined.iter().map(Self::bytes).sum();
         }
         let Some(made) = &self.made else { return self.range.end - self.range.start };
         let rows = |stored: &Stored| stored.shape.iter().rev().skip(1).product::<usize>().max(1) as u64;
@@ -132,22 +133,25 @@ impl StoredTensor {
     /// # Errors
     /// Those of the source.
     pub async fn read(&self, range: Range<usize>) -> Result<Bytes> {
-        match &self.place {
-            Place::File { source, info } => match &info.scaled {
-                Some(scaled) => {
-                    let row = self.row_bytes().max(1);
-                    let rows = range.start / row..range.end.div_ceil(row);
-                    let start = rows.start * row;
-                    let bytes = scaled.rows(&**source, info, rows).await?;
-                    Ok(bytes.slice(range.start - start..range.end - start))
-                }
-                None => {
-                    let at = |byte: usize| info.range.start + byte as u64;
-                    source.read(&info.file, at(range.start)..at(range.end)).await
-                }
-            },
-            Place::Memory(bytes) => Ok(bytes.slice(range)),
+        let (source, info) = match &self.place {
+            Place::File { source, info } => (source, info),
+            Place::Memory(bytes) => return Ok(bytes.slice(range)),
+        };
+        if let Some(scaled) = &info.scaled {
+            let row = self.row_bytes().max(1);
+            let rows = range.start / row..range.end.div_ceil(row);
+            let start = rows.start * row;
+            let bytes = scaled.rows(&**source, info, rows).await?;
+            return Ok(bytes.slice(range.start - start..range.end - start));
         }
+        if info.less_one {
+            let elements = range.start / 4..range.end.div_ceil(4);
+            let values = scaled::floats(&**source, info, elements.clone()).await?;
+            let bytes: Bytes = values.iter().flat_map(|x| (x - 1.0).to_le_bytes()).collect::<Vec<u8>>().into();
+            return Ok(bytes.slice(range.start - 4 * elements.start..range.end - 4 * elements.start));
+        }
+        let at = |byte: usize| info.range.start + byte as u64;
+        source.read(&info.file, at(range.start)..at(range.end)).await
     }
 
     /// All of it.
@@ -281,6 +285,7 @@ impl Checkpoint {
                 made: Some(Arc::new(made)),
                 scaled: None,
                 joined: None,
+                less_one: false,
             }
         };
         let tensors = gguf.weights()?.into_iter().map(|(name, made)| (name, info(made))).collect();
@@ -441,14 +446,23 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::get`], but those of the source.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<StoredTensor> {
-        let mut runs = self.find_runs(&[name], shape)?.0;
-        match runs.pop() {
-            Some(run) if runs.is_empty() && run.is_whole() => Ok(run.tensor),
-            _ => Err(Error::Unsupported {
-                what: format!("tensor `{name}`"),
-                why: "it is made of parts of others, where one stored tensor is needed".into(),
-            }),
+        let mut tensors = self.whole_tensors(name, shape)?;
+        match tensors.pop() {
+            Some(tensor) if tensors.is_empty() => Ok(tensor),
+            _ => Err(in_parts(name)),
         }
+    }
+
+    /// The tensors whose rows, one after the other, are those of `name`.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::tensor`].
+    pub fn whole_tensors(&self, name: &str, shape: &[usize]) -> Result<Vec<StoredTensor>> {
+        let runs = self.runs(name, shape)?;
+        if runs.iter().all(Run::is_whole) {
+            return Ok(runs.into_iter().map(|run| run.tensor).collect());
+        }
+        Err(in_parts(name))
     }
 
     /// The stored bytes of `name`, whatever its dtype.
@@ -482,6 +496,14 @@ impl Checkpoint {
             Some(_) => source.path(INDEX),
             None => source.path(SINGLE),
         }
+    }
+}
+
+/// Of a weight that is asked for as one tensor.
+fn in_parts(name: &str) -> Error {
+    Error::Unsupported {
+        what: format!("tensor `{name}`"),
+        why: "it is made of parts of others, where one stored tensor is needed".into(),
     }
 }
 

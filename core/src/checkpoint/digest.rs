@@ -46,8 +46,8 @@ impl Checkpoint {
         let (mut seen, mut done) = (BTreeSet::new(), 0);
         for (name, info) in tensors.iter() {
             hasher.update(format!("{name} {} {:?}\n", info.dtype, info.shape).as_bytes());
-            if let Some(joined) = &info.joined {
-                hasher.update(format!("{} parts, {:?}\n", joined.parts.len(), joined.change).as_bytes());
+            if info.joined.is_some() || info.less_one {
+                hasher.update(format!("{} parts, less {}\n", info.sources().len(), info.less_one).as_bytes());
             }
             let mut stored = Vec::new();
             for source in info.sources() {

@@ -8,7 +8,7 @@ use crate::format::Format;
 impl TensorInfo {
     /// The tensors that have its rows: others, or it alone.
     pub(super) fn sources(&self) -> &[Self] {
-        self.joined.as_ref().map_or(std::slice::from_ref(self), |joined| &joined.parts)
+        self.joined.as_deref().map_or(std::slice::from_ref(self), Vec::as_slice)
     }
 }
 

@@ -145,7 +145,8 @@ fn parse_entry(value: &RawValue, data_start: u64, file: &Arc<str>) -> Result<Ten
         serde_json::from_str(value.get()).map_err(|e| e.to_string())?;
     let range = data_start.checked_add(start).zip(data_start.checked_add(end)).filter(|(start, end)| start <= end);
     let (start, end) = range.ok_or("its `data_offsets` are not a range of bytes")?;
-    Ok(TensorInfo { dtype, shape, file: file.clone(), range: start..end, made: None, scaled: None, joined: None })
+    let file = file.clone();
+    Ok(TensorInfo { dtype, shape, file, range: start..end, made: None, scaled: None, joined: None, less_one: false })
 }
 
 /// The entries of a JSON object in file order, duplicates included. A map would keep only the last one of each name.

@@ -6,18 +6,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::TensorInfo;
-use crate::{Error, Result, gguf::Change, source::Source};
+use crate::{Error, Result, source::Source};
 
-/// What a tensor is made of that is stored under other names.
-#[derive(Debug, PartialEq)]
-pub(crate) struct Joined {
-    /// Their rows stand one after the other, of stacked matrices those of each.
-    pub parts: Vec<TensorInfo>,
-    /// What becomes of the elements.
-    pub change: Change,
-}
-
-/// Family (any if it is empty), the weight that it asks for, and the stored ones that have its rows.
+/// Family (any if it is empty), the weight that it asks for, and the stored ones whose rows, one after the other, are those of
+/// it; of stacked matrices those of each.
 const NAMES: &[(&str, &str, &[&str])] = &[
     ("", "mixer.experts.up_proj", &["mixer.switch_mlp.fc1"]),
     ("", "mixer.experts.down_proj", &["mixer.switch_mlp.fc2"]),
@@ -80,7 +72,7 @@ pub(super) fn rename(source: &dyn Source, tensors: &mut BTreeMap<String, TensorI
     }
     if has_moved_axes(tensors) && CENTRED_FAMILIES.iter().any(|of| family.starts_with(of)) {
         for (_, norm) in tensors.iter_mut().filter(|(name, _)| CENTRED.iter().any(|leaf| name.ends_with(leaf))) {
-            *norm = joined(vec![norm.clone()], norm.shape.clone(), Change::MinusOne);
+            norm.less_one = true;
         }
     }
     Ok(())
@@ -110,15 +102,10 @@ fn join(
         let why = format!("rows of {:?} and {:?} under `{prefix}` do not fit together", first.shape, other.shape);
         return Err(Error::model(source.path(&other.file), why));
     }
-    let mut shape = first.shape.clone();
-    let rows = shape.len() - 2;
-    shape[rows] = shape[rows].saturating_mul(stored.len());
-    Ok(joined(stored, shape, Change::None))
-}
-
-fn joined(parts: Vec<TensorInfo>, shape: Vec<usize>, change: Change) -> TensorInfo {
-    let first = parts[0].clone();
-    TensorInfo { shape, scaled: None, joined: Some(Arc::new(Joined { parts, change })), ..first }
+    let mut joined = first.clone();
+    let rows = joined.shape.len() - 2;
+    joined.shape[rows] = joined.shape[rows].saturating_mul(stored.len());
+    Ok(TensorInfo { scaled: None, joined: Some(Arc::new(stored)), ..joined })
 }
 
 #[cfg(test)]

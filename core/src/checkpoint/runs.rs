@@ -50,11 +50,11 @@ impl Checkpoint {
         }
         let run = |of: &TensorInfo, shape: &[usize]| Ok(Run::whole(tensor_of(source, name, of, shape)?));
         let runs = match &info.joined {
-            Some(joined) => joined.parts.iter().map(|part| run(part, &part.shape)).collect::<Result<_>>()?,
+            Some(parts) => parts.iter().map(|part| run(part, &part.shape)).collect::<Result<_>>()?,
             None => vec![run(info, shape)?],
         };
         locked(asked).insert(name.clone());
-        Ok((runs, info.joined.as_ref().map_or(Change::None, |joined| joined.change)))
+        Ok((runs, Change::None))
     }
 }
 
@@ -62,6 +62,7 @@ impl Checkpoint {
 fn tensor_of(source: &Arc<dyn Source>, name: &str, info: &TensorInfo, shape: &[usize]) -> Result<StoredTensor> {
     let (dtype, format) = match (&info.scaled, known_dtype(&info.dtype)) {
         (Some(scaled), _) => scaled.format(*info.shape.last().expect("scaled tensors are matrices")),
+        (None, Some(_)) if info.less_one => (DType::F32, Format::Plain),
         (None, Some((dtype, _))) => (dtype, Format::Plain),
         (None, None) => {
             return Err(Error::Unsupported {
@@ -100,6 +101,7 @@ pub(crate) fn stored_tensor(source: &Arc<dyn Source>, name: &str, stored: &Store
         made: None,
         scaled: None,
         joined: None,
+        less_one: false,
     };
     Ok(StoredTensor { dtype, format, shape, place: Place::File { source: source.clone(), info } })
 }

@@ -85,12 +85,18 @@ impl Rows {
 
     async fn stored(&self, tensor: usize, first: usize, count: usize) -> Result<Vec<f32>> {
         let tensor = &self.tensors[tensor];
-        let row = tensor.format.bytes(self.width, tensor.dtype.bytes());
-        let bytes = tensor.read(first * row..(first + count) * row).await?;
-        Ok(match tensor.format {
-            Format::Plain => tensor.dtype.to_f32(&bytes),
-            coded => coded.decode(&bytes),
-        })
+        let elements = first * self.width..(first + count) * self.width;
+        let (block, bytes) = tensor.format.block().unwrap_or((1, tensor.dtype.bytes()));
+        // The elements of a matrix of one row are rows here, which are no whole blocks.
+        let blocks = elements.start / block..elements.end.div_ceil(block);
+        let stored = tensor.read(blocks.start * bytes..blocks.end * bytes).await?;
+        let mut values = match tensor.format {
+            Format::Plain => tensor.dtype.to_f32(&stored),
+            coded => coded.decode(&stored),
+        };
+        values.drain(..elements.start - blocks.start * block);
+        values.truncate(elements.len());
+        Ok(values)
     }
 }
 

@@ -111,17 +111,17 @@ impl<'a> Weights<'a> {
     pub fn rows(&self, part: &Part) -> Result<Rows> {
         let stored = self.stored(&part.weight).expect("a part is made of a weight");
         let width = if stored.shape.len() < 2 { 1 } else { stored.shape[stored.shape.len() - 1] };
-        let tensor = |name: &String| {
+        let mut tensors = Vec::new();
+        for name in stored.names.iter().flatten() {
             let info = self.checkpoint.info(name).expect("the name is stored");
-            self.checkpoint.tensor(name, &info.shape)
-        };
-        let tensors = stored.names.iter().flatten().map(tensor).collect::<Result<Vec<_>>>()?;
+            tensors.extend(self.checkpoint.whole_tensors(name, &info.shape)?);
+        }
+        let pieces = tensors.len() / stored.names.len();
         let count = |t: &StoredTensor| t.shape.iter().product::<usize>() / width;
         // Rows of each tensor that are rows of one of the outermost entries.
         let outer = stored.shape.iter().rev().skip(2).product::<usize>();
         let per_entry = outer / stored.names.len();
-        let each: Vec<usize> =
-            stored.names[0].iter().enumerate().map(|(i, _)| count(&tensors[i]) / per_entry).collect();
+        let each: Vec<usize> = tensors[..pieces].iter().map(|t| count(t) / per_entry).collect();
         let mut runs = Vec::new();
         for entry in 0..outer {
             for row in &part.rows {

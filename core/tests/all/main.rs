@@ -14,6 +14,7 @@ mod flat;
 mod gguf;
 mod guess;
 mod heads;
+mod mlx;
 mod model;
 mod prefix_scenarios;
 mod promise;

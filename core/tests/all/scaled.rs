@@ -18,7 +18,7 @@ const CONFIG: &str = r#"{"model_type":"nemotron_h","hidden_size":128,"num_attent
     "quantization_config":RECIPE}"#;
 
 /// `config.json` and `model.safetensors` in memory.
-struct Files([(&'static str, Vec<u8>); 2]);
+pub struct Files(pub [(&'static str, Vec<u8>); 2]);
 
 impl Source for Files {
     fn label(&self) -> String {

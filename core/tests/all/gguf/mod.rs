@@ -6,7 +6,7 @@ mod families;
 mod quantised;
 mod tokenizers;
 mod writer;
-mod written;
+pub mod written;
 
 use std::{
     collections::HashMap,
@@ -108,7 +108,7 @@ fn golden_folders() -> Vec<PathBuf> {
 }
 
 /// Token ids that every reference model has.
-fn some_ids() -> Vec<u32> {
+pub fn some_ids() -> Vec<u32> {
     (0..70).map(|i| (i * 37 + 11) % 250).collect()
 }
 

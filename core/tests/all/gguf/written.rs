@@ -15,7 +15,7 @@ use super::{Memory, families, golden_folders, logits, open, quantised::hybrid, s
 use selkie_core::format::Format;
 
 /// A written file, and what is said of its tensors.
-fn write(files: &ModelFiles, target: Target) -> Result<(Vec<u8>, Vec<Written>)> {
+pub fn write(files: &ModelFiles, target: Target) -> Result<(Vec<u8>, Vec<Written>)> {
     let plan = block_on(Conversion::plan(files, target, false))?;
     let (mut out, mut written, mut last) = (Vec::new(), Vec::new(), 0);
     let mut report = |done: u64, tensor: Option<&Written>| {
