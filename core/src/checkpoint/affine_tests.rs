@@ -133,6 +133,7 @@ fn decoded(bits: usize, start: &[u8]) -> Vec<f32> {
 
 /// By hand, after `mx.quantize` ("the 1st element occupies the 4 least significant bits, the 2nd bits 4-7") and `extract_bits`.
 #[test]
+#[expect(clippy::unusual_byte_groupings, reason = "they are the codes")]
 fn bytes_written_by_hand() {
     assert_eq!(decoded(4, &0x7654_3210u32.to_le_bytes())[..8], [0., 1., 2., 3., 4., 5., 6., 7.]);
     assert_eq!(decoded(2, &[0b11_10_01_00])[..4], [0., 1., 2., 3.]);

@@ -1,5 +1,7 @@
 //! What `config.json` says of a model that MLX's tools have converted.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -18,7 +20,7 @@ pub(super) fn sizes(config: &Config) -> Option<Result<Sizes, String>> {
 
 fn read(recipe: &Map<String, Value>) -> Result<Sizes, String> {
     let all = size(recipe)?;
-    let mut layers = std::collections::BTreeMap::new();
+    let mut layers = BTreeMap::new();
     for (path, value) in recipe {
         let own = match value {
             Value::Bool(quantised) => quantised.then_some(all),
