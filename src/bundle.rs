@@ -264,8 +264,8 @@ fn verify(args: &VerifyArgs) -> Outcome {
         let mut architecture = models::read(&files.config)?;
         // One saved with the model's head has its state too.
         architecture.drafts = architecture.spec().layers.len() < bundle.head().layers();
-        bundle.head().check_parts(bundle.file(), &architecture.spec().layers)?;
         bundle.head().check_model(bundle.file(), &identity(&files)?)?;
+        bundle.head().check_parts(bundle.file(), &architecture.spec().layers)?;
         checked = format!("{checked}, and it is of the model {}", files.name);
     }
     bundle.verify()?;

@@ -89,7 +89,7 @@ fn bundles_that_do_not_fit_are_refused_by_name() {
         assert!(!out.status.success() && said.contains("a.bundle") && said.contains(why), "{args:?}: {said}");
     };
     fails(&["chat", "--backend", "cpu", "--load", &file], "holds no conversation");
-    fails(&["bundle", "verify", &file, "-m", &model], "tensor `layers.");
+    fails(&["bundle", "verify", &file, "-m", &model], "of another model");
     let mut bytes = fs::read(&file).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;

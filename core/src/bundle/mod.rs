@@ -169,17 +169,16 @@ impl Head {
         let pages = (self.depth() - self.from) / GRID;
         let want = parts(layers, Dtypes::default(), pages, &positions);
         let (found, all) = (self.layers(), want.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0));
-        if found != all {
-            let why = format!(
-                "it has values of {found} layers, this model of {all}; states that were saved without the model's head for drafts \
-                 need `--speculate off`, those with it `--speculate auto`"
-            );
-            return Err(Error::model(file, why));
-        }
+        let hint = match found == all {
+            true => "",
+            false => {
+                "; states with the model's head for drafts need `--speculate auto`, those without it `--speculate off`"
+            }
+        };
         for (i, want) in want.iter().enumerate() {
             let found = self.parts.get(i).filter(|p| p.order() == want.order());
             let Some(found) = found else {
-                return Err(Error::model(file, format!("tensor `{}` of this model is missing", want.name())));
+                return Err(Error::model(file, format!("tensor `{}` of this model is missing{hint}", want.name())));
             };
             if found.shape != want.shape {
                 let why =
@@ -188,7 +187,7 @@ impl Head {
             }
         }
         match self.parts.get(want.len()) {
-            Some(more) => Err(Error::model(file, format!("this model has no tensor `{}`", more.name()))),
+            Some(more) => Err(Error::model(file, format!("this model has no tensor `{}`{hint}", more.name()))),
             None => Ok(()),
         }
     }

@@ -351,8 +351,9 @@ mod tests {
 
     #[test]
     fn a_share_of_some_rows_is_that_of_each() {
-        assert_eq!(spread(vec![0..8], 8, 3), iter::once(0..24).collect::<Vec<_>>());
+        let one = |at: Range<usize>| iter::once(at).collect::<Vec<_>>();
+        assert_eq!(spread(one(0..8), 8, 3), one(0..24));
         assert_eq!(spread(vec![2..4, 6..8], 8, 2), [2..4, 6..8, 10..12, 14..16]);
-        assert_eq!(spread(vec![4..8], 8, 1), iter::once(4..8).collect::<Vec<_>>());
+        assert_eq!(spread(one(4..8), 8, 1), one(4..8));
     }
 }

@@ -117,7 +117,7 @@ impl Limits {
             return (0, 0);
         }
         let rows = self.max_batch.min(self.outputs() / 2);
-        (self.outputs().min(self.slots / 4), rows.min(self.pages / 8))
+        (self.outputs().min(self.slots / 2), rows.min(self.pages / 8))
     }
 }
 
