@@ -91,6 +91,7 @@ const SPILLS: &[(&str, usize)] = &[
     ("attention_prefill", 64),
     ("gated_delta", 32),
     ("gated_delta_prepare", 32),
+    ("latent_attention", 32),
     ("matmul_codes_wgmma", 96),
     ("matmul_skinny_bulk", 32),
     ("sample", 128),
