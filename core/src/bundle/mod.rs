@@ -168,12 +168,10 @@ impl Head {
         let positions = self.positions();
         let pages = (self.depth() - self.from) / GRID;
         let want = parts(layers, Dtypes::default(), pages, &positions);
-        let (found, all) = (self.layers(), want.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0));
-        let hint = match found == all {
-            true => "",
-            false => {
-                "; states with the model's head for drafts need `--speculate auto`, those without it `--speculate off`"
-            }
+        let hint = if self.layers() == layers_of(&want) {
+            ""
+        } else {
+            "; states with the model's head for drafts need `--speculate auto`, those without it `--speculate off`"
         };
         for (i, want) in want.iter().enumerate() {
             let found = self.parts.get(i).filter(|p| p.order() == want.order());
@@ -194,8 +192,12 @@ impl Head {
 
     /// The layers that it has values of, up to the last one. A head for drafts is the last layer of a model that is loaded with it.
     pub fn layers(&self) -> usize {
-        self.parts.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0)
+        layers_of(&self.parts)
     }
+}
+
+fn layers_of(parts: &[Part]) -> usize {
+    parts.iter().map(|part| part.layer as usize + 1).max().unwrap_or(0)
 }
 
 /// Names what decides the bits of a state besides model and tokens: backend, dtypes, the device of a GPU, [`NUMERICS`]. Of a GPU

@@ -88,9 +88,7 @@ impl Scheduler {
             (decodes as f32 + right) / (gauge::time(cost, decodes + rows * (width - 1)) + passes)
         };
         let widths = WIDTHS.into_iter().filter(|width| width - 1 <= least && rows * width <= room);
-        // The widest comes first, and only a better one replaces it.
-        let rates = widths.map(|width| (rate(width), width));
-        let (best, width) = rates.reduce(|best, next| if next.0 > best.0 { next } else { best })?;
+        let (best, width) = gauge::best(widths.map(|width| (rate(width), width)))?;
         (best >= decodes as f32 / gauge::time(cost, decodes)).then_some(width - 1)
     }
 

@@ -85,6 +85,11 @@ impl Gauge {
     }
 }
 
+/// The width with the best rate; the first of several.
+pub(super) fn best(rates: impl Iterator<Item = (f32, usize)>) -> Option<(f32, usize)> {
+    rates.reduce(|best, next| if next.0 > best.0 { next } else { best })
+}
+
 /// Time of a step of `tokens` tokens, in steps of one.
 pub(super) fn time(cost: f32, tokens: usize) -> f32 {
     1.0 + cost * (tokens as f32 - 1.0)

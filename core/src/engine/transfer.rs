@@ -276,7 +276,7 @@ fn runs(entries: impl Iterator<Item = Option<u32>>, most: usize) -> Vec<Run> {
 
 /// Where a share of `rows` rows of `each` bytes lies in them, from its places in one.
 fn spread(places: Vec<Range<usize>>, each: usize, rows: usize) -> Vec<Range<usize>> {
-    if places == iter::once(0..each).collect::<Vec<_>>() {
+    if matches!(&places[..], [one] if *one == (0..each)) {
         return iter::once(0..rows * each).collect();
     }
     (0..rows).flat_map(|row| places.iter().map(move |at| at.start + row * each..at.end + row * each)).collect()

@@ -122,9 +122,7 @@ impl Scheduler {
             fits.then(|| step.rate(gain, drafts))
         };
         let widths = WIDTHS.into_iter().filter(|width| *width - 1 <= self.limits.drafts);
-        let rates = widths.filter_map(|width| Some((rate(width)?, width)));
-        // The widest comes first, and only a better one replaces it.
-        let (best, width) = rates.reduce(|best, next| if next.0 > best.0 { next } else { best })?;
+        let (best, width) = gauge::best(widths.filter_map(|width| Some((rate(width)?, width))))?;
         (best >= step.rate(0.0, 0)).then_some(width)
     }
 

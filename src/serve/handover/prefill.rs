@@ -14,14 +14,14 @@ use super::{
     Offer, realm,
     rooms::{Room, Rooms},
     whole_blocks,
-    wire::{BUNDLE, Line, PIECE, SIGN_OF_LIFE, WAIT, fate},
+    wire::{BUNDLE, Line, SIGN_OF_LIFE, WAIT, fate},
 };
 use crate::serve::{
     answer::blocking,
     app::App,
     metrics::Handed,
     refusal::Refusal,
-    spool::{self, on_disk},
+    spool::{self, PIECE, on_disk},
     state::{files, identity},
 };
 

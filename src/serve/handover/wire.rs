@@ -5,7 +5,8 @@
 //!    (u32 each). If the prompt is another one, or nothing of it is needed, the connection is closed.
 //! 3. The one who answers: for how many tokens it has the pages (u32).
 //! 4. The one who computes: [`WAIT`] every second until the prompt is computed; then [`BUNDLE`] and a bundle (docs/bundle.md) without
-//!    those pages, in pieces as they are read from the device: a length (u32) and so many bytes each; 0 after the last one.
+//!    those pages, in pieces as they are read from the device: a length (u32), at most that of a
+//!    piece of a [file](crate::serve::spool), and so many bytes each; 0 after the last one.
 //!
 //! [`NOTHING`], a length (u16) and the reason may come in place of an offer or of a bundle.
 
@@ -16,6 +17,8 @@ use tokio::{
     net::TcpStream,
     time::timeout,
 };
+
+use crate::serve::spool::PIECE;
 
 /// The first bytes of a connection.
 const MAGIC: &[u8; 8] = b"selkieH2";
@@ -31,8 +34,6 @@ pub const NOTHING: u8 = 3;
 pub const STALL: Duration = Duration::from_secs(10);
 /// How often a [`WAIT`] is sent.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
-/// Most bytes of a piece.
-pub const PIECE: usize = 1 << 20;
 /// Most bytes of an offer.
 const MOST_OFFER: u32 = 64 << 10;
 
