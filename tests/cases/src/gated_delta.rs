@@ -232,6 +232,17 @@ fn per_channel(to: &mut Table, base: &Delta) {
     for (name, decay) in Decay::ALL {
         to.sized(Size::Large, &format!("a decay per channel, dk 128, {name}"), Delta { decay, ..kimi.clone() });
     }
+    // Some devices take chunks of long rows at once, of keys of 64 and of a block across key heads too.
+    let chunked = Delta { dk: 64, dv: 64, per_key: 2, batch: find("long rows"), ..each.clone() };
+    for (name, decay) in Decay::ALL {
+        to.sized(
+            Size::Large,
+            &format!("a decay per channel, dk 64, dv 64, {name}"),
+            Delta { decay, ..chunked.clone() },
+        );
+    }
+    let block = Delta { first_head: 3, heads: 3, dk: 128, decay: Decay::Any, views: true, ..chunked };
+    to.sized(Size::Large, "a decay per channel, dk 128, dv 64, every decay, a block across key heads", block);
     to.add("a decay per channel, dk 20, dv 36", Delta { dk: 20, dv: 36, ..each.clone() });
     to.add("a decay per channel, dk 64, dv 32", Delta { dk: 64, dv: 32, batch: find("long rows"), ..each.clone() });
     to.add("a decay per channel, dk 192", Delta { key_heads: 1, heads: 1, dk: 192, dv: 32, ..each.clone() });
