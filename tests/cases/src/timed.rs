@@ -31,6 +31,8 @@ enum Kind {
     Channels(Batch, [usize; 2]),
     /// Key heads, value heads, dk, dv.
     Delta(Batch, [usize; 4]),
+    /// The same with a decay per key channel.
+    ChannelDelta(Batch, [usize; 4]),
     /// Channels, taps.
     Conv(Batch, [usize; 2], Act),
     /// Query heads, KV heads, head dim.
@@ -85,6 +87,8 @@ pub fn shapes() -> Vec<Shape> {
     for tokens in [2048, 8192] {
         let name = format!("prefill of {tokens}, Olmo-Hybrid-7B");
         add("gated_delta", name, Kind::Delta(prefill(1, tokens), [30, 30, 96, 192]));
+        let name = format!("prefill of {tokens}, Kimi-Linear");
+        add("gated_delta", name, Kind::ChannelDelta(prefill(1, tokens), [32, 32, 128, 128]));
     }
     for tokens in [2048, 8192] {
         add("conv1d", format!("prefill of {tokens}"), Kind::Conv(prefill(1, tokens), conv, Act::Silu));
@@ -133,7 +137,8 @@ impl Shape {
     /// The shape with recurrent states of another dtype, if it has some.
     pub fn with_state(&self, state: DType) -> Option<Self> {
         let name = format!("{}, {} state", self.name, format!("{state:?}").to_lowercase());
-        let recurrent = matches!(self.kind, Kind::Scan(..) | Kind::Channels(..) | Kind::Delta(..));
+        let recurrent =
+            matches!(self.kind, Kind::Scan(..) | Kind::Channels(..) | Kind::Delta(..) | Kind::ChannelDelta(..));
         recurrent.then(|| Self { name, state: Some(state), ..self.clone() })
     }
 
@@ -147,7 +152,8 @@ impl Shape {
         let timed = match self.kind {
             Kind::Scan(batch, sizes) => d.scan(batch, sizes, state)?,
             Kind::Channels(batch, sizes) => d.channels(batch, sizes, state)?,
-            Kind::Delta(batch, sizes) => d.delta(batch, sizes, state)?,
+            Kind::Delta(batch, sizes) => d.delta(batch, sizes, 1, state)?,
+            Kind::ChannelDelta(batch, sizes) => d.delta(batch, sizes, sizes[2], state)?,
             Kind::Conv(batch, sizes, act) => d.conv(batch, sizes, act)?,
             Kind::Attention(batch, sizes) => d.attention(batch, sizes)?,
             Kind::Matmul(shape) => d.matmul(shape)?,
@@ -288,7 +294,8 @@ impl<B: Backend> Device<'_, B> {
         Ok(timed(op, bytes, t * c * n * 6))
     }
 
-    fn delta(&self, batch: Batch, [hk, hv, dk, dv]: [usize; 4], state: DType) -> Result<Timed<B::Buf>> {
+    /// With `gates` decays per head.
+    fn delta(&self, batch: Batch, [hk, hv, dk, dv]: [usize; 4], gates: usize, state: DType) -> Result<Timed<B::Buf>> {
         let (step, rows) = (self.step(batch)?, batch.count());
         let t = step.bucket.tokens;
         let x = self.act(&[t, 2 * hk * dk + hv * dv])?;
@@ -297,9 +304,9 @@ impl<B: Backend> Device<'_, B> {
             q: x.cols(0, hk * dk),
             k: x.cols(hk * dk, hk * dk),
             v: x.cols(2 * hk * dk, hv * dv),
-            a: self.act(&[t, hv])?,
+            a: self.act(&[t, hv * gates])?,
             b: self.act(&[t, hv])?,
-            par: self.constants(&[-1.0, -1.0], hv)?,
+            par: self.constants(&[-1.0, -1.0], hv * gates)?,
             pool: self.random(state, &[rows + 1, hv, dk, dv], 1.0)?,
             out: self.act(&[t, hv * dv])?,
             heads_per_key: hv / hk,
@@ -307,7 +314,8 @@ impl<B: Backend> Device<'_, B> {
             beta_scale: 1.0,
         };
         let act = op.q.dtype.bytes();
-        let bytes = 2 * rows * hv * dk * dv * state.bytes() + t * (2 * hk * dk + 2 * hv * dv) * act;
+        let bytes = 2 * rows * hv * dk * dv * state.bytes()
+            + t * (2 * hk * dk + 2 * hv * dv + if gates > 1 { hv * gates } else { 0 }) * act;
         Ok(timed(op, bytes, t * hv * dk * dv * 8))
     }
 
