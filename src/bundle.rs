@@ -2,15 +2,19 @@
 
 use std::{
     fs::{File, Permissions},
-    io::BufReader,
+    io::{self, BufWriter, Write},
     path::Path,
-    sync::Arc,
+    sync::{
+        Arc,
+        mpsc::{SyncSender, sync_channel},
+    },
+    thread,
 };
 
 use selkie_core::{
     bundle::{Head, Identity, Reader},
     chat::{Conversation, End, Message},
-    engine::{EngineOptions, Export, Exported, Import, Imported},
+    engine::{AnyEngine, EngineOptions, Export, Exported, Import, Imported},
     model_dir::ModelFiles,
     models,
     session::{Ask, Encoded, Model, Prompt, WhenFull},
@@ -32,8 +36,10 @@ use crate::{
 
 /// States of a chat that are kept: the ends of its last messages are among them.
 pub const STATES: usize = 8;
-/// Bytes of a bundle that are read at a time.
-const READ_BYTES: usize = 1 << 20;
+/// Bytes that are gathered before they are passed on to be written.
+const GATHERED: usize = 1 << 20;
+/// Pieces of a bundle that wait to be written at most.
+const WAITING: usize = 4;
 
 /// Runs the subcommand.
 pub fn run(args: &BundleArgs) -> Outcome {
@@ -68,7 +74,7 @@ fn make(args: &MakeArgs) -> Outcome {
 }
 
 fn stdin() -> Outcome<String> {
-    let bytes = input_file::read(std::io::stdin().lock(), MAX_TEXT_BYTES as u64);
+    let bytes = input_file::read(io::stdin().lock(), MAX_TEXT_BYTES as u64);
     let bytes = bytes.map_err(|e| Failure::Other(format!("standard input: {e}")))?;
     String::from_utf8(bytes).map_err(|_| Failure::Other("standard input: not UTF-8".into()))
 }
@@ -140,10 +146,48 @@ pub fn write(model: &Model, path: &Path, what: Export) -> Outcome<Exported> {
     let mut out = private(path)?;
     let name = path.display().to_string();
     let work = model.with(move |engine| {
-        let saved = pollster::block_on(engine.export(what, &name, &mut out));
+        let saved = export_to(engine, what, &name, &mut out);
         saved.and_then(|saved| out.commit().map(|()| saved))
     });
     Ok(work.wait()??)
+}
+
+/// Has the engine write a bundle, while another thread writes what it gives to `out`; `name` is the bundle's in messages.
+///
+/// # Errors
+/// Those of the engine and of `out`.
+pub fn export_to(
+    engine: &dyn AnyEngine,
+    what: Export,
+    name: &str,
+    out: &mut (dyn Write + Send),
+) -> selkie_core::Result<Exported> {
+    let io = |e| selkie_core::Error::io(name, e);
+    thread::scope(|scope| {
+        let (pieces, arriving) = sync_channel::<Vec<u8>>(WAITING);
+        let write = move || arriving.iter().try_for_each(|piece| out.write_all(&piece)).and_then(|()| out.flush());
+        let writer = thread::Builder::new().name("selkie-write".into()).spawn_scoped(scope, write).map_err(io)?;
+        let mut pieces = BufWriter::with_capacity(GATHERED, Pieces(pieces));
+        let saved = pollster::block_on(engine.export(what, name, &mut pieces));
+        drop(pieces);
+        let written = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        // What went wrong with `out` is why the engine could not go on.
+        written.map_err(io).and(saved)
+    })
+}
+
+/// Passes what is written on to another thread.
+struct Pieces(SyncSender<Vec<u8>>);
+
+impl Write for Pieces {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.send(bytes.to_vec()).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A file that only its owner can read: a bundle is a conversation.
@@ -175,7 +219,7 @@ pub fn open(path: &Path) -> Outcome<Reader<'static>> {
     if !file.metadata().map_err(io)?.is_file() {
         return Err(Failure::Other(format!("{name}: a bundle is a regular file")));
     }
-    Ok(Reader::open(BufReader::with_capacity(READ_BYTES, file), &name)?)
+    Ok(Reader::open(file, &name)?)
 }
 
 /// Refuses converted values of lower tiers to somebody who wants exact ones only.
@@ -257,7 +301,7 @@ fn facts(head: &Head) -> Value {
 }
 
 fn verify(args: &VerifyArgs) -> Outcome {
-    let mut bundle = open(&args.file)?;
+    let bundle = open(&args.file)?;
     let mut checked = "all checksums are right".to_owned();
     if args.model.model.is_some() {
         let files = model::open(&args.model)?;

@@ -39,9 +39,9 @@ pub struct Hasher(blake3::Hasher);
 impl Hasher {
     /// Adds `bytes`.
     pub fn update(&mut self, bytes: &[u8]) {
-        // Threads begin to pay at about 128 KiB.
+        // To wake many threads takes as long as to hash some hundred KiB.
         #[cfg(not(target_arch = "wasm32"))]
-        if bytes.len() >= 1 << 20 {
+        if bytes.len() >= 2 << 20 {
             self.0.update_rayon(bytes);
             return;
         }

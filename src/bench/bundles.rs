@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, BufReader, BufWriter, Read, Write},
+    io::{self, Read, Write},
     net::{TcpListener, TcpStream},
     path::Path,
     thread,
@@ -27,6 +27,7 @@ use super::{
 };
 use crate::{
     args::BenchPrefixArgs,
+    bundle,
     failure::Outcome,
     model,
     terminal::{Output, thousands},
@@ -109,15 +110,13 @@ impl Bench<'_> {
         Ok((values.len() as u64, [writing, reading, saving, loading, handing]))
     }
 
-    fn save(&self, out: &mut impl Write) -> Result<()> {
-        let mut out = BufWriter::with_capacity(PIECE, out);
-        pollster::block_on(self.engine.export(self.what.clone(), "the bundle", &mut out))?;
-        out.flush().map_err(|e| Error::io("the bundle", e))
+    fn save(&self, out: &mut (dyn Write + Send)) -> Result<()> {
+        bundle::export_to(&*self.engine, self.what.clone(), "the bundle", out).map(drop)
     }
 
     fn load(&mut self, file: &Path) -> Result<()> {
         let file = File::open(file).map_err(|e| Error::io("the bundle", e))?;
-        let mut bundle = Reader::open(BufReader::with_capacity(PIECE, file), "the bundle")?;
+        let mut bundle = Reader::open(file, "the bundle")?;
         self.imports += 1;
         let into =
             Import { model: self.what.model.clone(), namespace: format!("tenant {}", self.imports), exact_only: true };

@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     hash::{BuildHasher, RandomState},
-    io::{self, BufWriter, Seek, SeekFrom, Write},
+    io::{self, Seek, SeekFrom, Write},
 };
 
 use selkie_core::{
@@ -15,6 +15,7 @@ use selkie_core::{
 use tokio::sync::watch;
 
 use super::refusal::Refusal;
+use crate::bundle;
 
 /// Bytes that are written to or read from a file at a time.
 pub const PIECE: usize = 1 << 20;
@@ -67,13 +68,10 @@ pub fn export_into(
     file: File,
     written: watch::Sender<u64>,
 ) -> Result<(File, Exported), Refusal> {
-    let mut out = BufWriter::with_capacity(PIECE, Limited { file, left: most, written });
+    let mut out = Limited { file, left: most, written };
     let work = model.with(move |engine| {
-        let saved = pollster::block_on(engine.export(what, name, &mut out));
-        saved.and_then(|saved| {
-            let file = out.into_inner().map_err(|e| Error::io(name, e.into_error()))?.file;
-            Ok((file, saved))
-        })
+        let saved = bundle::export_to(engine, what, name, &mut out);
+        saved.map(|saved| (out.file, saved))
     });
     work.wait().map_err(|e| Refusal::from(&*e))?.map_err(|e| too_large(e, most))
 }

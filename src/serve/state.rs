@@ -5,7 +5,7 @@
 use std::{
     fs::File,
     future::poll_fn,
-    io::{BufReader, Seek, SeekFrom, Write},
+    io::{Seek, SeekFrom, Write},
     pin::Pin,
     sync::Arc,
     time::Duration,
@@ -144,7 +144,7 @@ async fn attempt_load(app: Arc<App>, request: Request) -> Result<Response<Body>,
 
 /// Puts the bundle in a file into the cache of an engine.
 fn import(model: &Model, file: File, into: Import) -> Result<Imported, Refusal> {
-    let mut bundle = Reader::open(BufReader::with_capacity(PIECE, file), NAME)?;
+    let mut bundle = Reader::open(file, NAME)?;
     let work = model.with(move |engine| engine.import(&mut bundle, &into));
     let imported = work.wait().map_err(|e| Refusal::from(&*e))?;
     imported.map_err(|e| match e {

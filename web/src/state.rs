@@ -1,10 +1,10 @@
 //! States of prompts as bundles: out of the page's engine, and into it.
 
-use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufWriter, Write};
 
 use js_sys::Uint8Array;
 use selkie_core::{
-    bundle::{Identity, Reader},
+    bundle::{self, Identity, Reader},
     chat::{Conversation, End},
     engine::{Export, Import},
     session::{Ask, Encoded, Local, Prompt, WhenFull},
@@ -21,7 +21,7 @@ use crate::{
     request::{LoadStateOptions, SaveRequest},
 };
 
-/// Bytes of a bundle that are read or written at a time.
+/// Bytes of a bundle that are written at a time.
 const PIECE: usize = 1 << 20;
 /// States of a chat that are saved, as the command line does: the ends of its last messages are among them.
 const STATES: usize = 8;
@@ -117,9 +117,9 @@ impl WasmEngine {
     #[wasm_bindgen(js_name = loadState)]
     pub fn load_state(&self, file: StateFile, options: JsValue) -> Result<JsValue, JsValue> {
         let LoadStateOptions { namespace, exact_only } = parsed(&options)?;
-        let (name, input) = (file.name(), Input { size: file.size() as u64, file, at: 0 });
+        let name = file.name();
         let fail = |e: selkie_core::Error| error::from_core(&e);
-        let mut bundle = Reader::open(BufReader::with_capacity(PIECE, input), &name).map_err(fail)?;
+        let mut bundle = Reader::open(Input(file), &name).map_err(fail)?;
         // What cannot be shown should not be in the cache either.
         let said = bundle.head().messages.as_deref().map(serde_json::from_str::<serde_json::Value>).transpose();
         let messages = said.map_err(|e| fail(selkie_core::Error::model(&name, format!("its conversation: {e}"))))?;
@@ -163,36 +163,20 @@ fn whole(s: &Local, request: &mut SaveRequest) -> selkie_core::Result<(Encoded, 
 }
 
 /// A file of JavaScript that is read where the reader is.
-struct Input {
-    file: StateFile,
-    size: u64,
-    at: u64,
-}
+struct Input(StateFile);
 
-impl Read for Input {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let length = (into.len() as u64).min(self.size.saturating_sub(self.at));
-        if length == 0 {
-            return Ok(0);
-        }
-        let bytes = self.file.read(self.at as f64, length as f64).map_err(|e| thrown(&e))?;
-        let length = bytes.length() as usize;
-        let into = into.get_mut(..length).ok_or(io::ErrorKind::InvalidData)?;
-        bytes.copy_to(into);
-        self.at += length as u64;
-        Ok(length)
+impl bundle::Input for Input {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.size() as u64)
     }
-}
 
-impl Seek for Input {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        let at = match to {
-            SeekFrom::Start(at) => Some(at),
-            SeekFrom::End(by) => self.size.checked_add_signed(by),
-            SeekFrom::Current(by) => self.at.checked_add_signed(by),
-        };
-        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(self.at)
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let bytes = self.0.read(at as f64, into.len() as f64).map_err(|e| thrown(&e))?;
+        if bytes.length() as usize != into.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        bytes.copy_to(into);
+        Ok(())
     }
 }
 

@@ -12,6 +12,7 @@
 mod header;
 mod part;
 mod read;
+mod threads;
 mod write;
 
 use crate::{
@@ -31,8 +32,9 @@ pub const VERSION: u32 = 1;
 /// Revision of the numbers that a backend computes. A change of any op that can change a bit of a state raises it.
 pub const NUMERICS: u32 = 1;
 
-/// Bytes that are read, hashed and written at a time: enough to occupy all threads with a checksum.
-pub(crate) const PIECE: usize = 4 << 20;
+/// Bytes that are read from a device, hashed and written at a time: enough to occupy several threads with a checksum. A page has
+/// one thread and less memory.
+pub(crate) const PIECE: usize = if cfg!(target_arch = "wasm32") { 1 << 20 } else { 4 << 20 };
 
 /// Most bytes of the description of where values came from.
 const MOST_NUMERICS: usize = 4096;

@@ -1,18 +1,77 @@
 //! Reading a bundle: the head first, then its values row by row.
 
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+#[cfg(any(unix, windows))]
+use std::fs::File;
+use std::{
+    io::{self, Cursor},
+    mem,
+};
 
-use super::{Head, PIECE, Part, header};
+use super::{
+    Head, PIECE, Part, header,
+    threads::{ahead, each},
+};
 use crate::{
     digest::{Digest, Hasher},
     error::{Error, Result},
     source::Shared,
 };
 
-/// What a bundle is read from.
-pub trait Input: Read + Seek + Shared {}
+/// Bytes that one thread reads at a time.
+const CHUNK: usize = 1 << 20;
+/// Bytes of a part that are read ahead and hashed at a time, which is the work of several threads.
+const AHEAD: usize = 2 * PIECE;
 
-impl<T: Read + Seek + Shared> Input for T {}
+/// What a bundle is read from.
+pub trait Input: Shared {
+    /// All of its bytes.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn size(&self) -> io::Result<u64>;
+
+    /// Fills `into` with the bytes from `at` on.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::UnexpectedEof`] for less than that, and what the system says.
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+}
+
+#[cfg(any(unix, windows))]
+impl Input for File {
+    fn size(&self) -> io::Result<u64> {
+        self.metadata().map(|file| file.len())
+    }
+
+    #[cfg(unix)]
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        std::os::unix::fs::FileExt::read_exact_at(self, into, at)
+    }
+
+    #[cfg(windows)]
+    fn read_at(&self, mut at: u64, mut into: &mut [u8]) -> io::Result<()> {
+        while !into.is_empty() {
+            match std::os::windows::fs::FileExt::seek_read(self, into, at)? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                read => (at, into) = (at + read as u64, &mut into[read..]),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<T: AsRef<[u8]> + Shared> Input for Cursor<T> {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.get_ref().as_ref().len() as u64)
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let all = self.get_ref().as_ref();
+        let part = usize::try_from(at).ok().and_then(|at| all.get(at..)?.get(..into.len()));
+        into.copy_from_slice(part.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+}
 
 /// Takes some rows of a part: the number of the first one in the part, and the bytes of all.
 pub type Visit<'a> = dyn FnMut(&Part, usize, &[u8]) -> Result<()> + 'a;
@@ -35,15 +94,12 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// [`Error::BadModel`] if this is not a bundle, not a whole one, or not as it was written, with the place; [`Error::Io`].
     pub fn open(input: impl Input + 'a, file: &str) -> Result<Self> {
-        let mut input: Box<dyn Input + 'a> = Box::new(input);
         let bad = |why: String| Error::model(file, why);
-        let io = |e: std::io::Error| Error::io(file, e);
-        let size = input.seek(SeekFrom::End(0)).map_err(io)?;
-        input.seek(SeekFrom::Start(0)).map_err(io)?;
+        let size = input.size().map_err(|e| Error::io(file, e))?;
         if size < 8 {
             return Err(bad(format!("a file of {size} bytes is not a bundle")));
         }
-        let mut from = Checked { input: &mut *input, file };
+        let mut from = Checked { input: &input, file, at: 0 };
         let length = from.take(8)?;
         let bytes = u64::from_le_bytes(length.as_slice().try_into().expect("eight bytes were read"));
         if bytes > header::MOST_HEADER || bytes > size - 8 {
@@ -59,8 +115,7 @@ impl<'a> Reader<'a> {
         }
         let values = 8 + bytes + tokens + ends + messages.unwrap_or(0);
         let rows = 1 + header::summed(messages.is_some(), head.parts.len()) as u64;
-        input.seek(SeekFrom::Start(size - 32 * rows)).map_err(io)?;
-        let sums = Checked { input: &mut *input, file }.take(32 * rows)?;
+        let sums = Checked { input: &input, file, at: size - 32 * rows }.take(32 * rows)?;
         let mut sums: Vec<Digest> = sums.as_chunks::<32>().0.iter().map(|sum| Digest(*sum)).collect();
         let of_parts = sums.split_off(1 + small.len());
         let whole = [("header", &header)].into_iter().chain(small.iter().map(|(name, bytes)| (*name, bytes)));
@@ -78,7 +133,7 @@ impl<'a> Reader<'a> {
             None => None,
         };
         head.check().map_err(bad)?;
-        Ok(Self { input, file: file.to_owned(), head, values, sums: of_parts })
+        Ok(Self { input: Box::new(input), file: file.to_owned(), head, values, sums: of_parts })
     }
 
     /// Everything but the values.
@@ -91,38 +146,98 @@ impl<'a> Reader<'a> {
         &self.file
     }
 
-    /// Reads all values and compares the checksums.
+    /// Reads all values and compares the checksums, of several parts at once.
     ///
     /// # Errors
-    /// [`Error::BadModel`] naming the tensor that was altered; [`Error::Io`].
-    pub fn verify(&mut self) -> Result<()> {
-        self.rows(&mut |_, _, _| Ok(()))
+    /// [`Error::BadModel`] naming the first tensor that was altered; [`Error::Io`].
+    pub fn verify(&self) -> Result<()> {
+        let parts: Vec<(&Part, u64, &Digest)> = self.parts().collect();
+        each(parts, |part| self.verify_part(part))
     }
 
-    /// Hands `visit` the rows of each part in order, some at a time. A part's checksum is compared after its last
-    /// row: values that were not verified before may be damaged.
+    fn verify_part(&self, (part, mut at, sum): (&Part, u64, &Digest)) -> Result<()> {
+        // The sizes were checked with the header.
+        let (mut hasher, mut bytes, end) = (Hasher::default(), Vec::new(), at + part.bytes().unwrap_or(0));
+        while at < end {
+            self.fill(&mut bytes, at, (end - at).min(CHUNK as u64) as usize)?;
+            hasher.update(&bytes);
+            at += bytes.len() as u64;
+        }
+        self.compare(part, &hasher, sum)
+    }
+
+    /// Hands `visit` the rows of each part in order, some at a time, while the next ones are read. A part's checksum is compared
+    /// when all of it is read: what `visit` gets may be damaged until this returns.
     ///
     /// # Errors
     /// As [`Reader::verify`], and those of `visit`.
-    pub fn rows(&mut self, visit: &mut Visit<'_>) -> Result<()> {
-        self.input.seek(SeekFrom::Start(self.values)).map_err(|e| Error::io(&self.file, e))?;
-        let mut from = Checked { input: &mut *self.input, file: &self.file };
-        let mut bytes = Vec::new();
-        for (part, sum) in self.head.parts.iter().zip(&self.sums) {
-            let mut hasher = Hasher::default();
-            let (rows, each) = (part.rows(), part.row_bytes());
-            let at_a_time = (PIECE / each).max(1);
-            for first in (0..rows).step_by(at_a_time) {
-                from.fill(&mut bytes, ((rows - first).min(at_a_time) * each) as u64)?;
-                hasher.update(&bytes);
-                visit(part, first, &bytes)?;
-            }
-            if hasher.finish() != *sum {
-                return Err(Error::model(&self.file, altered(&part.name())));
-            }
-        }
-        Ok(())
+    pub fn rows(&self, visit: &mut Visit<'_>) -> Result<()> {
+        let (mut pieces, mut hasher) = (self.pieces(), Hasher::default());
+        let make = || pieces.next().map(|piece| self.load(&piece, &mut hasher).map(|bytes| (piece, bytes)));
+        ahead(make, |loaded| loaded.and_then(|(piece, bytes)| visit(piece.part, piece.first, &bytes)))
     }
+
+    /// The values of a piece. If its part ends with it, the part's checksum is compared.
+    fn load(&self, piece: &Piece<'_>, hasher: &mut Hasher) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        room(&mut bytes, piece.length as u64, &self.file)?;
+        let chunks = bytes.chunks_mut(CHUNK).enumerate().collect();
+        each(chunks, |(i, chunk)| {
+            let at = piece.at + (i * CHUNK) as u64;
+            self.input.read_at(at, chunk).map_err(|e| Error::io(&self.file, e))
+        })?;
+        hasher.update(&bytes);
+        if let Some(sum) = piece.last {
+            self.compare(piece.part, &mem::take(hasher), sum)?;
+        }
+        Ok(bytes)
+    }
+
+    /// The parts with the places of their values and their checksums.
+    fn parts(&self) -> impl Iterator<Item = (&Part, u64, &Digest)> {
+        let mut end = self.values;
+        self.head.parts.iter().zip(&self.sums).map(move |(part, sum)| {
+            let at = end;
+            end += part.bytes().unwrap_or(0);
+            (part, at, sum)
+        })
+    }
+
+    /// The rows of all parts, at most [`AHEAD`] bytes at a time unless one has more.
+    fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+        self.parts().flat_map(|(part, at, sum)| {
+            let (rows, each) = (part.rows(), part.row_bytes());
+            let at_a_time = (AHEAD / each).max(1);
+            (0..rows).step_by(at_a_time).map(move |first| {
+                let now = at_a_time.min(rows - first);
+                let last = (first + now == rows).then_some(sum);
+                Piece { part, first, at: at + (first * each) as u64, length: now * each, last }
+            })
+        })
+    }
+
+    fn compare(&self, part: &Part, hasher: &Hasher, sum: &Digest) -> Result<()> {
+        match hasher.finish() == *sum {
+            true => Ok(()),
+            false => Err(Error::model(&self.file, altered(&part.name()))),
+        }
+    }
+
+    fn fill(&self, bytes: &mut Vec<u8>, at: u64, length: usize) -> Result<()> {
+        Checked { input: &*self.input, file: &self.file, at }.fill(bytes, length as u64)
+    }
+}
+
+/// Rows of a part that are read at once.
+struct Piece<'r> {
+    part: &'r Part,
+    /// The first of them.
+    first: usize,
+    /// Where they are.
+    at: u64,
+    length: usize,
+    /// The part's checksum, if it ends with them.
+    last: Option<&'r Digest>,
 }
 
 fn altered(name: &str) -> String {
@@ -134,10 +249,11 @@ fn words(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }
 
-/// Reads whole pieces.
+/// Reads whole pieces, one after the other.
 struct Checked<'a> {
-    input: &'a mut dyn Input,
+    input: &'a dyn Input,
     file: &'a str,
+    at: u64,
 }
 
 impl Checked<'_> {
@@ -149,16 +265,18 @@ impl Checked<'_> {
 
     /// Replaces `bytes` by the next `n` bytes.
     fn fill(&mut self, bytes: &mut Vec<u8>, n: u64) -> Result<()> {
-        bytes.clear();
-        // The size of the file was compared with the header's sizes, so this is no more than the file had. A page may have less.
-        let room = usize::try_from(n).is_ok_and(|n| bytes.try_reserve_exact(n).is_ok());
-        if !room {
-            return Err(Error::OutOfMemory { what: self.file.to_owned(), asked: n, free: 0 });
-        }
-        let read = Read::take(&mut *self.input, n).read_to_end(bytes).map_err(|e| Error::io(self.file, e))?;
-        if read as u64 != n {
-            return Err(Error::io(self.file, ErrorKind::UnexpectedEof.into()));
-        }
+        room(bytes, n, self.file)?;
+        self.input.read_at(self.at, bytes).map_err(|e| Error::io(self.file, e))?;
+        self.at += n;
         Ok(())
     }
+}
+
+/// Makes `bytes` `n` bytes long.
+fn room(bytes: &mut Vec<u8>, n: u64, file: &str) -> Result<()> {
+    // The size of the file was compared with the header's sizes, so this is no more than the file had. A page may have less.
+    let wanted = usize::try_from(n).ok().filter(|n| bytes.try_reserve_exact(n.saturating_sub(bytes.len())).is_ok());
+    let wanted = wanted.ok_or_else(|| Error::OutOfMemory { what: file.to_owned(), asked: n, free: 0 })?;
+    bytes.resize(wanted, 0);
+    Ok(())
 }

@@ -1,6 +1,14 @@
 //! Writing a bundle in one pass.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    mem,
+    sync::{
+        Arc,
+        mpsc::{SyncSender, sync_channel},
+    },
+    thread::{self, JoinHandle},
+};
 
 use super::{Head, header};
 use crate::digest::{Digest, Hasher};
@@ -10,12 +18,31 @@ use crate::digest::{Digest, Hasher};
 /// It keeps no value. A bundle that was not finished is not readable.
 pub struct Writer<W> {
     out: W,
+    /// Of what comes before the values.
     sums: Vec<Digest>,
+    /// Bytes of values that are missing.
+    left: u64,
+    values: Values,
+    written: u64,
+}
+
+/// The checksums of the parts. To compute them takes about as long as to write the values, so a thread does it, where there is one.
+enum Values {
+    Here(Box<Sums>),
+    Beside(SyncSender<Arc<Vec<u8>>>, JoinHandle<Sums>),
+}
+
+/// Checksums of parts whose values come in pieces of any size.
+#[derive(Clone)]
+struct Sums {
+    complete: Vec<Digest>,
     /// Bytes of the parts that are not complete yet, the next one last.
     left: Vec<u64>,
     hasher: Hasher,
-    written: u64,
 }
+
+/// Pieces of values that wait for their checksums.
+const WAITING: usize = 4;
 
 impl<W: Write> Writer<W> {
     /// Writes everything before the values.
@@ -35,8 +62,10 @@ impl<W: Write> Writer<W> {
             return Err(invalid(format!("a bundle of {} tensors has too large a header", head.parts.len())));
         }
         let left = head.parts.iter().rev().map(|p| p.bytes().ok_or_else(|| invalid("a part is too large".into())));
-        let left = left.collect::<io::Result<_>>()?;
-        let mut writer = Self { out, sums: Vec::new(), left, hasher: Hasher::default(), written: 0 };
+        let left: Vec<u64> = left.collect::<io::Result<_>>()?;
+        let all = left.iter().try_fold(0u64, |all, part| all.checked_add(*part));
+        let all = all.ok_or_else(|| invalid("its parts are too large".into()))?;
+        let mut writer = Self { out, sums: Vec::new(), left: all, values: Values::start(Sums::of(left)), written: 0 };
         writer.whole(&bytes)?;
         writer.whole(&little_endian(&head.tokens))?;
         writer.whole(&little_endian(&head.ends))?;
@@ -58,24 +87,14 @@ impl<W: Write> Writer<W> {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidInput`] for more than the parts hold; those of the output.
-    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
-        while !bytes.is_empty() {
-            let Some(left) = self.left.last_mut() else {
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, "more values than the bundle's head names"));
-            };
-            let n = bytes.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
-            let (now, later) = bytes.split_at(n);
-            *left -= n as u64;
-            let complete = *left == 0;
-            self.hasher.update(now);
-            self.put(now)?;
-            if complete {
-                self.left.pop();
-                self.sums.push(std::mem::take(&mut self.hasher).finish());
-            }
-            bytes = later;
-        }
-        Ok(())
+    pub fn write(&mut self, bytes: Vec<u8>) -> io::Result<()> {
+        let Some(left) = self.left.checked_sub(bytes.len() as u64) else {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "more values than the bundle's head names"));
+        };
+        self.left = left;
+        let bytes = Arc::new(bytes);
+        self.values.add(&bytes);
+        self.put(&bytes)
     }
 
     /// Writes the checksums; returns the output and the bytes of the bundle. The output is flushed.
@@ -83,14 +102,67 @@ impl<W: Write> Writer<W> {
     /// # Errors
     /// [`io::ErrorKind::InvalidInput`] if values are missing; those of the output.
     pub fn finish(mut self) -> io::Result<(W, u64)> {
-        if !self.left.is_empty() {
+        if self.left > 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "fewer values than the bundle's head names"));
         }
-        for sum in std::mem::take(&mut self.sums) {
-            self.put(&sum.0)?;
-        }
+        let values = mem::replace(&mut self.values, Values::Here(Box::new(Sums::of(Vec::new())))).finish();
+        let sums: Vec<u8> = self.sums.iter().chain(&values).flat_map(|sum| sum.0).collect();
+        self.put(&sums)?;
         self.out.flush()?;
         Ok((self.out, self.written))
+    }
+}
+
+impl Values {
+    fn start(mut sums: Sums) -> Self {
+        let (here, (pieces, arriving)) = (sums.clone(), sync_channel::<Arc<Vec<u8>>>(WAITING));
+        let work = move || {
+            arriving.iter().for_each(|bytes| sums.add(&bytes));
+            sums
+        };
+        match thread::Builder::new().name("selkie-checksums".into()).spawn(work) {
+            Ok(thread) => Self::Beside(pieces, thread),
+            // A browser has none, and the system may refuse one.
+            Err(_) => Self::Here(Box::new(here)),
+        }
+    }
+
+    fn add(&mut self, bytes: &Arc<Vec<u8>>) {
+        match self {
+            Self::Here(sums) => sums.add(bytes),
+            // The thread ends after the last piece only.
+            Self::Beside(pieces, _) => drop(pieces.send(bytes.clone())),
+        }
+    }
+
+    fn finish(self) -> Vec<Digest> {
+        match self {
+            Self::Here(sums) => sums.complete,
+            Self::Beside(pieces, thread) => {
+                drop(pieces);
+                thread.join().expect("checksums do not fail").complete
+            }
+        }
+    }
+}
+
+impl Sums {
+    fn of(left: Vec<u64>) -> Self {
+        Self { complete: Vec::new(), left, hasher: Hasher::default() }
+    }
+
+    /// The next bytes, no more than the parts have.
+    fn add(&mut self, mut bytes: &[u8]) {
+        while let Some(left) = self.left.last_mut().filter(|_| !bytes.is_empty()) {
+            let (now, later) = bytes.split_at(bytes.len().min(usize::try_from(*left).unwrap_or(usize::MAX)));
+            *left -= now.len() as u64;
+            self.hasher.update(now);
+            if *left == 0 {
+                self.left.pop();
+                self.complete.push(mem::take(&mut self.hasher).finish());
+            }
+            bytes = later;
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Both run between two steps. Reads and writes are ordered with the steps on the device, so a step in flight is no obstacle.
 
-use std::{borrow::Cow, collections::VecDeque, io::Write, iter, ops::Range, pin::Pin};
+use std::{borrow::Cow, collections::VecDeque, io::Write, iter, mem, ops::Range, pin::Pin};
 
 use super::{Engine, landing::Landing, landing::Path};
 use crate::{
@@ -12,11 +12,9 @@ use crate::{
     state::{GRID, Realm},
 };
 
-/// Runs of rows that are read from a device at a time: their bytes and a [`PIECE`] are all that a transfer holds.
+/// Runs of rows that are read from a device at a time, each a [`PIECE`] unless a row has more. On a GPU a copy of a row takes as
+/// long as one of several.
 const READS: usize = 8;
-/// Bytes of a run, unless one row has more. On a GPU a copy of a row takes as long as one of several.
-const RUN: usize = 1 << 20;
-
 /// What is written into a bundle.
 #[derive(Clone, Debug)]
 pub struct Export {
@@ -114,17 +112,22 @@ impl<B: Backend> Engine<B> {
         let mut writer = Writer::new(out, &head).map_err(io)?;
         let runs = head.parts.iter().flat_map(|part| {
             let entries = (0..part.rows()).map(|row| Some(path.entry(part, left_out + row)));
-            runs(entries, (RUN / part.row_bytes()).max(1)).into_iter().map(move |run| (part, run))
+            runs(entries, (PIECE / part.row_bytes()).max(1)).into_iter().map(move |run| (part, run))
         });
         let mut runs = runs.map(|(part, run)| self.read_rows(part, &run));
         let mut reads: VecDeque<RunRead<B>> = runs.by_ref().take(READS).collect();
         let mut piece = Vec::new();
         while let Some(first) = reads.pop_front() {
-            piece.extend_from_slice(&first.arrive().await?);
+            let rows = first.arrive().await?;
             reads.extend(runs.next());
-            if piece.len() >= PIECE || reads.is_empty() {
-                writer.write(&piece).map_err(io)?;
-                piece.clear();
+            // Most runs are a piece.
+            if piece.is_empty() {
+                piece = rows
+            } else {
+                piece.extend_from_slice(&rows)
+            }
+            if piece.len() >= PIECE / 2 || reads.is_empty() {
+                writer.write(mem::take(&mut piece)).map_err(io)?;
             }
         }
         let (_, bytes) = writer.finish().map_err(io)?;

@@ -375,14 +375,14 @@ fn several_ranks_join_their_states_and_split_those_of_one() {
 
 /// The bundle with values of another dtype, as another device would have written it.
 fn rewritten(bytes: &[u8], dtype: DType, change: impl FnOnce(&mut Head)) -> Vec<u8> {
-    let mut reader = Reader::open(Cursor::new(bytes), "x").unwrap();
+    let reader = Reader::open(Cursor::new(bytes), "x").unwrap();
     let mut head = reader.head().clone();
     head.parts.iter_mut().for_each(|part| part.dtype = dtype);
     head.numerics = "another device".into();
     change(&mut head);
     let mut writer = Writer::new(Vec::new(), &head).unwrap();
     let put = &mut |part: &Part, _, row: &[u8]| {
-        writer.write(&convert(row, part.dtype, dtype).unwrap()).unwrap();
+        writer.write(convert(row, part.dtype, dtype).unwrap().into_owned()).unwrap();
         Ok(())
     };
     reader.rows(put).unwrap();

@@ -46,14 +46,14 @@ fn values(part: &Part, row: usize) -> Vec<u8> {
 fn write(head: &Head, piece: usize) -> Vec<u8> {
     let mut writer = Writer::new(Vec::new(), head).unwrap();
     let all = head.parts.iter().flat_map(|p| (0..p.rows()).flat_map(|row| values(p, row))).collect::<Vec<u8>>();
-    all.chunks(piece).for_each(|piece| writer.write(piece).unwrap());
+    all.chunks(piece).for_each(|piece| writer.write(piece.to_vec()).unwrap());
     let (out, written) = writer.finish().unwrap();
     assert_eq!(out.len() as u64, written);
     out
 }
 
 fn open(bytes: &[u8]) -> Result<Reader<'_>> {
-    let mut reader = Reader::open(Cursor::new(bytes), "x.bundle")?;
+    let reader = Reader::open(Cursor::new(bytes), "x.bundle")?;
     reader.verify()?;
     Ok(reader)
 }
@@ -88,7 +88,7 @@ fn what_was_written_is_read_row_by_row() {
         let head = head(dtype);
         let bytes = write(&head, 1 << 20);
         assert_eq!(write(&head, 13), bytes, "pieces change nothing");
-        let mut reader = open(&bytes).unwrap();
+        let reader = open(&bytes).unwrap();
         assert_eq!(*reader.head(), head);
         let mut rows = Vec::new();
         reader

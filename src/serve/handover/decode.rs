@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{BufReader, Seek, SeekFrom, Write},
+    io::{Seek, SeekFrom, Write},
     sync::Arc,
 };
 
@@ -21,7 +21,7 @@ use crate::serve::{
     app::App,
     metrics::Handed,
     refusal::Refusal,
-    spool::{PIECE, on_disk, spool},
+    spool::{on_disk, spool},
     state::{files, identity},
 };
 
@@ -78,7 +78,7 @@ impl Peers {
         let (model, namespace) = (model.clone(), namespace.to_owned());
         let imported = blocking(move || {
             let into = Import { model: identity(&files)?, namespace, exact_only: true };
-            let mut bundle = Reader::open(BufReader::with_capacity(PIECE, file), NAME)?;
+            let mut bundle = Reader::open(file, NAME)?;
             let work = model.with(move |engine| engine.import(&mut bundle, &into));
             Ok(work.wait().map_err(|e| Refusal::from(&*e))??)
         });
