@@ -2,13 +2,11 @@
 
 use std::iter;
 #[cfg(not(target_arch = "wasm32"))]
-use std::{
-    sync::{OnceLock, mpsc::sync_channel},
-    thread,
-};
+use std::{sync::mpsc::sync_channel, thread};
 
 #[cfg(not(target_arch = "wasm32"))]
-use crate::cpu::par;
+use rayon::prelude::*;
+
 use crate::{error::Result, source::Shared};
 
 /// Calls `f` with each of `tasks`, several at a time; returns the first error in their order.
@@ -16,11 +14,7 @@ pub(super) fn each<T: Shared>(tasks: Vec<T>, f: impl Fn(T) -> Result<()> + Share
     #[cfg(target_arch = "wasm32")]
     return tasks.into_iter().try_for_each(f);
     #[cfg(not(target_arch = "wasm32"))]
-    {
-        let results: Vec<OnceLock<Result<()>>> = tasks.iter().map(|_| OnceLock::new()).collect();
-        par::for_each(tasks, usize::MAX, |i, task| drop(results[i].set(f(task))));
-        results.into_iter().filter_map(OnceLock::into_inner).collect()
-    }
+    tasks.into_par_iter().map(f).collect::<Vec<_>>().into_iter().collect()
 }
 
 /// Hands `take` all that `make` gives. `make` runs in a thread of its own while `take` is at work, one item ahead.
