@@ -2,17 +2,16 @@
 // sequence and walks the chunks in order. A warp holds 16 columns of S, transposed, in registers: sums of one product are
 // operands of the next, and columns are independent, so warps exchange nothing between S and the next S. A second warp computes the outputs of the same columns, others copy the coming chunks to shared memory.
 // Per chunk, with the results of the first half: R = V - f_k ⊙ (K S); O = f_q ⊙ (Q S) + (M T) R; S = decay S + Wᵀ R.
+// With a decay per channel (EACH), K̂ and Q̂ of the first half stand for f_k ⊙ K and f_q ⊙ Q.
 // Grid (as many rows as can be long, heads * DV / DB). Rows of at most MIN_TOKENS tokens are left to gated_delta.cu.
-// HEADS, DK, DV, DB, STAGES, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS; pool_t.
+// HEADS, DK, DV, DB, STAGES, EACH, HEADS_PER_KEY, FIRST_HEAD, MIN_TOKENS; pool_t.
 
+#include "gated_delta_unit.cuh"
 constexpr int PAIRS = DB / 16;
 constexpr int THREADS = 64 * PAIRS;              // that compute; COPY more threads copy
 constexpr int COPY = 128;
-constexpr int Q = PAGE;
-constexpr int KSTEPS = DK / 16;
-// Bytes of a stage: results of the first half (W, M T, factors); K, Q, V.
-constexpr int AT_M = Q * DK * 2, AT_F = AT_M + Q * Q * 2, UNIT_BYTES = AT_F + 3 * Q * 4;
-constexpr int AT_K = UNIT_BYTES, AT_Q = AT_K + Q * DK * 2, AT_V = AT_Q + Q * DK * 2, STAGE = AT_V + Q * DB * 2;
+// Bytes of a stage: a unit; unless it has them, K and Q; V.
+constexpr int AT_V = AT_Q + Q * DK * 2, STAGE = AT_V + Q * DB * 2;
 constexpr int PAIR_BYTES = (KSTEPS + Q / 16) * 512;        // S and R as operands, for the warp of the outputs
 constexpr int BLOCKS = DV / DB;
 
@@ -56,8 +55,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1) ENTRY(PARAMETERS
             if (i > 0) arrive(i - 1);
             if (i >= STAGES) mbar_wait(empty + 8 * s, (i / STAGES - 1) & 1);
             u32 to = stages + s * STAGE;
-            cp_async_tile<Q, DK / 8, COPY>(to + AT_K, k + start * k_stride + key, k_stride, len, copier);
-            cp_async_tile<Q, DK / 8, COPY>(to + AT_Q, q + start * q_stride + key, q_stride, len, copier);
+            if (!EACH) {
+                cp_async_tile<Q, DK / 8, COPY>(to + AT_K, k + start * k_stride + key, k_stride, len, copier);
+                cp_async_tile<Q, DK / 8, COPY>(to + AT_Q, q + start * q_stride + key, q_stride, len, copier);
+            }
             cp_async_tile<Q, DB / 8, COPY>(to + AT_V, v + start * v_stride + h * DV + col0, v_stride, len, copier);
 #pragma unroll
             for (int j = 0; j < UNIT_BYTES; j += COPY * 16)
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1) ENTRY(PARAMETERS
                     mma_bf16(o[t][1], x, s[j].y, s[j].w);
                 }
 #pragma unroll
-            for (int t = 0; t < 4; t++)
+            for (int t = 0; t < 4 && !EACH; t++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float f = load_shared_f32(from + AT_F + (Q + t * 16 + g + 8 * e) * 4);
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1) ENTRY(PARAMETERS
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 u32 f = from + AT_F + (t * 16 + n * 8 + 2 * c) * 4;
-                float2 by = load_shared_f32x2(f);
+                float2 by = EACH ? make_float2(1.f, 1.f) : load_shared_f32x2(f);
                 const float *z = d[2 * t + n];
                 w[t][2 * n] = pack_bf16(bf16_lo(y[2 * n]) - by.x * z[0], bf16_hi(y[2 * n]) - by.y * z[1]);
                 w[t][2 * n + 1] = pack_bf16(bf16_lo(y[2 * n + 1]) - by.x * z[2], bf16_hi(y[2 * n + 1]) - by.y * z[3]);
@@ -184,11 +185,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPY, 1) ENTRY(PARAMETERS
             store_shared16(mine + (KSTEPS + t) * 512, make_uint4(w[t][0], w[t][1], w[t][2], w[t][3]));
         }
         mbar_arrive(ready);
-        float decay = load_shared_f32(from + AT_F + 2 * Q * 4);
+        // Of one number every row's is the same.
+        float2 decay = load_shared_f32x2(from + AT_F + (EACH ? 8 * c : 2 * Q * 4));
 #pragma unroll
-        for (int n = 0; n < 2 * KSTEPS; n++)
+        for (int n = 0; n < 2 * KSTEPS; n++) {
+            if (EACH && n > 0) decay = load_shared_f32x2(from + AT_F + (8 * n + 2 * c) * 4);
 #pragma unroll
-            for (int e = 0; e < 4; e++) s[n][e] *= decay;
+            for (int e = 0; e < 4; e++) s[n][e] *= e % 2 ? decay.y : decay.x;
+        }
 #pragma unroll
         for (int t = 0; t < 4; t++)
 #pragma unroll

@@ -39,6 +39,8 @@ files![
     "gated_delta_channel.cu",
     "gated_delta_chunk.cu",
     "gated_delta_prepare.cu",
+    "gated_delta_prepare_channel.cu",
+    "gated_delta_unit.cuh",
     "gather.cu",
     "gemv.cu",
     "head_matmul.cu",

@@ -468,7 +468,7 @@ arguments! {
         out: Rows = "out_t",
         beta_scale: f32,
     }
-    /// Of `gated_delta_prepare.cu`.
+    /// Of `gated_delta_prepare.cu` and `gated_delta_prepare_channel.cu`.
     GatedDeltaPrepare {
         st: StepWords,
         q: Rows = "const bf16",

@@ -15,8 +15,9 @@ use crate::arguments::{self, Arguments, Parameter};
 /// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// Headers that some kernels include.
-const HEADERS: [(&str, &str); 4] = [
+const HEADERS: [(&str, &str); 5] = [
     ("codes.cuh", selkie_kernels::text("codes.cuh")),
+    ("gated_delta_unit.cuh", selkie_kernels::text("gated_delta_unit.cuh")),
     ("prologue_epilogue.cuh", selkie_kernels::text("prologue_epilogue.cuh")),
     ("ranks.cuh", selkie_kernels::text("ranks.cuh")),
     ("wgmma.cuh", selkie_kernels::text("wgmma.cuh")),
@@ -127,6 +128,7 @@ kernels! {
     GatedDeltaChannel "gated_delta_channel" Never GatedDeltaChannel,
     GatedDeltaChunk "gated_delta_chunk" Never GatedDeltaChunk,
     GatedDeltaPrepare "gated_delta_prepare" Never GatedDeltaPrepare,
+    GatedDeltaPrepareChannel "gated_delta_prepare_channel" Never GatedDeltaPrepare,
     Gather "gather" Early Gather,
     Gemv "gemv" Late FusedProduct,
     HeadMatmul "head_matmul" Early HeadMatmul,

@@ -79,6 +79,7 @@ fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
         absent.extend([
             File::GatedDeltaChunk,
             File::GatedDeltaPrepare,
+            File::GatedDeltaPrepareChannel,
             File::SelectiveScanChannel,
             File::SelectiveScanChunk,
         ]);
@@ -91,6 +92,7 @@ const SPILLS: &[(&str, usize)] = &[
     ("attention_prefill", 64),
     ("gated_delta", 32),
     ("gated_delta_prepare", 32),
+    ("gated_delta_prepare_channel", 32),
     ("latent_attention", 32),
     ("matmul_codes_wgmma", 96),
     ("matmul_skinny_bulk", 32),

@@ -33,6 +33,7 @@ mamba_ssm.__path__ = [f"{args.peers}/mamba_ssm"]
 sys.modules["mamba_ssm"] = mamba_ssm
 
 from fla.modules.convolution import causal_conv1d
+from fla.ops.kda import chunk_kda
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -122,6 +123,20 @@ def delta(rows, tokens):
         q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
+def channel_delta(tokens):
+    """Kimi-Linear's, with gates, beta and norms inside of the kernels, as selkie's op has them."""
+    q, k, v, g = (random(1, tokens, 32, 128) for _ in range(4))
+    b, a_log, bias = random(1, tokens, 32), torch.zeros(32, device="cuda"), -torch.ones(32 * 128, device="cuda")
+
+    def call():
+        with torch.inference_mode():
+            return chunk_kda(
+                q, k, v, g=g, beta=b, A_log=a_log, dt_bias=bias, output_final_state=True, use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+
+    return call
+
+
 def delta_step(rows):
     q, k, v = random(rows, 1, 32, 128), random(rows, 1, 32, 128), random(rows, 1, 32, 128)
     g, beta, state = -uniform(rows, 1, 32), uniform(rows, 1, 32).to(BF16), random(rows, 32, 128, 128, dtype=F32)
@@ -164,6 +179,8 @@ def peers():
         yield f"gated_delta/decode of {rows}", "fla", lambda r=rows: delta_step(r)
     for rows, tokens in ((1, 2048), (1, 8192), (1, 32768), (8, 4096)):
         yield f"gated_delta/prefill of {rows} x {tokens}", "fla", lambda r=rows, t=tokens: delta(r, t)
+    for tokens in (2048, 8192):
+        yield f"gated_delta/prefill of {tokens}, Kimi-Linear", "fla", lambda t=tokens: channel_delta(t)
     for tokens in (2048, 8192):
         yield f"conv1d/prefill of {tokens}", "fla", lambda t=tokens: convolution(t)
     for n, k in ((18560, 4096), (21504, 4096), (4096, 21504), (131072, 4096)):

@@ -270,23 +270,32 @@ fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> us
     }
 }
 
-/// Dims of keys that the chunked delta rule takes.
-const DELTA_KEYS: [usize; 2] = [96, 128];
+/// Whether the chunked delta rule takes keys of this dim, with a decay per head or, if `each`, per channel.
+fn delta_keys(dk: usize, each: bool) -> bool {
+    [96, 128].contains(&dk) || each && dk == 64
+}
 
-/// Bytes that its first half leaves for the second, per chunk and head.
-fn delta_unit(dk: usize) -> usize {
-    2 * PAGE * dk + 2 * PAGE * PAGE + 3 * 4 * PAGE
+/// Bytes that its first half leaves for the second, per chunk and head, as in `gated_delta_unit.cuh`.
+fn delta_unit(dk: usize, each: bool) -> usize {
+    2 * PAGE * dk + 2 * PAGE * PAGE + if each { 4 * dk + 2 * 2 * PAGE * dk } else { 3 * 4 * PAGE }
 }
 
 /// Shared memory of the first half.
-fn delta_prepare(dk: usize) -> usize {
-    2 * PAGE * (dk + 8) + 2 * 2 * PAGE * (PAGE + 8) + 4 * PAGE * (PAGE + 4)
+fn delta_prepare(dk: usize, each: bool) -> usize {
+    let inverse = 2 * PAGE * (PAGE + 8) + 4 * PAGE * (PAGE + 4);
+    match each {
+        false => 2 * PAGE * (dk + 8) + 2 * PAGE * (PAGE + 8) + inverse,
+        // Keys and queries or the inverse; sums of decays; four blocks of 16 x 16.
+        true => inverse.max(2 * 2 * PAGE * (dk + 8)) + 4 * PAGE * (dk + 8) + 4 * 4 * 16 * 16,
+    }
 }
 
-/// Cut of the second half of the chunked delta rule, if it takes this shape; `blocks` of 64 columns would be there.
-fn delta_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<ChunkedShape> {
+/// Cut of the second half of the chunked delta rule, if it takes this shape; `blocks` of 64 columns would be there. `each`: every
+/// channel of the keys has a decay of its own.
+fn delta_block(dk: usize, dv: usize, each: bool, blocks: usize, device: &Device) -> Option<ChunkedShape> {
     let shape = |columns: usize, stages| {
-        let stage = delta_unit(dk) + 2 * PAGE * (2 * dk + columns);
+        let inputs = if each { 0 } else { 2 * 2 * PAGE * dk };
+        let stage = delta_unit(dk, each) + inputs + 2 * PAGE * columns;
         ChunkedShape { columns, stages, shared: stages * stage + columns / 16 * (dk + PAGE) / 16 * 512 }
     };
     // Half as wide where that leaves half of the device empty, and three quarters where all blocks still run at once.
@@ -294,26 +303,27 @@ fn delta_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<C
     let three_quarters = 4 * blocks <= 3 * device.sms;
     [(64, 3), (64, 2), (48, 3), (48, 2), (32, 3), (32, 2)]
         .into_iter()
-        .filter(|&(columns, _)| DELTA_KEYS.contains(&dk) && columns <= widest && dv.is_multiple_of(columns))
+        .filter(|&(columns, _)| delta_keys(dk, each) && columns <= widest && dv.is_multiple_of(columns))
         .filter(|&(columns, _)| columns == 32 || (columns == 48) == (three_quarters && dv.is_multiple_of(48)))
         .map(|(columns, stages)| shape(columns, stages))
-        .find(|s| s.shared.max(delta_prepare(dk)) + CHUNKED_STATIC <= device.shared)
+        .find(|s| s.shared.max(delta_prepare(dk, each)) + CHUNKED_STATIC <= device.shared)
 }
 
 /// Whether the inputs are such as the chunked delta rule reads.
 fn delta_inputs<B: Address>(a: &GatedDelta<B>, device: &Device) -> bool {
-    let tuned = device.tuned && !a.decays_per_channel();
-    tuned && a.a.dtype == DType::Bf16 && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
+    // Decays per channel are read two at a time.
+    let decays = if a.decays_per_channel() { wide(&[&a.a]) } else { a.a.dtype == DType::Bf16 };
+    device.tuned && decays && a.b.dtype == DType::Bf16 && wide(&[&a.q, &a.k, &a.v, &a.out])
 }
 
 fn delta_chunked<B: Address>(a: &GatedDelta<B>, device: &Device) -> Option<ChunkedShape> {
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let long = may_be_long(&a.step.bucket) && delta_inputs(a, device);
     let blocks = long_rows(&a.step.bucket) * (heads * dv).div_ceil(64);
-    delta_block(dk, dv, blocks, device).filter(|_| long)
+    delta_block(dk, dv, a.decays_per_channel(), blocks, device).filter(|_| long)
 }
 
-/// Cut of the delta rule over long rows with a decay per channel, if it takes this shape; `blocks` of 32 columns would be there.
+/// Cut of the delta rule over long rows token by token with a decay per channel, if it takes this shape; `blocks` of 32 columns would be there.
 fn delta_channel_block(dk: usize, dv: usize, blocks: usize, device: &Device) -> Option<ChunkedShape> {
     /// Tokens of a tile, of which there are two.
     const TILE: usize = 16;
@@ -341,8 +351,9 @@ pub(super) fn delta_scratch<B: Address>(a: &GatedDelta<B>, device: &Device) -> u
     let &[_, heads, dk, dv] = a.pool.dims() else { unreachable!("checked") };
     let b = &a.step.bucket;
     // A shape that fits with any number of blocks fits with the fewest, whose columns are half as wide.
-    let takes = b.tokens > PAGE && delta_inputs(a, device) && delta_block(dk, dv, 0, device).is_some();
-    if takes { (b.chunks * heads * delta_unit(dk)) as u64 } else { 0 }
+    let takes =
+        b.tokens > PAGE && delta_inputs(a, device) && delta_block(dk, dv, a.decays_per_channel(), 0, device).is_some();
+    if takes { (b.chunks * heads * delta_unit(dk, a.decays_per_channel())) as u64 } else { 0 }
 }
 
 pub(super) fn gated_delta<B: Address>(
@@ -355,7 +366,8 @@ pub(super) fn gated_delta<B: Address>(
     aligned("gated_delta", 4, &[&a.v, &a.pool, &a.out])?;
     fours("gated_delta", "value head dim", dv)?;
     let bucket = &a.step.bucket;
-    let (chunked, channel) = (delta_chunked(a, device), delta_channel(a, device));
+    let (chunked, each) = (delta_chunked(a, device), a.decays_per_channel());
+    let channel = if chunked.is_none() { delta_channel(a, device) } else { None };
     let splits_rows = chunked.is_some() || channel.is_some();
     let columns = delta_columns(dv, bucket.chunks * heads * dv.div_ceil(32), device.sms);
     let blocks = delta_blocks(a, columns, device.sms);
@@ -368,7 +380,7 @@ pub(super) fn gated_delta<B: Address>(
         .int("BLOCKS", blocks)
         .int("HEADS_PER_KEY", a.heads_per_key)
         .int("FIRST_HEAD", a.first_head)
-        .flag("EACH", a.decays_per_channel())
+        .flag("EACH", each)
         .int("MAX_TOKENS", if splits_rows { SHORT } else { 0 });
     let types = |spec: Spec| {
         let inputs = spec.ty("q_t", a.q.dtype).ty("k_t", a.k.dtype).ty("v_t", a.v.dtype).ty("a_t", a.a.dtype);
@@ -409,14 +421,17 @@ pub(super) fn gated_delta<B: Address>(
         let scratch = At(arena.scratch);
         let prepare = arguments::GatedDeltaPrepare { st, q, k, a: gates.0, b: gates.1, par, scratch, beta_scale };
         let (first_key, last_key) = (a.first_head / a.heads_per_key, (a.first_head + heads - 1) / a.heads_per_key);
-        let grid = [bucket.chunks, last_key - first_key + 1, 1];
-        let launch =
-            Launch::new(constants(File::GatedDeltaPrepare), grid, 128, &prepare).with_shared(delta_prepare(dk));
-        work.push(Work::Kernel(launch));
+        let (file, blocks) = match each {
+            false => (File::GatedDeltaPrepare, last_key - first_key + 1),
+            true => (File::GatedDeltaPrepareChannel, heads),
+        };
+        let launch = Launch::new(constants(file), [bucket.chunks, blocks, 1], 128, &prepare);
+        work.push(Work::Kernel(launch.with_shared(delta_prepare(dk, each))));
         let spec = constants(File::GatedDeltaChunk)
             .int("DV", dv)
             .int("DB", columns)
             .int("STAGES", stages)
+            .flag("EACH", each)
             .ty("pool_t", a.pool.dtype);
         let args = arguments::GatedDeltaChunk { st, q, k, v, scratch, pool, out };
         let grid = [long_rows(bucket), heads * dv / columns, 1];
@@ -473,20 +488,30 @@ mod tests {
         assert_eq!(scan(80, 128, 128, 227), None);
         assert_eq!(scan(64, 96, 128, 227), None);
         let delta = |dv, blocks, shared| {
-            delta_block(128, dv, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages))
+            delta_block(128, dv, false, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages))
         };
         assert_eq!(delta(128, 64, 227), Some((32, 3)));
         assert_eq!(delta(128, 128, 227), Some((64, 3)));
         assert_eq!(delta(96, 128, 227), Some((32, 3)));
         assert_eq!(delta(128, 64, 163), Some((32, 2)));
         assert_eq!(delta(128, 64, 99), None);
-        let olmo =
-            |blocks, shared| delta_block(96, 192, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages));
+        let olmo = |blocks, shared| {
+            delta_block(96, 192, false, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages))
+        };
         assert_eq!(olmo(90, 227), Some((48, 3)));
         assert_eq!(olmo(180, 227), Some((64, 3)));
         assert_eq!(olmo(45, 227), Some((32, 3)));
         assert_eq!(olmo(90, 163), Some((48, 2)));
-        assert_eq!(delta_block(80, 192, 90, &Device::like_h200(227)), None);
+        assert_eq!(delta_block(80, 192, false, 90, &Device::like_h200(227)), None);
+        let kimi = |dk, dv, blocks, shared| {
+            delta_block(dk, dv, true, blocks, &Device::like_h200(shared)).map(|s| (s.columns, s.stages))
+        };
+        assert_eq!(kimi(128, 128, 64, 227), Some((32, 3)));
+        assert_eq!(kimi(128, 128, 64, 163), Some((32, 2)));
+        assert_eq!(kimi(128, 128, 64, 99), None);
+        assert_eq!(kimi(64, 64, 128, 163), Some((64, 3)));
+        assert_eq!(kimi(80, 64, 128, 227), None);
+        assert_eq!(delta_block(64, 64, false, 128, &Device::like_h200(227)), None);
         let channel =
             |dk, dv, blocks, shared| delta_channel_block(dk, dv, blocks, &Device::like_h200(shared)).map(|s| s.columns);
         assert_eq!(channel(128, 128, 128, 99), Some(32));
