@@ -1,5 +1,6 @@
-// Gated delta rule with a decay per key channel for long rows, token by token: of f32 activations, and where the chunked form does not fit. A
-// block owns CB columns of the state of one head of one sequence, and walks the chunks in order. Some warps bring the next tokens to shared memory, normalised, with their decays;
+// Gated delta rule with a decay per key channel for long rows, token by token: of f32 activations, and where the chunked form does
+// not fit. A block owns CB columns of the state of one head of one sequence, and walks the chunks in order. Some warps bring the
+// next tokens to shared memory, normalised, with their decays;
 // others hold 8 columns of S each in registers, 8 lanes to a pair of columns, so that a token has no barrier.
 // With the decayed state S, kᵀS and qᵀS are summed together: o = qᵀS + (q·k) δ.
 // Grid (as many rows as can be long, heads * DV / CB). Rows of at most MIN_TOKENS tokens are left to gated_delta.cu.
