@@ -1,4 +1,4 @@
-//! Work on a bundle beside other work on it, where there are threads.
+//! Divides the work on a bundle among threads, where there are some.
 
 use std::iter;
 #[cfg(not(target_arch = "wasm32"))]
