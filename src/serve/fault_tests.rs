@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{args::ServeArgs, embedded, interrupt::Interrupt};
 
-#[path = "../../core/tests/all/wrapped.rs"]
+#[path = "../../tests/engine/all/wrapped.rs"]
 mod wrapped;
 
 /// The device fails as soon as the file that this names exists.

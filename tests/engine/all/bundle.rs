@@ -37,7 +37,7 @@ const TINY: Embedded = Embedded {
 };
 
 fn golden(name: &str) -> ModelFiles {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden").join(name);
     block_on(ModelFiles::open(Arc::new(Dir::open(dir).unwrap()), || 0)).unwrap()
 }
 

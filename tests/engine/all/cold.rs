@@ -288,7 +288,7 @@ fn the_error_of_a_restored_state_is_small() {
     println!(
         "| family | bytes of a state | as int8 | largest error | mean | largest logit | error | at most | equal ids |"
     );
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
     for model in golden_models().into_iter().chain(TestModel::golden(&demo)).filter(converts) {
         let spec = model.architecture.spec();
         let exact = small(&model, TierOptions::default()).sizes().shape.slot_bytes;

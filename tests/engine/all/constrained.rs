@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::promise::{Output, TestModel};
 
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/demo");
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
 
 /// Guesses nothing, so that all drafts are those of the constraint.
 struct Silent;

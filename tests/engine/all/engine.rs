@@ -14,7 +14,7 @@ use selkie_core::{
     source::Dir,
 };
 
-const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama");
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../golden/llama");
 pub(super) const VOCAB: u32 = 320;
 
 pub(super) fn engine(options: &EngineOptions) -> Engine<CpuBackend> {

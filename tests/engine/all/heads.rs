@@ -29,7 +29,7 @@ const TOLERANCE: f32 = 1e-4;
 const LIMITS: Limits = Limits { max_tokens: 128, max_outputs: 128 };
 
 fn folders() -> Vec<PathBuf> {
-    let heads = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/heads");
+    let heads = Path::new(env!("CARGO_MANIFEST_DIR")).join("../heads");
     let mut all: Vec<_> = std::fs::read_dir(heads).unwrap().map(|entry| entry.unwrap().path()).collect();
     all.retain(|path| path.is_dir());
     all.sort();
@@ -222,7 +222,7 @@ fn answers(engine: &mut Engine<Behind>, prompts: &[Vec<u32>]) -> Vec<Vec<u32>> {
 
 #[test]
 fn the_demo_model_drafts_most_of_its_stories() {
-    let demo = TestModel::golden(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo")).unwrap();
+    let demo = TestModel::golden(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")).unwrap();
     let reference: serde_json::Value =
         serde_json::from_slice(include_bytes!("../../../models/demo/reference.json")).unwrap();
     let ids = |list: &serde_json::Value| -> Vec<u32> {

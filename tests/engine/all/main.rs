@@ -4,7 +4,6 @@ mod behind;
 mod bundle;
 mod bundle_format;
 mod cold;
-#[cfg(feature = "grammar")]
 mod constrained;
 mod controls;
 mod drafts;

@@ -46,7 +46,7 @@ fn open(tensors: &Tensors, config: &Map<String, Value>) -> Result<ModelFiles> {
 
 /// Configuration and tensors of a reference model. Norms have 10 bits after the point, so that 1 can be added to them exactly.
 fn reference(name: &str) -> (Map<String, Value>, Tensors) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden").join(name);
     let config = std::fs::read(folder.join("config.json")).unwrap();
     let files = block_on(ModelFiles::open(Arc::new(Dir::open(&folder).unwrap()), || 0)).unwrap();
     let mut tensors = Tensors::new();

@@ -25,7 +25,7 @@ const LONG: Duration = Duration::from_secs(60);
 const STORY: &str = "Tell me a story about a fox named Leo and a lantern.";
 
 fn spawn<B: Backend + 'static>(backend: impl FnOnce() -> B + Send + 'static) -> Result<Model> {
-    let files = pollster::block_on(ModelFiles::open(Arc::new(Dir::open("../models/demo")?), || 0))?;
+    let files = pollster::block_on(ModelFiles::open(Arc::new(Dir::open("../../models/demo")?), || 0))?;
     let text = Text::new(&files)?;
     Model::spawn(text, move || {
         pollster::block_on(async {
@@ -210,7 +210,7 @@ fn a_model_that_cannot_be_built_says_why() {
     let panics = || -> CpuBackend { panic!("no such luck") };
     let e = spawn(panics).map(drop).unwrap_err();
     assert!(matches!(&e, Error::Panicked(why) if why == "no such luck"), "{e}");
-    let files = pollster::block_on(ModelFiles::open(Arc::new(Dir::open("../models/demo").unwrap()), || 0)).unwrap();
+    let files = pollster::block_on(ModelFiles::open(Arc::new(Dir::open("../../models/demo").unwrap()), || 0)).unwrap();
     let fails = || Err(Error::BadRequest("not today".into()));
     let e = Model::spawn(Text::new(&files).unwrap(), fails).map(drop).unwrap_err();
     assert_eq!(e.to_string(), "not today");

@@ -526,7 +526,7 @@ fn so_it_is_for_codes() {
 
 /// A model of each reference folder.
 pub(super) fn golden_models() -> Vec<TestModel> {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     let mut folders: Vec<_> = std::fs::read_dir(golden).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.retain(|path| path.is_dir());
     folders.sort();

@@ -46,7 +46,7 @@ impl Changed {
         for file in
             ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
         {
-            fs::copy(Path::new("../models/demo").join(file), dir.join(file)).unwrap();
+            fs::copy(Path::new("../../models/demo").join(file), dir.join(file)).unwrap();
         }
         for (file, text) in files {
             fs::write(dir.join(file), text).unwrap();
@@ -62,7 +62,7 @@ impl Drop for Changed {
 }
 
 fn demo() -> Local {
-    session("../models/demo")
+    session("../../models/demo")
 }
 
 fn chat(text: &str) -> Ask {
@@ -191,7 +191,7 @@ fn a_chat_of_many_messages_keeps_the_end_of_its_system_prompt() {
 
 /// The small random model with a tokenizer whose token `n` is `text(n)`, one word each.
 fn with_words(name: &str, decoder: &str, text: impl Fn(usize) -> String) -> (PathBuf, Local) {
-    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama");
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../golden/llama");
     let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.{}", std::process::id()));
     fs::create_dir_all(&dir).unwrap();
     for file in ["config.json", "model.safetensors"] {
@@ -264,7 +264,7 @@ fn what_a_prompt_breaks_is_that_request_alone() {
 
 #[test]
 fn tokens_that_cannot_be_decoded_end_their_request() {
-    let tokenizer = fs::read_to_string("../models/demo/tokenizer.json").unwrap();
+    let tokenizer = fs::read_to_string("../../models/demo/tokenizer.json").unwrap();
     let mut tokenizer: serde_json::Value = serde_json::from_str(&tokenizer).unwrap();
     let strip = serde_json::json!({"type": "Strip", "content": "z", "start": 0, "stop": 2});
     tokenizer["decoder"] = serde_json::json!({"type": "Sequence", "decoders": [tokenizer["decoder"], strip]});
@@ -294,7 +294,7 @@ fn text_that_cannot_fit_is_refused_by_its_bytes() {
 
 #[test]
 fn ids_beyond_the_vocabulary_are_the_tokenizers_fault() {
-    let tokenizer = fs::read_to_string("../models/demo/tokenizer.json").unwrap();
+    let tokenizer = fs::read_to_string("../../models/demo/tokenizer.json").unwrap();
     let mut tokenizer: serde_json::Value = serde_json::from_str(&tokenizer).unwrap();
     let token = serde_json::json!({"id": 2000, "content": "Hello", "single_word": false, "lstrip": false,
         "rstrip": false, "normalized": false, "special": true});
@@ -321,7 +321,7 @@ fn a_step_that_is_dropped_while_it_waits_loses_nothing() {
     for asynchronous in [false, true] {
         let inner = CpuBackend::new();
         let caps = Caps { asynchronous, ..inner.caps().clone() };
-        let mut s = session_on(Wrapped { inner, caps, polls: 3, before: Box::new(|_| Ok(())) }, "../models/demo");
+        let mut s = session_on(Wrapped { inner, caps, polls: 3, before: Box::new(|_| Ok(())) }, "../../models/demo");
         let questions = [("What is 17 + 25?", "17 + 25 = 42."), ("What is 81 - 36?", "81 - 36 = 45.")];
         let ids = questions.map(|(q, _)| s.submit(chat(q)).unwrap());
         let mut texts: HashMap<SeqId, String> = HashMap::new();
@@ -351,7 +351,7 @@ fn a_step_that_is_dropped_while_it_waits_loses_nothing() {
 
 #[test]
 fn without_a_tokenizer_there_are_ids_only() {
-    let mut s = session("../tests/golden/llama");
+    let mut s = session("../golden/llama");
     let id = s.submit(Ask { prompt: Prompt::Ids(vec![5, 6, 7]), max_tokens: Some(3), ..Ask::default() }).unwrap();
     let (pieces, completion) = finish(&mut s).remove(&id).unwrap();
     assert!(pieces.is_empty() && completion.text.is_none() && !completion.ids.is_empty());
@@ -374,7 +374,7 @@ fn given_values_come_before_the_models_own() {
 /// A session with a context of 512 tokens, and a conversation that is longer.
 fn full() -> (Local, Vec<Message>) {
     let s = pollster::block_on(async {
-        let files = ModelFiles::open(Arc::new(Dir::open("../models/demo").unwrap()), || 0).await.unwrap();
+        let files = ModelFiles::open(Arc::new(Dir::open("../../models/demo").unwrap()), || 0).await.unwrap();
         let options = EngineOptions { context: Some(512), max_batch: 1, ..EngineOptions::default() };
         Local::load(CpuBackend::new(), &files, &options, &mut |_| {}).await.unwrap()
     });

@@ -168,7 +168,7 @@ pub fn on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: To
     let trials = FAMILIES.map(|family| {
         let run = move |_: &B| {
             pollster::block_on(async {
-                let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family);
+                let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden").join(family);
                 let text = |e: selkie_core::Error| Failed::from(e.to_string());
                 let mut cpu = Side::load(CpuBackend::new(), &folder).await.map_err(text)?;
                 let mut device = Side::load(open().map_err(text)?, &folder).await.map_err(text)?;

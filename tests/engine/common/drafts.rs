@@ -116,7 +116,7 @@ async fn check<B: Backend>(open: fn() -> Result<B>, folder: &Path) -> Result<(),
 pub fn on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
     let trials = FAMILIES.map(|family| {
         let run = move |_: &B| {
-            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family);
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden").join(family);
             pollster::block_on(check(open, &folder))
         };
         (format!("drafts: {family}"), false, run)

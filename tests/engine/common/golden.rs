@@ -28,7 +28,7 @@ pub fn trials() -> Vec<Trial> {
 
 /// The folders, by name.
 pub fn folders() -> Vec<PathBuf> {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     let entries = std::fs::read_dir(golden).expect("the references are part of the repository");
     let mut dirs: Vec<PathBuf> = entries.map(|e| e.expect("readable").path()).filter(|p| p.is_dir()).collect();
     dirs.sort();

@@ -76,7 +76,7 @@ async fn ids<B: Backend>(open: fn() -> Result<B>, folder: &Path) -> Result<(), F
 /// A trial per model.
 pub fn on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: Tolerance) -> Vec<Trial> {
     let trials = MODELS.map(|model| {
-        let folder: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/heads").join(model);
+        let folder: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../heads").join(model);
         let run = move |backend: &B| {
             let found = pollster::block_on(logits(backend, &folder, tolerance))?;
             eprintln!("{name} head of {model}: {found}");

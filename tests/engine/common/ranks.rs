@@ -90,8 +90,7 @@ fn on(
 
 /// Random codes, divided at their blocks: of the demo model's sizes. Blocks of 256 are longer than a rank's rows.
 fn coded(name: &'static str, open: fn() -> Result<Ranks>, tolerance: Tolerance) -> Vec<Trial> {
-    let home = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let demo = move || home.join("models/demo");
+    let demo = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
     let models = [("demo", "q8_0"), ("demo", "iq4_nl"), ("demo", "nvfp4")];
     let tests = models.map(|(model, recipe)| {
         let run = move |backend: &Ranks| {

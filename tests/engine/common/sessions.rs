@@ -34,7 +34,7 @@ struct Answer {
 }
 
 async fn load<B: Backend + 'static>(backend: B) -> Result<Local> {
-    let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo"))?;
+    let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo"))?;
     let files = ModelFiles::open(Arc::new(dir), || 0).await?;
     let options = EngineOptions {
         max_batch: 4,

@@ -34,7 +34,7 @@ impl Source for Config {
 
 /// Two layers as wide as in granite-4.0-h-350m: products take other tiles at 64, 128, 192 and more tokens.
 fn config() -> Config {
-    let text = include_bytes!("../../models/configs/granite-4.0-h-350m.json");
+    let text = include_bytes!("../../../models/configs/granite-4.0-h-350m.json");
     let mut config: serde_json::Value = serde_json::from_slice(text).expect("a shipped config");
     for (key, value) in [("num_hidden_layers", json!(2)), ("layer_types", json!(["mamba", "attention"]))] {
         config[key] = value;

@@ -99,7 +99,7 @@ pub fn logits_by(
 }
 
 fn golden_folders() -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     let entries = std::fs::read_dir(root).expect("the references are part of the repository");
     let mut folders: Vec<PathBuf> =
         entries.map(|e| e.unwrap().path()).filter(|p| p.join("config.json").exists()).collect();

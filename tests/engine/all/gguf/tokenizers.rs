@@ -26,7 +26,7 @@ fn model() -> Writer {
 
 /// The demo's vocabulary, which is byte-level BPE, as keys of a file.
 fn demo(out: &mut Writer, pre: &str) -> Vec<u8> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo/tokenizer.json");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo/tokenizer.json");
     let bytes = std::fs::read(file).unwrap();
     let json: Json = serde_json::from_slice(&bytes).unwrap();
     let vocab = json["model"]["vocab"].as_object().unwrap();
