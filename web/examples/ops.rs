@@ -10,7 +10,10 @@ mod ops {
         cpu::{CpuBackend, simd, simd::bits::everything},
         ops::Feature,
     };
-    use selkie_wgpu::{Options, WgpuBackend};
+    use selkie_wgpu::{
+        Options, WgpuBackend,
+        lower::{Facts, lower},
+    };
     use serde_json::{Value, json};
     use wasm_bindgen::prelude::*;
 
@@ -42,6 +45,8 @@ mod ops {
     pub struct Ops {
         cases: Vec<Case>,
         gpu: Option<WgpuBackend>,
+        /// What decides about the shaders of `wgpu`, where this is `wgpu-hardware`.
+        wgpu: Option<Facts>,
     }
 
     #[wasm_bindgen]
@@ -49,6 +54,10 @@ mod ops {
         /// Opens `wgpu`, `wgpu-hardware` (shaders for hardware, with WebGPU's default limits) or `cpu`.
         pub async fn open(backend: String) -> Result<Ops, JsError> {
             let hardware = backend == "wgpu-hardware";
+            let wgpu = match hardware {
+                true => Some(WgpuBackend::open(None, Options::default()).await?.facts()),
+                false => None,
+            };
             let options = Options {
                 force_default_limits: hardware,
                 few_barriers: hardware.then_some(false),
@@ -58,7 +67,20 @@ mod ops {
                 "cpu" => None,
                 _ => Some(WgpuBackend::open(None, options).await?),
             };
-            Ok(Self { cases: small(), gpu })
+            Ok(Self { cases: small(), gpu, wgpu })
+        }
+
+        /// Whether this is `wgpu-hardware` and dispatches for a case what `wgpu` does, whose run then counts for both.
+        pub fn same(&self, case: usize) -> bool {
+            let (Some(gpu), Some(wgpu), Some(case)) = (&self.gpu, &self.wgpu, self.cases.get(case)) else {
+                return false;
+            };
+            let op = case.plain_op();
+            let dispatches = |facts: &Facts| {
+                let kernels = lower(&op, facts).ok()?.into_iter();
+                Some(kernels.map(|kernel| (kernel.spec, kernel.params, kernel.grid)).collect::<Vec<_>>())
+            };
+            dispatches(wgpu).is_some_and(|same| dispatches(&gpu.facts()) == Some(same))
         }
 
         /// Runs a case: `{ id, ok, worst, failures, pipelines }` as JSON. `worst` is the largest error in units of its limit,
