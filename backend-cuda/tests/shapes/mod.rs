@@ -3,78 +3,20 @@
 use std::collections::BTreeSet;
 
 use selkie_core::{
-    backend::Handle,
     format::Format,
     ops::*,
-    step::{Bucket, PAGE, Step},
+    step::Bucket,
     tensor::{DType, Tensor},
 };
 use selkie_cuda::{
-    launch::{Address, Work},
+    launch::Work,
     plan::{Arena, Device, Hazards, Planned, Sequencer, fused, plan, scratch},
     spec::{File, Spec},
 };
 
-/// A buffer without bytes.
-#[derive(Clone, Debug)]
-pub struct Fake(usize);
+mod make;
 
-impl Handle for Fake {
-    fn id(&self) -> usize {
-        self.0
-    }
-    fn bytes(&self) -> u64 {
-        u64::MAX
-    }
-}
-
-impl Address for Fake {
-    fn address(&self) -> u64 {
-        (self.0 as u64) << 32
-    }
-}
-
-/// Makes tensors with different buffers.
-struct Maker {
-    next: usize,
-    act: DType,
-    state: DType,
-    step: Step<Fake>,
-    /// Whether weights are in every format, else in two.
-    every_format: bool,
-}
-
-impl Maker {
-    fn new(act: DType, state: DType, bucket: Bucket, every_format: bool) -> Self {
-        Self { next: 2, act, state, step: Step::new(Fake(1), bucket), every_format }
-    }
-
-    fn of(&mut self, dtype: DType, dims: &[usize]) -> Tensor<Fake> {
-        self.next += 1;
-        Tensor::new(Fake(self.next), dtype, dims)
-    }
-
-    fn act(&mut self, dims: &[usize]) -> Tensor<Fake> {
-        self.of(self.act, dims)
-    }
-
-    fn state(&mut self, dims: &[usize]) -> Tensor<Fake> {
-        self.of(self.state, dims)
-    }
-
-    fn f32(&mut self, dims: &[usize]) -> Tensor<Fake> {
-        self.of(DType::F32, dims)
-    }
-
-    fn codes(&mut self, format: Format, n: usize, k: usize) -> Weight<Fake> {
-        let w = self.of(DType::U8, &[n, format.bytes(k, 1)]);
-        Weight { blocks: vec![RowBlock { w, format, col: 0 }], n, k }
-    }
-
-    fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Weight<Fake> {
-        Weight { blocks: vec![RowBlock::plain(self.of(dtype, &[n, k]), 0)], n, k }
-    }
-}
+use make::*;
 
 /// The shapes of a model's layers.
 struct Shape {
@@ -531,82 +473,4 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         }
     }
     chains
-}
-
-/// `all`: with a factor and a bias per column.
-fn matmul(m: &mut Maker, t: usize, w: Weight<Fake>, accumulate: bool, all: bool) -> Op<Fake> {
-    let (columns, bias) = (all.then(|| m.f32(&[w.n])), all.then(|| m.f32(&[w.n])));
-    Matmul { x: m.act(&[t, w.k]), out: m.act(&[t, w.n]), w, columns, bias, scale: 1.0, accumulate }.into()
-}
-
-fn conv(m: &mut Maker, ops: &mut Vec<Op<Fake>>, c: usize) {
-    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
-    let (x, weight, pool, out) = (m.act(&[t, c]), m.f32(&[c, 5]), m.act(&[9, c, 3]), m.act(&[t, c]));
-    ops.push(Conv1d { step, x, weight, pool, out, act: Act::Silu }.into());
-}
-
-fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd: usize) {
-    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
-    let dims = [9, kv, PAGE, hd];
-    let pool = KvPool { k: m.act(&dims), v: m.act(&dims) };
-    for (norm, rope) in [(false, true), (true, true), (false, false)] {
-        let norm = norm.then(|| (m.f32(&[2, hd]), 1e-6));
-        let inv_freq = rope.then(|| m.f32(&[hd / 2]));
-        let qkv = m.act(&[t, (heads + 2 * kv) * hd]);
-        let (q, k, v) = (qkv.cols(0, heads * hd), qkv.cols(heads * hd, kv * hd), qkv.cols((heads + kv) * hd, kv * hd));
-        let q_out = m.act(&[t, heads * hd]);
-        ops.push(
-            RopeKv { step: step.clone(), q, k, v, norm, inv_freq, q_out, pool: pool.clone(), head_dim: hd }.into(),
-        );
-    }
-    for window in [None, Some(100)] {
-        let (q, out) = (m.act(&[t, heads * hd]), m.act(&[t, heads * hd]));
-        ops.push(
-            Attention { step: step.clone(), q, pool: pool.clone(), out, head_dim: hd, scale: 0.1, window, first: 0 }
-                .into(),
-        );
-    }
-}
-
-fn latent(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, latent, shared, own]: [usize; 4]) {
-    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
-    let pool = KvPool { k: m.act(&[9, 1, PAGE, latent]), v: m.act(&[9, 1, PAGE, shared]) };
-    let width = own + shared;
-    let proj = m.act(&[t, heads * width + latent + shared]);
-    let (queries, kv) = (proj.cols(0, heads * width), proj.cols(heads * width, latent + shared));
-    ops.push(LatentKv { step: step.clone(), kv, weight: m.f32(&[latent]), eps: 1e-6, pool: pool.clone() }.into());
-    let (q, attended, values) = (m.act(&[t, heads * latent]), m.act(&[t, heads * latent]), m.act(&[t, heads * own]));
-    let (keys, expansion) = (m.f32(&[heads * latent, own]), m.f32(&[heads * own, latent]));
-    ops.push(HeadMatmul { x: queries.clone(), w: keys, out: q.clone(), heads }.into());
-    ops.push(LatentAttention { step, q, queries, pool, out: attended.clone(), heads, scale: 0.1 }.into());
-    ops.push(HeadMatmul { x: attended, w: expansion, out: values, heads }.into());
-}
-
-/// The experts' first half, with `n` columns.
-fn experts(m: &mut Maker, e: usize, n: usize, d: usize, ids: &Tensor<Fake>) -> ExpertMatmul<Fake> {
-    let (t, k) = (ids.rows(), ids.row_len());
-    let up = RowBlock::plain(m.of(DType::Bf16, &[e, n, d]), 0);
-    let (x, experts) = (m.act(&[t, d]), vec![ExpertRange { first: 0, experts: e, blocks: vec![up] }]);
-    let (ids, out) = (ids.clone(), m.act(&[t * k, n]));
-    ExpertMatmul { x, experts, ids, combine: None, out, scale: 1.0, accumulate: false }
-}
-
-fn moe(m: &mut Maker, ops: &mut Vec<Op<Fake>>, e: usize, k: usize, inner: usize, d: usize) {
-    let (step, t) = (m.step.clone(), m.step.bucket.tokens);
-    let routers = [
-        Router::SoftmaxTopK { renorm: true },
-        Router::TopKSoftmax,
-        Router::Sigmoid { groups: 4, topk_group: 2, renorm: true, sum_eps: 1e-20, scale: 2.5 },
-    ];
-    for router in routers {
-        let (logits, ids, weights) = (m.f32(&[t, e]), m.of(DType::U32, &[t, k]), m.f32(&[t, k]));
-        let bias = matches!(router, Router::Sigmoid { .. }).then(|| m.f32(&[e]));
-        ops.push(Route { step: step.clone(), logits, bias, ids, weights, router }.into());
-    }
-    let ids = m.of(DType::U32, &[t, k]);
-    ops.push(experts(m, e, inner, d, &ids).into());
-    let w = m.of(DType::Bf16, &[e, d, inner]);
-    let down = ExpertRange { first: 0, experts: e, blocks: vec![RowBlock::plain(w, 0)] };
-    let (x, combine, out) = (m.act(&[t * k, inner]), Some(m.f32(&[t, k])), m.act(&[t, d]));
-    ops.push(ExpertMatmul { x, experts: vec![down], ids, combine, out, scale: 1.0, accumulate: true }.into());
 }

@@ -14,7 +14,8 @@ use selkie_core::{
 use crate::{
     behind::Behind,
     heads,
-    promise::{Alone, Asked, Drafts, TestModel, golden_models, micro_models, run_cold},
+    models::{TestModel, golden_models, micro_models},
+    promise::{Alone, Asked, Drafts, run_cold},
     tiers::{Folder, lifted, request, run, small},
 };
 

@@ -11,7 +11,7 @@ use selkie_core::{
 };
 use serde_json::{Value, json};
 
-use crate::promise::{Output, TestModel};
+use crate::{models::TestModel, promise::Output};
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
 

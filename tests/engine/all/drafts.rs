@@ -13,7 +13,8 @@ use selkie_core::{
 use crate::{
     behind::Behind,
     guess::{Guesser, Habit},
-    promise::{Alone, Asked, Drafts, TestModel, coded_models, golden_models, micro_models, run},
+    models::{TestModel, coded_models, golden_models, micro_models},
+    promise::{Alone, Asked, Drafts, run},
     random::Random,
     sim::{Job, Sim, reference},
 };

@@ -18,7 +18,8 @@ use selkie_core::{
 };
 
 use crate::{
-    promise::{Alone, golden_models, micro_models},
+    models::{golden_models, micro_models},
+    promise::Alone,
     random::Random,
     tiers::{SIZE, lifted, name, request, small, value, values, whole},
 };

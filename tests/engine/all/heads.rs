@@ -21,7 +21,8 @@ use selkie_core::{
 use crate::{
     behind::Behind,
     drafts::contents,
-    promise::{Drafts, TestModel, run},
+    models::TestModel,
+    promise::{Drafts, run},
 };
 
 /// Largest difference of a logit, in units of 1 + |reference|.

@@ -15,6 +15,7 @@ mod guess;
 mod heads;
 mod mlx;
 mod model;
+mod models;
 mod prefix_scenarios;
 mod promise;
 mod random;

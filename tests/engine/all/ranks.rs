@@ -11,7 +11,8 @@ use selkie_core::{
 };
 
 use crate::{
-    promise::{Asked, Output, TestModel, micro_models, options, requests},
+    models::{TestModel, micro_models},
+    promise::{Asked, Output, options, requests},
     random::Random,
 };
 

@@ -20,7 +20,8 @@ use selkie_core::{
 
 use crate::{
     behind::Behind,
-    promise::{Alone, Asked, Output, TestModel, golden_models, micro_models},
+    models::{TestModel, golden_models, micro_models},
+    promise::{Alone, Asked, Output},
     random::Random,
 };
 
