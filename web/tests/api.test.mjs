@@ -110,14 +110,14 @@ for (const [backend, options] of [["wgpu", {}], ["cpu", { backend: "cpu" }]]) {
       }
       return times;
     }));
-    const whole = await page.evaluate(async () => {
+    const thirtieth = await page.evaluate(async () => {
       const start = performance.now();
-      await engine.generate({ prompt: `4 ${"The fox took the lantern. ".repeat(300)}`, maxTokens: 1 }).done;
+      await engine.generate({ prompt: `4 ${"The fox took the lantern. ".repeat(10)}`, maxTokens: 1 }).done;
       return performance.now() - start;
     });
-    const facts = [inText, inPrompt, whole].map(Math.round);
-    t.diagnostic(`${facts[0]} ms in an answer, ${facts[1]} ms in a prompt of ${facts[2]} ms`);
-    assert.ok(Math.max(inText, inPrompt) < Math.max(200, whole / 4), `${facts} ms`);
+    const facts = [inText, inPrompt, thirtieth].map(Math.round);
+    t.diagnostic(`${facts[0]} ms in an answer, ${facts[1]} ms in a prompt of which a thirtieth takes ${facts[2]} ms`);
+    assert.ok(Math.max(inText, inPrompt) < Math.max(200, thirtieth), `${facts} ms`);
     assert.equal((await page.evaluate((messages) => ask({ messages }), QUESTION)).text, "17 + 25 = 42.");
     await context.close();
   });
