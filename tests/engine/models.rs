@@ -6,6 +6,8 @@ mod bundles;
 mod common;
 #[path = "common/drafts.rs"]
 mod drafts;
+#[path = "common/equal.rs"]
+mod equal;
 #[path = "common/golden.rs"]
 mod golden;
 #[path = "common/heads.rs"]

@@ -3,11 +3,18 @@
 use std::path::{Path, PathBuf};
 
 use libtest_mimic::{Failed, Trial};
-use selkie_core::{Result, cpu::CpuBackend, format::Products, ranks::Ranks};
+use selkie_core::{
+    Result,
+    cpu::CpuBackend,
+    engine::direct::{Direct, Sequence},
+    format::Products,
+    ranks::Ranks,
+};
 use selkie_cuda::Options;
 
 use crate::{
-    CPU, CUDA, Tolerance, check, coded_logits, coded_model, common, golden::folders, heads, lacks, load, sessions,
+    CPU, CUDA, LIMITS, Tolerance, check, coded_logits, coded_model, common, equal::Equal, golden::folders, heads,
+    lacks, load, sessions,
 };
 
 /// Folder, ranks and the reason of each refusal.
@@ -49,11 +56,13 @@ pub fn trials() -> Vec<Trial> {
     trials.extend(on("cpu-4-ranks", 4, open::<4>, CPU, |_| true));
     trials.extend(sessions::on("cpu-2-ranks", open::<2>));
     trials.extend(heads::on("cpu-2-ranks", open::<2>, CPU));
+    trials.extend(equal_on("cpu-2-ranks", open::<2>));
     trials.extend(coded("cpu-exact-2-ranks", || Ranks::open(2, Products::Exact), CPU));
     let f32 = || selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() });
     trials.extend(on("cuda-f32-2-ranks", 2, f32, CUDA, |_| true));
     trials.extend(sessions::on("cuda-f32-2-ranks", f32));
     trials.extend(heads::on("cuda-f32-2-ranks", f32, CUDA));
+    trials.extend(equal_on("cuda-f32-2-ranks", f32));
     trials.extend(coded("cuda-f32-2-ranks", f32, CUDA));
     trials
 }
@@ -86,6 +95,36 @@ fn on(
             .collect::<Vec<_>>()
     };
     common::on(name, open, folders().into_iter().filter(|dir| which(dir)).flat_map(test))
+}
+
+/// What two ranks compute twice must be equal bit for bit, op by op.
+fn equal_on(name: &'static str, open: fn() -> Result<Ranks>) -> Vec<Trial> {
+    let test = |dir: PathBuf| {
+        let folder = dir.file_name().expect("a folder").to_string_lossy().into_owned();
+        let lacks = lacks(name, open, &dir);
+        let run = move |_: &Ranks| pollster::block_on(equal(open().map_err(|e| e.to_string())?, &dir));
+        (format!("{folder} is equal on all ranks"), lacks, run)
+    };
+    let divides = |dir: &PathBuf| !REFUSED.iter().any(|(folder, ranks, _)| *ranks == 2 && dir.ends_with(folder));
+    common::on(name, open, folders().into_iter().filter(divides).map(test))
+}
+
+async fn equal(ranks: Ranks, dir: &Path) -> Result<(), Failed> {
+    let text = |e: selkie_core::Error| Failed::from(e.to_string());
+    let backend = Equal::new(ranks);
+    let model = load(&backend, dir).await?;
+    let ids: Vec<u32> = (0..40).map(|i| (i * i + 3) % 60).collect();
+    let mut direct = Direct::new(&backend, model.as_ref(), LIMITS, 2, 8).map_err(text)?;
+    direct.prompt(&mut Sequence::default(), &ids, &[1, 30, 3]).await.map_err(text)?;
+    let compared = backend.compared();
+    // Norms of the stream, the sums added to it, and the logits.
+    for op in ["rms_norm", "all_reduce", "all_gather"] {
+        let steps = compared.get(op).copied().unwrap_or(0);
+        if steps < 4 {
+            return Err(format!("{op} was compared {steps} times in 4 steps: {compared:?}").into());
+        }
+    }
+    Ok(())
 }
 
 /// Random codes, divided at their blocks: of the demo model's sizes. Blocks of 256 are longer than a rank's rows.
