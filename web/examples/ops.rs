@@ -83,6 +83,15 @@ mod ops {
             dispatches(wgpu).is_some_and(|same| dispatches(&gpu.facts()) == Some(same))
         }
 
+        /// Names of the shaders that a case runs.
+        pub fn shaders(&self, case: usize) -> Vec<String> {
+            let (Some(gpu), Some(case)) = (&self.gpu, self.cases.get(case)) else {
+                return Vec::new();
+            };
+            let kernels = lower(&case.plain_op(), &gpu.facts()).unwrap_or_default();
+            kernels.into_iter().map(|kernel| format!("{:?}", kernel.spec)).collect()
+        }
+
         /// Runs a case: `{ id, ok, worst, failures, pipelines }` as JSON. `worst` is the largest error in units of its limit,
         /// `pipelines` the number of shaders compiled so far. A device error fails the case.
         pub async fn run(&self, case: usize) -> Result<String, JsError> {
