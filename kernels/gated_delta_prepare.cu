@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) ENTRY(PARAMETERS) {
         __syncthreads();
         u32 mine = smem_addr(am) + warp * (Q * COLS * 2);
         put_mt(unit, mine, tb, m, warp, lane);
-        put_w<16>(unit, mine, sk, tf, warp, lane);
+        put_w<PITCH>(unit, mine, sk, tf, warp, lane);
         __syncthreads();
     }
 }

@@ -10,12 +10,12 @@
 constexpr int EACH = 1;
 #include "gated_delta_unit.cuh"
 constexpr int THREADS = PREPARERS;
-constexpr int L_PITCH = PITCH;                   // floats: a block of 16 rows of them is two of bf16
+constexpr int L_PITCH = PITCH;                   // floats: a row of them is two of bf16
 constexpr int KEYS = 2 * Q * PITCH * 2, INVERSE = Q * A_PITCH * 4 + Q * T_PITCH * 2;
 constexpr int AT_L = KEYS > INVERSE ? KEYS : INVERSE, AT_DIAGONAL = AT_L + Q * L_PITCH * 4;
 constexpr int SPAN = Q / power_of_two(2 * THREADS / DK);     // tokens whose decays a thread sums, of two channels
-constexpr int PIECES = DK / 8, ROWS = power_of_two(32 / PIECES), STEPS = 16 / ROWS;
-constexpr int PAIRS = DK / 32;                   // pairs of channels of a lane that sums a block of 8 x 8
+constexpr int PIECES = DK / 8, ROWS = power_of_two(32 / PIECES);
+constexpr u32 LANES = 0xffffffffu >> (32 - ROWS * PIECES);   // that make factors, ROWS rows at a time
 // Logarithms to base 2 of a token's decay end here: exp2 is 0 in f32 below, and sums stay small.
 constexpr float LEAST = -150.f;
 
@@ -24,7 +24,7 @@ DEV void sum_decays(const bf16 *a, i64 a_stride, const float *a_neg, const float
     int pair = threadIdx.x % (DK / 2) * 2, first = threadIdx.x / (DK / 2) * SPAN;
     if (first >= Q) return;
     float by[2] = {a_neg[pair] * LOG2E, a_neg[pair + 1] * LOG2E}, bias[2] = {dt_bias[pair], dt_bias[pair + 1]};
-#pragma unroll
+#pragma unroll 1
     for (int block = 0; block < SPAN; block += 16) {
         u32 raw[16];
 #pragma unroll
@@ -50,36 +50,38 @@ DEV void sum_decays(const bf16 *a, i64 a_stride, const float *a_neg, const float
 // the block's rows.
 DEV void diagonal_block(const bf16 *k, const bf16 *q, const float *l, const float *rk, const float *rq, float *to) {
     int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = lane % 16, row0 = lane / 16 * 8;
-    // Decayed keys of 8 tokens; the sums over channels of rows r and 7 - r together, 7 of A and 9 of M.
-    float p[8][2 * PAIRS], before[2 * PAIRS], v[4][16] = {};
+    // The sums over channels of rows r and 7 - r together, 7 of A and 9 of M.
+    float v[4][16] = {};
+#pragma unroll 1
+    for (int at = 2 * part; at < DK; at += 32) {
+        // Decayed keys of 8 tokens.
+        float p[8][2], before[2];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int r = i < 4 ? i : 7 - i;
-#pragma unroll
-        for (int m = 0; m < PAIRS; m++) {
-            int at = 2 * (16 * m + part);
+        for (int i = 0; i < 8; i++) {
+            int r = i < 4 ? i : 7 - i;
             float2 kx = load_pair(k + (row0 + i) * PITCH + at), qx = load_pair(q + (row0 + i) * PITCH + at);
             float2 now = load_pair(l + (row0 + i) * L_PITCH + at);
             float x[2] = {kx.x, kx.y}, y[2] = {qx.x, qx.y}, sum[2] = {now.x, now.y};
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                int n = 2 * m + e;
-                float decay = i > 0 ? ex2(sum[e] - before[n]) : 1.f;
-                before[n] = sum[e];
-                p[i][n] = x[e];
+                float decay = i > 0 ? ex2(sum[e] - before[e]) : 1.f;
+                before[e] = sum[e];
+                p[i][e] = x[e];
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     if (j > i) continue;
                     int in_a = (i < 4 ? 0 : r) + j, in_m = 7 + (i < 4 ? 0 : r + 1) + j;
                     if (j < i) {
-                        p[j][n] *= decay;
-                        v[r][in_a] = __fmaf_rn(x[e], p[j][n], v[r][in_a]);
+                        p[j][e] *= decay;
+                        v[r][in_a] = __fmaf_rn(x[e], p[j][e], v[r][in_a]);
                     }
-                    v[r][in_m] = __fmaf_rn(y[e], p[j][n], v[r][in_m]);
+                    v[r][in_m] = __fmaf_rn(y[e], p[j][e], v[r][in_m]);
                 }
             }
         }
-        if (i < 4) continue;
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
         // Lane n of 16 gets the sum of the n-th.
 #pragma unroll
         for (int m = 8; m; m /= 2)
@@ -96,7 +98,7 @@ DEV void diagonal_block(const bf16 *k, const bf16 *q, const float *l, const floa
     }
     // Rows of the product: queries of the lower half, then its keys.
     float d[4] = {};
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < KSTEPS; i++) {
         u32 x[4], y[2];
 #pragma unroll
@@ -149,52 +151,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) ENTRY(PARAMETERS) {
     int row0 = warp * 16;
     diagonal_block(sk + row0 * PITCH, sq + row0 * PITCH, l + row0 * L_PITCH, rk + row0, rq + row0, diagonal + warp * 256);
 
-    // A warp's rows as factors. Where their sums were, the keys that decay to the block's end, then those that decay to the chunk's.
+    // A warp's rows as factors. Where a row of sums was, the keys that decay to the block's end, then those that decay to the chunk's.
     bf16 *sc = reinterpret_cast<bf16 *>(l);
-    {
+    __syncwarp();
+    if (lane < ROWS * PIECES) {
         int piece = lane % PIECES * 8, sub = lane / PIECES;
-        float sums[STEPS][8];
+        float before[8] = {}, end[8], after[8] = {};
+        load<8>(ends[warp] + piece, end);
+#pragma unroll 1
+        for (int w = 0; w < 4; w++) {
+            float x[8];
+            load<8>(ends[w] + piece, x);
 #pragma unroll
-        for (int i = 0; i < STEPS; i++)
-            if (sub < ROWS) load<8>(l + (row0 + i * ROWS + sub) * L_PITCH + piece, sums[i]);
-        __syncwarp();
-        if (sub < ROWS) {
-            float before[8] = {}, end[8], after[8] = {}, x[8];
-            load<8>(ends[warp] + piece, end);
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                load<8>(ends[w] + piece, x);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (w < warp) before[j] += x[j];
-                    if (w > warp) after[j] += x[j];
-                }
+            for (int j = 0; j < 8; j++) {
+                if (w < warp) before[j] += x[j];
+                if (w > warp) after[j] += x[j];
             }
+        }
 #pragma unroll
-            for (int j = 0; j < 8; j++) before[j] = ex2(before[j]), after[j] = ex2(after[j]);
+        for (int j = 0; j < 8; j++) before[j] = ex2(before[j]), after[j] = ex2(after[j]);
+#pragma unroll 1
+        for (int t = row0 + sub; t < row0 + 16; t += ROWS) {
+            float sums[8], ks[8], qs[8], left[8];
+            load<8>(l + t * L_PITCH + piece, sums);
+            load<8>(sk + t * PITCH + piece, ks);
+            load<8>(sq + t * PITCH + piece, qs);
+            __syncwarp(LANES);
 #pragma unroll
-            for (int i = 0; i < STEPS; i++) {
-                int r = i * ROWS + sub, t = row0 + r;
-                float ks[8], qs[8], left[8];
-                load<8>(sk + t * PITCH + piece, ks);
-                load<8>(sq + t * PITCH + piece, qs);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    float grown = ex2(sums[i][j]);
-                    ks[j] *= rk[t], qs[j] *= rq[t];
-                    left[j] = ks[j] * ex2(end[j] - sums[i][j]);
-                    ks[j] *= grown, qs[j] *= grown;
-                }
-                store<8>(sk + t * PITCH + piece, ks);
-                store<8>(sq + t * PITCH + piece, qs);
-                store<8>(sc + (2 * row0 + r) * PITCH + piece, left);
-#pragma unroll
-                for (int j = 0; j < 8; j++) ks[j] *= before[j], qs[j] *= before[j], left[j] *= after[j];
-                store<8>(sc + (2 * row0 + 16 + r) * PITCH + piece, left);
-                u8 *to = unit + swizzle<PIECES>(t, piece / 8);
-                store_global<8>(reinterpret_cast<bf16 *>(to + AT_K), ks);
-                store_global<8>(reinterpret_cast<bf16 *>(to + AT_Q), qs);
+            for (int j = 0; j < 8; j++) {
+                float grown = ex2(sums[j]);
+                ks[j] *= rk[t], qs[j] *= rq[t];
+                left[j] = ks[j] * ex2(end[j] - sums[j]);
+                ks[j] *= grown, qs[j] *= grown;
             }
+            store<8>(sk + t * PITCH + piece, ks);
+            store<8>(sq + t * PITCH + piece, qs);
+            store<8>(sc + 2 * t * PITCH + piece, left);
+#pragma unroll
+            for (int j = 0; j < 8; j++) ks[j] *= before[j], qs[j] *= before[j], left[j] *= after[j];
+            store<8>(sc + (2 * t + 1) * PITCH + piece, left);
+            u8 *to = unit + swizzle<PIECES>(t, piece / 8);
+            store_global<8>(reinterpret_cast<bf16 *>(to + AT_K), ks);
+            store_global<8>(reinterpret_cast<bf16 *>(to + AT_Q), qs);
         }
     }
     if (tid < DK) reinterpret_cast<float *>(unit + AT_F)[tid] = ex2(ends[0][tid] + ends[1][tid] + ends[2][tid] + ends[3][tid]);
@@ -212,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) ENTRY(PARAMETERS) {
         int bs = of_k ? u : u - kt - 1, bt = of_k ? kt : mt;
         if (bs == bt) continue;
         const bf16 *rows = (of_k ? sk : sq) + (bt * 16 + a_row) * PITCH + a_col;
-        const bf16 *keys = sc + (bs * 32 + b_row) * PITCH + b_col;
-#pragma unroll
+        const bf16 *keys = sc + 2 * (bs * 16 + b_row) * PITCH + b_col;
+#pragma unroll 2
         for (int i = 0; i < KSTEPS; i++) {
             u32 x[4], kb[4];
             ldmatrix_x4(kb, smem_addr(keys + i * 16));
@@ -275,5 +273,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) ENTRY(PARAMETERS) {
     __syncthreads();
     u32 mine = smem_addr(am) + warp * (Q * COLS * 2);
     put_mt(unit, mine, tb, m, warp, lane);
-    put_w<32>(unit, mine, sc + 16 * PITCH, tb, warp, lane);
+    put_w<2 * PITCH>(unit, mine, sc + PITCH, tb, warp, lane);
 }

@@ -180,8 +180,8 @@ DEV void put_mt(u8 *unit, u32 mine, const bf16 *tb, const u32 (*m)[4], int warp,
     __syncwarp();
 }
 
-// W = Tᵀ K to the unit, in the same way. The keys' blocks of 16 rows begin KEY_ROWS rows apart.
-template <int KEY_ROWS> DEV void put_w(u8 *unit, u32 mine, const bf16 *keys, const bf16 *tf, int warp, int lane) {
+// W = Tᵀ K to the unit, in the same way.
+template <int KEY_PITCH> DEV void put_w(u8 *unit, u32 mine, const bf16 *keys, const bf16 *tf, int warp, int lane) {
     int g = lane / 4, c = lane % 4, block = lane / 8, brow = lane % 8;
     int a_row = brow + block % 2 * 8, a_col = block / 2 * 8;
     int b_row = brow + block / 2 * 8, b_col = block % 2 * 8;
@@ -193,7 +193,7 @@ template <int KEY_ROWS> DEV void put_w(u8 *unit, u32 mine, const bf16 *keys, con
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             u32 kb[4];
-            ldmatrix_x4_trans(kb, smem_addr(keys + (t * KEY_ROWS + a_row) * PITCH + (unit0 + half) * 16 + a_col));
+            ldmatrix_x4_trans(kb, smem_addr(keys + (t * 16 + a_row) * KEY_PITCH + (unit0 + half) * 16 + a_col));
 #pragma unroll
             for (int s = 0; s <= t; s++) {
                 u32 x[4];
