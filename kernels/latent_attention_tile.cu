@@ -15,25 +15,34 @@ constexpr int TILES = COLUMNS / 8;
 constexpr int AT_TAIL = M * LATENT * 2, QUERY_BYTES = AT_TAIL + M * SHARED * 2;
 constexpr int PAGE_TAIL = PAGE * LATENT * 2, PAGE_BYTES = PAGE_TAIL + PAGE * SHARED * 2;
 constexpr int AT_WEIGHTS = QUERY_BYTES + STAGES * PAGE_BYTES, AT_STATS = AT_WEIGHTS + M * PAGE * 2;
+// Whether queries stay in registers: for many pages, and as long as there are so many registers.
+constexpr bool HELD = SPLITS == 1 && LATENT + SHARED <= 576;
 constexpr float LEAST = -1e30f;                  // below any score; finite, so that differences are numbers
 constexpr float LN2 = 0.69314718f;
 
 // Copies `count` rows of PIECES pieces without gaps to a swizzled tile of ROWS, and zeros after them.
 template <int ROWS, int PIECES> DEV void bring(u32 to, const bf16 *from, int count) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-        int row = i / PIECES;
-        bool in = row < count;
-        cp_async16(to + swizzle<PIECES>(row, i % PIECES), in ? from + i * 8 : from, in);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        // Where THREADS are whole rows, a thread copies the same piece of each.
+        int row = i / PIECES, piece = (THREADS % PIECES == 0 ? threadIdx.x : i) % PIECES;
+        cp_async16(to + swizzle<PIECES>(row, piece), from + i * 8, row < count);
     }
 }
 
-// s += 16 queries times 16 keys over PIECES pieces, two sums each for a shorter chain. `a` and `b` are this lane's rows.
-template <int PIECES> DEV void products(float (&s)[2][2][4], u32 queries, u32 keys, int a_row, int a_piece, int b_row, int b_piece) {
+// This lane's part of 16 queries, over PIECES pieces from `from` on.
+template <int PIECES> DEV void hold(u32 (*a)[4], u32 from, int row, int piece) {
+#pragma unroll
+    for (int j = 0; j < PIECES / 2 && HELD; j++) ldmatrix_x4(a[j], from + swizzle<PIECES>(row, 2 * j + piece));
+}
+
+// s += 16 queries times 16 keys over PIECES pieces, two sums each for a shorter chain. The queries are `held` or in shared memory.
+template <int PIECES>
+DEV void products(float (&s)[2][2][4], u32 (*held)[4], u32 queries, u32 keys, int a_row, int a_piece, int b_row, int b_piece) {
 #pragma unroll
     for (int j = 0; j < PIECES / 2; j++) {
-        u32 a[4], b[4];
-        ldmatrix_x4(a, queries + swizzle<PIECES>(a_row, 2 * j + a_piece));
+        u32 b[4], *a = held[HELD ? j : 0];
+        if (!HELD) ldmatrix_x4(a, queries + swizzle<PIECES>(a_row, 2 * j + a_piece));
         ldmatrix_x4(b, keys + swizzle<PIECES>(b_row, 2 * j + b_piece));
         mma_bf16(s[j % 2][0], a, b[0], b[1]);
         mma_bf16(s[j % 2][1], a, b[2], b[3]);
@@ -83,14 +92,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     int block = lane / 8, brow = lane % 8;
     int a_row = brow + block % 2 * 8, a_piece = block / 2, b_row = brow + block / 2 * 8, b_piece = block % 2;
     float o[TILES][4] = {}, top[2] = {LEAST, LEAST}, sum[2] = {0.f, 0.f}, factor = scale * LOG2E;
+    u32 held[VECS / 2][4], held_tails[TAIL_VECS / 2][4];
+    cp_async_wait<STAGES - 1>();
+    __syncthreads();
+    hold<VECS>(held, base, first + a_row, a_piece);
+    hold<TAIL_VECS>(held_tails, base + AT_TAIL, first + a_row, a_piece);
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
         cp_async_wait<STAGES - 1>();
         __syncthreads();
         u32 latents = base + QUERY_BYTES + i % STAGES * PAGE_BYTES;
         float s[2][2][4] = {};
-        products<VECS>(s, base, latents, first + a_row, a_piece, part * 16 + b_row, b_piece);
-        products<TAIL_VECS>(s, base + AT_TAIL, latents + PAGE_TAIL, first + a_row, a_piece, part * 16 + b_row, b_piece);
+        products<VECS>(s, held, base, latents, first + a_row, a_piece, part * 16 + b_row, b_piece);
+        products<TAIL_VECS>(s, held_tails, base + AT_TAIL, latents + PAGE_TAIL, first + a_row, a_piece, part * 16 + b_row, b_piece);
         // Keys 8 n + 2 c and the next one of heads g and g + 8, in powers of 2.
         float x[2][4], most[2] = {LEAST, LEAST};
 #pragma unroll

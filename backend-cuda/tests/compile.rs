@@ -92,7 +92,6 @@ const SPILLS: &[(&str, usize)] = &[
     ("attention_prefill", 64),
     ("gated_delta", 32),
     ("gated_delta_prepare", 32),
-    ("gated_delta_prepare_channel", 32),
     ("latent_attention", 32),
     ("matmul_codes_wgmma", 96),
     ("matmul_skinny_bulk", 32),
