@@ -93,6 +93,7 @@ const SPILLS: &[(&str, usize)] = &[
     ("gated_delta", 32),
     ("gated_delta_prepare", 32),
     ("latent_attention", 32),
+    ("latent_attention_tile", 8),
     ("matmul_codes_wgmma", 96),
     ("matmul_skinny_bulk", 32),
     ("sample", 128),
