@@ -15,7 +15,7 @@ constexpr int TILES = COLUMNS / 8;
 constexpr int AT_TAIL = M * LATENT * 2, QUERY_BYTES = AT_TAIL + M * SHARED * 2;
 constexpr int PAGE_TAIL = PAGE * LATENT * 2, PAGE_BYTES = PAGE_TAIL + PAGE * SHARED * 2;
 constexpr int AT_WEIGHTS = QUERY_BYTES + STAGES * PAGE_BYTES, AT_STATS = AT_WEIGHTS + M * PAGE * 2;
-// Whether queries stay in registers: for many pages, and as long as there are so many registers.
+// Whether a warp keeps its queries in registers. It does where a block reads all pages of a token and the queries fit.
 constexpr bool HELD = SPLITS == 1 && LATENT + SHARED <= 576;
 constexpr float LEAST = -1e30f;                  // below any score; finite, so that differences are numbers
 constexpr float LN2 = 0.69314718f;
@@ -24,7 +24,7 @@ constexpr float LN2 = 0.69314718f;
 template <int ROWS, int PIECES> DEV void bring(u32 to, const bf16 *from, int count) {
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-        // Where THREADS are whole rows, a thread copies the same piece of each.
+        // If THREADS is a multiple of PIECES, a thread copies the same piece of every row.
         int row = i / PIECES, piece = (THREADS % PIECES == 0 ? threadIdx.x : i) % PIECES;
         cp_async16(to + swizzle<PIECES>(row, piece), from + i * 8, row < count);
     }

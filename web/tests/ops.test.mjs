@@ -21,8 +21,9 @@ async function opened(backend, number = 0) {
   return { context, page, errors };
 }
 
-// Most of a software device's time is the shader compiler's, which works on one core. So two browsers share the cases, and
-// each shader is compiled in one of them: a case goes where fewest of its shaders are new, as long as both have as many.
+// A software device spends most of its time compiling shaders, on one core. So two browsers share the cases, and nearly every
+// shader is compiled in one of them only. A case goes to the browser that lacks fewer of its shaders, unless that one has compiled
+// more by FAIR for each shader that the other lacks.
 const FAIR = 10;
 function halves(cases) {
   const browsers = [0, 1].map(() => ({ numbers: [], compiled: new Set() }));
@@ -36,8 +37,8 @@ function halves(cases) {
   return browsers.map(({ numbers }) => numbers);
 }
 
-// Runs one half of the cases in a browser of its own, and the chains if it is the first: ids of all, of those that `wgpu` runs
-// in their stead, and what came of the others.
+// Runs one half of the cases in a browser of its own; the first half's browser also runs the chains. Returns the ids of all cases, the
+// ids of those that run on `wgpu` only, and the reports of the rest.
 async function results(backend, half) {
   const { context, page, errors } = await opened(backend, half);
   const all = await page.evaluate(() => cases.map((id, number) => ({ id, number, same: ops.same(number), shaders: ops.shaders(number) })));
