@@ -19,6 +19,9 @@ pub(super) fn random_pages(
     until: impl Fn(&selkie_core::step::Row) -> usize,
 ) -> Vec<f32> {
     let len = kv_heads * PAGE * hd;
+    if rng.blank {
+        return vec![0.0; batch.pages() * len];
+    }
     let mut v = vec![f32::NAN; batch.pages() * len];
     v[..len].fill(0.0);
     for r in &batch.rows {

@@ -63,10 +63,7 @@ impl Spec for Lookup {
         let last = |lane| if self.no_token && lane % 2 == 1 { NONE } else { rng.below(self.vocab) as u32 };
         h.int("last", &[LANES], (0..LANES).map(last).collect());
         for (i, (_, n)) in self.ranges().into_iter().enumerate() {
-            match self.format {
-                Format::Plain => h.weight(&format!("w{i}"), self.dtype, &[n, self.d], rng.vec(n * self.d, 1.0)),
-                coded => h.codes(&format!("w{i}"), coded, &[n, self.d], 1.7, rng),
-            }
+            h.weight(&format!("w{i}"), (self.dtype, self.format), &[n, self.d], 1.0, rng);
         }
         h.out("out", d.act, &[batch.bucket.tokens, self.d]);
         if self.views {

@@ -76,11 +76,8 @@ impl Spec for Experts {
         h.float("x", d.act, &[x_rows, self.k], x);
         for (r, &experts) in self.ranges.iter().enumerate() {
             for (i, &(_, n)) in self.blocks().iter().enumerate() {
-                let (name, dims, size) = (format!("w{r}.{i}"), [experts, n, self.k], 1.0 / (self.k as f32).sqrt());
-                match self.format {
-                    Format::Plain => h.weight(&name, self.dtype, &dims, rng.vec(experts * n * self.k, size)),
-                    coded => h.codes(&name, coded, &dims, 1.7 * size, rng),
-                }
+                let (name, size) = (format!("w{r}.{i}"), 1.0 / (self.k as f32).sqrt());
+                h.weight(&name, (self.dtype, self.format), &[experts, n, self.k], size, rng);
             }
         }
         h.int("ids", &[self.tokens, self.choices], self.ids(rng));

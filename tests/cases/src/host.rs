@@ -202,16 +202,20 @@ impl Host {
         self.push(name, dtype, dims, Data::Float(values));
     }
 
-    /// A row block of a weight, which a device may use in place in a file.
-    pub fn weight(&mut self, name: &str, dtype: DType, dims: &[usize], values: Vec<f32>) {
-        self.float(name, dtype, dims, values);
-        self.arrays.last_mut().expect("just pushed").weight = true;
-    }
-
-    /// Row blocks of random codes, `[.., K]`, whose elements are about as large as `size`.
-    pub fn codes(&mut self, name: &str, format: Format, dims: &[usize], size: f32, rng: &mut Rng) {
+    /// A row block of a weight, `[.., K]`, which a device may use in place in a file: numbers of root mean square `rms` in
+    /// `dtype`, or codes of elements about as large.
+    pub fn weight(&mut self, name: &str, (dtype, format): (DType, Format), dims: &[usize], rms: f32, rng: &mut Rng) {
         let n = dims.iter().product();
-        let bytes = if rng.blank { vec![0; format.bytes(n, 1)] } else { codes::random(format, n, size, rng) };
+        if format == Format::Plain {
+            let mut values = rng.vec(n, rms);
+            // Zeros are left alone: the weights of published shapes would take a minute.
+            if !rng.blank {
+                values.iter_mut().for_each(|x| *x = round(dtype, *x));
+            }
+            self.push(name, dtype, dims, Data::Float(values)).weight = true;
+            return;
+        }
+        let bytes = if rng.blank { vec![0; format.bytes(n, 1)] } else { codes::random(format, n, 1.7 * rms, rng) };
         let mut stored = dims.to_vec();
         if let Some(k) = stored.last_mut() {
             *k = format.bytes(*k, 1);
@@ -370,7 +374,8 @@ impl<Buf: Clone> Bound<'_, Buf> {
 /// Random numbers that depend on the case's name only.
 pub(super) struct Rng {
     state: u64,
-    blank: bool,
+    /// Only shapes matter: vectors are zeros, which are fast to make.
+    pub blank: bool,
 }
 
 impl Rng {
@@ -380,7 +385,7 @@ impl Rng {
         Self { state, blank: false }
     }
 
-    /// Vectors of zeros, which are fast to make: for everything that depends on shapes only.
+    /// For everything that depends on shapes only.
     pub fn blank(name: &str) -> Self {
         Self { blank: true, ..Self::new(name) }
     }

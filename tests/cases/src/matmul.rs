@@ -45,10 +45,7 @@ impl Spec for Product {
         let mut lead = 0;
         for (i, &(_, n)) in blocks.iter().enumerate() {
             let name = format!("w{i}");
-            match self.format {
-                Format::Plain => h.weight(&name, self.dtype, &[n, self.k], rng.vec(n * self.k, scale)),
-                coded => h.codes(&name, coded, &[n, self.k], 1.7 * scale, rng),
-            }
+            h.weight(&name, (self.dtype, self.format), &[n, self.k], scale, rng);
             if self.one_buffer {
                 h.share(&name, "w0", lead);
                 lead += n * self.k;
