@@ -22,9 +22,10 @@ use crate::{
 mod bound;
 mod bundles;
 mod chart;
-#[cfg(feature = "bench-ops")]
+// Tests have it without the feature, which would compile the engine once more.
+#[cfg(any(feature = "bench-ops", test))]
 mod ops;
-#[cfg(not(feature = "bench-ops"))]
+#[cfg(not(any(feature = "bench-ops", test)))]
 mod ops {
     use crate::{
         args::BenchOpsArgs,

@@ -1,6 +1,6 @@
-//! Compiles the planner's kernels for the shapes of the supported models with NVRTC, without a GPU: every variant
-//! for sm_90a, for the other targets those of one shape and every kernel that it does not take. Prints registers and spills;
-//! a spill that is not listed is an error, and so is a kernel that no variant used.
+//! Compiles the planner's kernels for the shapes of the supported models with NVRTC, without a GPU: for sm_90a those of every
+//! shape, with every dtype for three of them; for the other targets those of one shape and every kernel that it does not take.
+//! Prints registers, spills and time; a spill that is not listed is an error, and so is a kernel that no variant used.
 //!
 //! Ignored, not passed, where NVRTC is missing; `SELKIE_REQUIRE=nvrtc` turns that into a failure.
 
@@ -11,6 +11,7 @@ use std::{
         Mutex,
         atomic::{AtomicUsize, Ordering},
     },
+    time::Instant,
 };
 
 use cudarc::nvrtc::result;
@@ -115,8 +116,9 @@ fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
         for _ in 0..threads {
             scope.spawn(|| {
                 while let Some(spec) = specs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let start = Instant::now();
                     let line = match nvrtc::compile(spec, arch) {
-                        Ok(image) => Ok((spec.to_string(), spec.file(), resources(&image.log))),
+                        Ok(image) => Ok((spec.to_string(), spec.file(), resources(&image.log), start.elapsed())),
                         Err(e) => Err(e.to_string()),
                     };
                     report.lock().expect("no thread panics with the lock").push(line);
@@ -132,9 +134,10 @@ fn compile(arch: &str, shared: usize, all: bool) -> Result<(), Failed> {
     }
     for line in &report {
         match line {
-            Ok((spec, file, (registers, stack, spills, shared))) => {
+            Ok((spec, file, (registers, stack, spills, shared), time)) => {
+                let ms = time.as_millis();
                 println!(
-                    "{arch} {registers:>4} registers {stack:>5} B stack {spills:>5} B spilled {shared:>6} B shared  {spec}"
+                    "{arch} {registers:>4} registers {stack:>5} B stack {spills:>5} B spilled {shared:>6} B shared {ms:>5} ms  {spec}"
                 );
                 let listed = SPILLS.iter().find(|(stem, _)| *stem == file.stem());
                 if *spills > listed.map_or(0, |(_, bytes)| *bytes) {

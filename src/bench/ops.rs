@@ -36,7 +36,18 @@ const HEAVY: f64 = 2e9;
 
 /// Measures and prints.
 pub fn run(args: &BenchOpsArgs) -> Outcome {
-    on!(backend::open(&args.backend.place()?)?, b => measure_all(b, args))
+    let report = on!(backend::open(&args.backend.place()?)?, b => measure_all(&b, args))?;
+    if args.json {
+        Output::new().json(&report.json)?;
+    }
+    if report.failed { Err(Failure::Reported) } else { Ok(()) }
+}
+
+/// What a run found.
+struct Report {
+    json: Value,
+    /// Whether an op failed one of its cases.
+    failed: bool,
 }
 
 /// The largest rates of a device, in bytes and operations per second.
@@ -70,7 +81,8 @@ struct Row {
     floor: Option<f64>,
 }
 
-fn measure_all<B: Timer>(backend: B, args: &BenchOpsArgs) -> Outcome {
+/// Measures, and prints a line for each shape unless JSON is asked for.
+fn measure_all<B: Timer>(backend: &B, args: &BenchOpsArgs) -> Result<Report, Failure> {
     let caps = backend.caps().clone();
     let mut all = shapes();
     if caps.act == DType::Bf16 {
@@ -84,7 +96,7 @@ fn measure_all<B: Timer>(backend: B, args: &BenchOpsArgs) -> Outcome {
     let mut out = Output::new();
     let ceilings = Ceilings::of(&caps);
     let (mut rows, mut checked, mut failed) = (Vec::new(), Vec::<(Checked, OpReport)>::new(), false);
-    let empty = pollster::block_on(empty(&backend))?;
+    let empty = pollster::block_on(empty(backend))?;
     let mut idle = Instant::now();
     if !args.json {
         out.line(&format!("{} ({}): an empty step takes {empty:.2} µs", caps.backend, caps.device))?;
@@ -93,7 +105,7 @@ fn measure_all<B: Timer>(backend: B, args: &BenchOpsArgs) -> Outcome {
     for shape in &all {
         let key = Checked { op: shape.op, state: shape.state.unwrap_or(caps.state) };
         if !checked.iter().any(|(k, _)| *k == key) {
-            let report = pollster::block_on(check(&backend, &key))?;
+            let report = pollster::block_on(check(backend, &key))?;
             for (case, why) in &report.failures {
                 terminal::note(format!("{case}: {why}"));
             }
@@ -101,7 +113,7 @@ fn measure_all<B: Timer>(backend: B, args: &BenchOpsArgs) -> Outcome {
         }
         let wrong = checked.iter().find(|(k, _)| *k == key).map_or(0, |(_, r)| r.failures.len());
         let measured = match wrong {
-            0 => pollster::block_on(measure(&backend, shape, empty, ceilings.as_ref(), args.all, idle))?,
+            0 => pollster::block_on(measure(backend, shape, empty, ceilings.as_ref(), args.all, idle))?,
             n => {
                 failed = true;
                 Measured::Not(format!("failed its cases ({n} of them)"))
@@ -123,20 +135,18 @@ fn measure_all<B: Timer>(backend: B, args: &BenchOpsArgs) -> Outcome {
             }
         }
     }
-    if args.json {
-        let cases: Vec<Value> = checked.iter().map(|(k, r)| k.json(r)).collect();
-        out.json(&json!({
-            "backend": caps.backend,
-            "device": caps.device,
-            "version": env!("CARGO_PKG_VERSION"),
-            "empty_us": empty,
-            "bytes_per_second_at_best": ceilings.as_ref().map(|c| c.read),
-            "flops_per_second_at_best": ceilings.as_ref().map(|c| c.matmul),
-            "cases": cases,
-            "shapes": rows,
-        }))?;
-    }
-    if failed { Err(Failure::Reported) } else { Ok(()) }
+    let cases: Vec<Value> = checked.iter().map(|(k, r)| k.json(r)).collect();
+    let json = json!({
+        "backend": caps.backend,
+        "device": caps.device,
+        "version": env!("CARGO_PKG_VERSION"),
+        "empty_us": empty,
+        "bytes_per_second_at_best": ceilings.as_ref().map(|c| c.read),
+        "flops_per_second_at_best": ceilings.as_ref().map(|c| c.matmul),
+        "cases": cases,
+        "shapes": rows,
+    });
+    Ok(Report { json, failed })
 }
 
 /// The op and state dtype that a run of cases covers.
@@ -273,5 +283,32 @@ impl Row {
             "floor_us": self.floor,
             "share_of_floor": self.share(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use selkie_core::cpu::CpuBackend;
+
+    use super::*;
+
+    /// Arguments as they follow `selkie bench ops`.
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: BenchOpsArgs,
+    }
+
+    #[test]
+    fn shapes_are_timed_whose_op_passes_its_cases() {
+        let line = Line::parse_from(["ops", "conv1d/decode of 1", "--json"]);
+        let report = measure_all(&CpuBackend::new(), &line.args).unwrap_or_else(|e| panic!("{e:?}"));
+        let (cases, shape) = (&report.json["cases"][0], &report.json["shapes"][0]);
+        assert!(!report.failed && cases["op"] == "conv1d" && cases["run"].as_u64() > Some(20), "{}", report.json);
+        assert_eq!(cases["failed"], json!([]));
+        for key in ["cold_us", "warm_us", "bytes", "flops", "floor_us"] {
+            assert!(shape[key].as_f64() > Some(0.0), "{key} of {shape}");
+        }
     }
 }

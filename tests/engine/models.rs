@@ -25,7 +25,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Failed, Trial};
 use safetensors::SafeTensors;
 use selkie_core::Result;
 use selkie_core::backend::Backend;
@@ -478,9 +478,6 @@ fn split(name: &'static str, open: fn() -> Result<WgpuBackend>, slots: usize, wh
 }
 
 fn main() {
-    let mut args = Arguments::from_args();
-    // A device is opened once per thread, and the CPU backend has threads of its own.
-    args.test_threads.get_or_insert(1);
     let mut trials = golden::trials();
     trials.push(Trial::test("nonsense is refused", nonsense_is_refused));
     trials.extend(models_on("cpu", || Ok(CpuBackend::new()), |_| CPU));
@@ -508,5 +505,5 @@ fn main() {
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));
     trials.extend(split("wgpu-split-80k", in_pieces::<80_000>, 40, &["qwen3_next", "falcon_h1", "jamba"]));
-    libtest_mimic::run(&args, trials).exit();
+    common::run(trials)
 }

@@ -7,7 +7,7 @@ mod common;
 
 use std::collections::{HashMap, HashSet};
 
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Failed, Trial};
 use selkie_cases::{self as cases, Size};
 use selkie_core::backend::{Backend, Ops};
 use selkie_core::cpu::CpuBackend;
@@ -145,8 +145,8 @@ fn variants(op: &Op<cases::Plain>, facts: &Facts) -> Vec<Spec> {
     lower(op, facts).unwrap_or_default().into_iter().map(|kernel| kernel.spec).collect()
 }
 
-/// The cases for a software device: the small ones and, for each shader variant that none of them needs, the next case
-/// that does.
+/// The cases for a software device: the small ones, once with the same shaders, and, for each shader variant that none of
+/// them needs, the next case that does.
 /// A device in hardware runs all up to a size.
 #[derive(Default)]
 struct Coverage {
@@ -171,17 +171,18 @@ impl Coverage {
         cases.sort_by_key(|case| case.size);
         let (mut runs, mut seen, mut needed) = (HashMap::<_, HashSet<String>>::new(), HashSet::new(), HashMap::new());
         for case in cases {
-            let op = case.plain_op();
+            let (op, mut run) = (case.plain_op(), Vec::new());
             for (wgpu, facts) in &facts {
                 let variants = variants(&op, facts);
+                for spec in &variants {
+                    needed.entry(spec.clone()).or_insert_with(|| format!("{} {}", wgpu.name, case.id()));
+                }
                 if (wgpu.which)(&case) {
                     let new = variants.iter().filter(|spec| seen.insert((*spec).clone())).count() > 0;
-                    if new || case.size == Size::Small {
+                    if new || (case.size == Size::Small && !run.contains(&variants)) {
                         runs.entry(wgpu.name).or_default().insert(case.id());
                     }
-                }
-                for spec in variants {
-                    needed.entry(spec).or_insert_with(|| format!("{} {}", wgpu.name, case.id()));
+                    run.push(variants);
                 }
             }
         }
@@ -228,9 +229,6 @@ const WGPUS: [Wgpu; 3] = [
 ];
 
 fn main() {
-    let mut args = Arguments::from_args();
-    // A device is opened once per thread, and the CPU backend has threads of its own.
-    args.test_threads.get_or_insert(1);
     let mut trials = vec![Trial::test("SELKIE_REQUIRE covers variants", requirements)];
     trials.extend(ops_on("cpu", || Ok(CpuBackend::new()), Size::Large));
     let coded = |case: &cases::Case| case.format != Format::Plain;
@@ -260,5 +258,5 @@ fn main() {
     trials.extend(common::on("wgpu", common::wgpu, [parts]));
     trials.extend(fusions_on("wgpu", common::wgpu));
     trials.extend(fusions_on("wgpu-plain", WGPUS[1].open));
-    libtest_mimic::run(&args, trials).exit();
+    common::run(trials)
 }

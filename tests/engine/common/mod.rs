@@ -6,9 +6,14 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Mutex;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
 
-use libtest_mimic::{Failed, Trial};
+use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::backend::Backend;
 use selkie_core::ops::Feature;
 use selkie_core::tensor::DType;
@@ -31,8 +36,8 @@ pub fn absent(backend: &'static str, why: String) -> Trial {
 }
 
 thread_local! {
-    // Backends are not `Send`: each thread that runs tests opens its own. It is never closed: the runner does not wait
-    // for its threads, and a driver faults if it closes devices while the process exits.
+    // Backends are not `Send`: each thread that runs tests opens its own. It is never closed: nothing waits for these
+    // threads, and a driver faults if it closes devices while the process exits.
     static OPEN: RefCell<HashMap<&'static str, &'static dyn Any>> = RefCell::default();
 }
 
@@ -73,10 +78,70 @@ where
         }
     }
     let trial = |(test, ignored, f): (String, bool, F)| {
-        let run = move || f(opened(name, open).map_err(|e| e.to_string())?);
+        let lane = lane(name, &test);
+        let run = move || on_thread(lane, move || f(opened(name, open).map_err(|e| e.to_string())?));
         Trial::test(format!("{name} {test}"), run).with_ignored_flag(ignored)
     };
     tests.into_iter().map(trial).collect()
+}
+
+/// The thread of a backend's test. A software device spends most of its time in a shader compiler, which works on one core, so
+/// wgpu has two; each compiles for its own ops and formats, or models. A device in hardware has one.
+fn lane(backend: &str, test: &str) -> String {
+    if !backend.starts_with("wgpu") {
+        return backend.to_owned();
+    }
+    if !opened("wgpu", wgpu).is_ok_and(WgpuBackend::is_software) {
+        return "wgpu".to_owned();
+    }
+    let word = |text: &str| text.find([' ', ',']).unwrap_or(text.len());
+    let shared = match test.split_once('/') {
+        Some((op, case)) => &test[..op.len() + 1 + word(case)],
+        None => &test[..word(test)],
+    };
+    let mut hasher = DefaultHasher::new();
+    shared.hash(&mut hasher);
+    format!("{backend} {}", hasher.finish() % 2)
+}
+
+/// Runs `f` on the thread called `lane`, after what it was given before. The thread starts with its first work and never ends.
+fn on_thread<T: Send + 'static>(lane: String, f: impl FnOnce() -> T + Send + 'static) -> T {
+    type Work = Box<dyn FnOnce() + Send>;
+    static THREADS: Mutex<BTreeMap<String, Sender<Work>>> = Mutex::new(BTreeMap::new());
+    let (done, result) = channel();
+    let work: Work = Box::new(move || {
+        let _ = done.send(catch_unwind(AssertUnwindSafe(f)));
+    });
+    let start = || {
+        let (sender, receiver) = channel::<Work>();
+        thread::spawn(move || receiver.into_iter().for_each(|work| work()));
+        sender
+    };
+    let sender = THREADS.lock().expect("no thread panics with the lock").entry(lane).or_insert_with(start).clone();
+    sender.send(work).expect("a thread that never ends");
+    result.recv().expect("an answer").unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// Runs the trials and ends the process: one at a time where there is a CUDA device, elsewhere several, of different lanes.
+pub fn run(mut trials: Vec<Trial>) -> ! {
+    let mut args = Arguments::from_args();
+    let cuda = trials.iter().any(|trial| trial.name().starts_with("cuda") && !trial.has_ignored_flag());
+    args.test_threads.get_or_insert(if cuda { 1 } else { 4 });
+    // The trials of a lane are spread over the whole run.
+    let of = |trial: &Trial| trial.name().split_once(' ').map_or(String::new(), |(backend, test)| lane(backend, test));
+    let mut sizes = HashMap::<String, usize>::new();
+    let places: Vec<(String, usize)> = trials
+        .iter()
+        .map(|trial| {
+            let (lane, size) = (of(trial), &mut *sizes.entry(of(trial)).or_default());
+            *size += 1;
+            (lane, *size)
+        })
+        .collect();
+    let share = |(lane, place): &(String, usize)| *place as f64 / sizes[lane] as f64;
+    let mut order: Vec<(f64, Trial)> = places.iter().map(share).zip(trials.drain(..)).collect();
+    order.sort_by(|a, b| a.0.total_cmp(&b.0));
+    libtest_mimic::run(&args, order.into_iter().map(|(_, trial)| trial).collect()).exit()
 }
 
 /// The preferred adapter; `WGPU_ADAPTER` names another. Products in f32.
