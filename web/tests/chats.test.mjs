@@ -2,13 +2,23 @@
 // chat that outgrows the context; the model of the last visit.
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
+import { cpSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
-import { DEMO, answers, idle, modelHost, openPage, picture, ready, say, serve } from "./harness.mjs";
+import { DEMO, DIST, answers, atEnd, idle, modelHost, openPage, picture, ready, say, serve } from "./harness.mjs";
 
 const site = await serve();
 const open = (options) => openPage(site.url, options);
+
+// The page with the demo model cut to a context that a few turns fill.
+const SHORT = mkdtempSync(join(tmpdir(), "selkie-short-"));
+atEnd(() => rmSync(SHORT, { recursive: true }));
+cpSync(DIST, SHORT, { recursive: true });
+const demo = JSON.parse(readFileSync(join(DEMO, "config.json"), "utf8"));
+writeFileSync(join(SHORT, "models/demo/config.json"), JSON.stringify({ ...demo, max_position_embeddings: 2048 }));
+const short = await serve(SHORT);
+
 const STORY = "Tell me a story about a fox named Leo and a lantern.";
 const wide = { viewport: { width: 1280, height: 860 } };
 
@@ -202,12 +212,12 @@ test("export and import: JSON gives all of it back, Markdown the text", async ()
 });
 
 test("a chat that outgrows the context goes on without its oldest turns, and says what was reused", async (t) => {
-  const { context, page } = await open(wide);
+  const { context, page } = await openPage(short.url, wide);
   await page.click("#open-settings");
   await page.fill("#set-system", "Your name is Iris. ".repeat(16));
   await page.fill("#set-maxTokens", "20");
   await page.keyboard.press("Escape");
-  const long = (n) => `Story ${n}: ${"Leo took the lantern. Leo went to the garden. ".repeat(180)}What is ${n} + 1?`;
+  const long = (n) => `Story ${n}: ${"Leo took the lantern. Leo went to the garden. ".repeat(45)}What is ${n} + 1?`;
   for (let n = 1; n < 12 && (await page.isHidden("#gauge button")); n++) await say(page, long(n));
   await picture(page, "context-full");
   t.diagnostic(await page.innerText("#gauge"));
@@ -227,21 +237,21 @@ test("a chat that outgrows the context goes on without its oldest turns, and say
 
   // One message that is too long alone.
   await page.click("#new-chat");
-  await say(page, "Leo took the lantern. ".repeat(4000));
+  await say(page, "Leo took the lantern. ".repeat(1000));
   await page.click("#gauge button");
   assert.match(await notice(page), /the last message alone is too long/);
   await context.close();
 });
 
 test("by the setting, the oldest turns are left out without asking", async () => {
-  const { context, page } = await open(wide);
+  const { context, page } = await openPage(short.url, wide);
   await page.click("#open-settings");
   await page.selectOption("#set-full", "drop-oldest");
   await page.fill("#set-maxTokens", "20");
   await page.keyboard.press("Escape");
   const long = (times) => `${"Leo took the lantern. Leo went to the garden. ".repeat(times)}What is 17 + 25?`;
-  await say(page, long(300));
-  await say(page, long(460));
+  await say(page, long(75));
+  await say(page, long(115));
   await page.waitForSelector(".cut");
   assert.match(await page.locator(".turn.assistant .said").last().innerText(), /Without the oldest 2 messages/);
   assert.notEqual(await answers(page).nth(1).innerText(), "");
