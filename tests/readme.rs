@@ -21,7 +21,7 @@ use server::{Behaviour, File, Server};
 const LEFT_OUT: [(&str, &str); 5] = [
     ("cargo test --release", "this test is a part of it"),
     ("rustup target add wasm32-unknown-unknown", "changes the machine"),
-    ("web/build", "takes minutes; CI runs it in its step `page`"),
+    ("web/build", "takes minutes; CI runs it by itself"),
     ("selkie serve", "serves until it is ended; tests/serve.rs tries it, and tests/clients the lines of Python"),
     ("selkie web", "serves until it is ended; tests/web.rs tries it"),
 ];
