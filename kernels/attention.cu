@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     int per = div_up(pages, SPLITS);
     int from = max(begin, (first_page + split * per) * PAGE), to = min(position + 1, (first_page + (split + 1) * per) * PAGE);
     const u32 *table = st.page_row(r);
-    i64 head = (i64)(h / (HEADS / KV_HEADS)) * PAGE * HEAD_DIM;
+    i64 head = (i64)(h / (HEADS / KV_HEADS)) * head_in_page<kv_t>(HEAD_DIM);
     float qv[VECS][4], acc[VECS][4];
 #pragma unroll
     for (int i = 0; i < VECS; i++) {
@@ -52,9 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         for (int m = LANES / 2; m; m /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, m);
         if (!in) continue;
         dot *= scale;
+        if constexpr (CODED<kv_t>) dot *= scales_of(k_pages + page * k_pages_stride + head, HEAD_DIM)[key % PAGE];
         float now = fmaxf(top, dot), keep = __expf(top - now), w = __expf(dot - now);
         top = now;
         sum = sum * keep + w;
+        if constexpr (CODED<kv_t>) w *= scales_of(v_pages + page * v_pages_stride + head, HEAD_DIM)[key % PAGE];
 #pragma unroll
         for (int j = 0; j < VECS; j++) {
             int c = (j * LANES + lane) * 4;

@@ -3,24 +3,29 @@
 // which copy them with cp.async through rings of their own and synchronise only at the end. Scores
 // and outputs are computed transposed, keys and dims in the rows of the mma, so that 8 heads fill its columns. The last of
 // the SPLITS blocks to finish merges the results of all of them in the order of their numbers.
+// Codes become bf16 in registers. Their scales multiply the scores and the weights, so that the operands are whole numbers.
 // Grid (T, KV heads, SPLITS).
-// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), FIRST, WARPS, STAGES; out_t.
+// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, SPLITS, WINDOW (0 = none), FIRST, WARPS, STAGES; kv_t (bf16 or i8), out_t.
 
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int TILES = div_up(GROUP, 8);          // of 8 query heads
 constexpr int KEYS = 16;
 constexpr int SLICES = PAGE / KEYS;
 constexpr int KSTEPS = HEAD_DIM / 16;
-constexpr int VECS = HEAD_DIM / 8;               // 16-byte pieces of a row
-constexpr bool SWIZZLED = VECS % 8 == 0;         // else padded
-constexpr int PITCH = SWIZZLED ? HEAD_DIM : HEAD_DIM + 8;
-constexpr int SLICE = KEYS * PITCH * 2;          // bytes of K or V in a stage
+constexpr bool CODES = CODED<kv_t>;
+constexpr int PIECE = 16 / sizeof(kv_t);         // elements of 16 bytes
+constexpr int VECS = HEAD_DIM / PIECE;           // 16-byte pieces of a row
+constexpr bool SWIZZLED = !CODES && VECS % 8 == 0; // else padded, rows of codes to an odd number of pieces
+constexpr int PITCH = SWIZZLED || (CODES && VECS % 2) ? HEAD_DIM : HEAD_DIM + PIECE;
+constexpr int SLICE = KEYS * PITCH * (int)sizeof(kv_t); // bytes of K or V in a stage
+constexpr int SCALES = CODES ? KEYS * 4 : 0;     // bytes of the scales of K or V after both
+constexpr int STAGE = 2 * (SLICE + SCALES);
 constexpr int THREADS = 32 * WARPS;
 constexpr float LEAST = -1e30f;                  // below any score; finite, so that differences are numbers
 
 DEV u32 piece_at(int row, int piece) {
     if constexpr (SWIZZLED) return swizzle<VECS>(row, piece);
-    return row * (PITCH * 2) + piece * 16;
+    return row * (PITCH * (int)sizeof(kv_t)) + piece * 16;
 }
 // The address of the piece 2 i after piece 0 or 1 of a row.
 DEV u32 piece_on(u32 at, int i) { return SWIZZLED ? (at ^ (i & 3) << 5) + (i >> 2) * 128 : at + i * 32; }
@@ -87,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         return (first_page + slice / SLICES * SPLITS) * PAGE + slice % SLICES * KEYS;
     };
     auto counts = [&](int key) { return (u32)(key - begin) <= (u32)(position - begin); };
-    u32 ring = smem_addr(shared) + warp * STAGES * 2 * SLICE, to = piece_at(lane / VECS, lane % VECS);
+    u32 ring = smem_addr(shared) + warp * STAGES * STAGE, to = piece_at(lane / VECS, lane % VECS);
     u64 policy = evict_first();
     bool waited = false;
     auto fetch = [&](int i, int stage) {
@@ -102,9 +107,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
             waited = true;
         }
         i64 id = __shfl_sync(0xffffffffu, ids, page - base);
-        i64 in_page = ((i64)kv * PAGE + key0 % PAGE) * HEAD_DIM + lane * 8;
-        const bf16 *k = k_pages + id * k_pages_stride + in_page, *v = v_pages + id * v_pages_stride + in_page;
-        u32 to_k = ring + stage * 2 * SLICE, to_v = to_k + SLICE;
+        i64 in_page = ((i64)kv * PAGE + key0 % PAGE) * HEAD_DIM + lane * PIECE;
+        if constexpr (CODES) in_page += (i64)kv * PAGE * 4; // scales of the heads before
+        const kv_t *k = k_pages + id * k_pages_stride + in_page, *v = v_pages + id * v_pages_stride + in_page;
+        u32 to_k = ring + stage * STAGE, to_v = to_k + SLICE;
+        if constexpr (CODES) {
+            // Eight pieces of scales.
+            const kv_t *from = lane < 4 ? k_pages + id * k_pages_stride : v_pages + id * v_pages_stride;
+            const float *scales = scales_of(from + (i64)kv * head_in_page<kv_t>(HEAD_DIM), HEAD_DIM);
+            if (lane < 8) cp_async16(to_v + SLICE + lane * 16, scales + key0 % PAGE + lane % 4 * 4);
+        }
 #pragma unroll
         for (int j = 0; j < div_up(KEYS * VECS, 32); j++) {
             int at = j * 32 + lane, key = at / VECS;
@@ -115,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
             u32 where = SWIZZLED && 32 % VECS == 0 ? (to ^ (j * ROWS & 7) << 4) + j * 512 : piece_at(key, at % VECS);
             // Measured: with one long row the hint saves 4 us of 44, with 64 rows it costs 12 of 252.
             if constexpr (SPLITS > 1) {
-                cp_async16(to_k + where, k + j * 256, in, policy);
-                cp_async16(to_v + where, v + j * 256, in, policy);
+                cp_async16(to_k + where, k + j * (32 * PIECE), in, policy);
+                cp_async16(to_v + where, v + j * (32 * PIECE), in, policy);
             } else {
-                cp_async16(to_k + where, k + j * 256, in);
-                cp_async16(to_v + where, v + j * 256, in);
+                cp_async16(to_k + where, k + j * (32 * PIECE), in);
+                cp_async16(to_v + where, v + j * (32 * PIECE), in);
             }
         }
     };
@@ -131,8 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     if (!waited) wait_for_inputs();
     waited = true;
 
+    // Of 16 dims a lane multiplies two neighbours in either half, or four neighbours where they are the codes of a word.
     u32 qb[TILES][KSTEPS][2];
-    const bf16 *pq = q + (i64)t * q_stride + (i64)kv * GROUP * HEAD_DIM + c * 2;
+    const bf16 *pq = q + (i64)t * q_stride + (i64)kv * GROUP * HEAD_DIM + c * (CODES ? 4 : 2);
     float acc[TILES][KSTEPS][4], top[TILES][2], sum[TILES][2];
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
@@ -143,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
             acc[n][i][0] = acc[n][i][1] = acc[n][i][2] = acc[n][i][3] = 0.f;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int at = (n * 8 + g) * HEAD_DIM + i * 16 + h * 8;
+                int at = (n * 8 + g) * HEAD_DIM + i * 16 + h * (CODES ? 2 : 8);
                 qb[n][i][h] = n * 8 + g < GROUP ? *reinterpret_cast<const u32 *>(pq + at) : 0;
             }
         }
@@ -158,24 +171,43 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     for (int i = 0; i < count; i++) {
         cp_async_wait<STAGES - 1>();
         __syncwarp();
-        u32 at_k = ring + stage * 2 * SLICE, at_v = at_k + SLICE;
+        u32 at_k = ring + stage * STAGE, at_v = at_k + SLICE;
         float s[TILES][2][4] = {};               // two sums each: a shorter chain
+        u32 words[4];                            // codes of two steps
 #pragma unroll
         for (int j = 0; j < KSTEPS; j++) {
             u32 a[4];
-            ldmatrix_x4(a, at_k + piece_on(k_at, j));
+            if constexpr (CODES) {
+                if (j % 2 == 0) ldmatrix_x4(words, at_k + piece_on(k_at, j / 2));
+#pragma unroll
+                for (int row = 0; row < 2; row++) {
+                    a[row] = pair_of_bytes<0, 1>(words[j % 2 * 2 + row]);
+                    a[2 + row] = pair_of_bytes<2, 3>(words[j % 2 * 2 + row]);
+                }
+            } else {
+                ldmatrix_x4(a, at_k + piece_on(k_at, j));
+            }
 #pragma unroll
             for (int n = 0; n < TILES; n++) mma_bf16(s[n][j % 2], a, qb[n][j][0], qb[n][j][1]);
         }
         int key = first_key(i) + g;
         bool in[2] = {counts(key), counts(key + 8)};
+        float key_scales[2], value_scales[2];
+        if constexpr (CODES)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                u32 at = at_v + SLICE + (g + 8 * e) * 4;
+                key_scales[e] = factor * load_shared_f32(at);
+                value_scales[e] = in[e] ? load_shared_f32(at + SCALES) : 0.f;
+            }
+        auto factor_of = [&](int e) { return CODES ? key_scales[e] : factor; };
         u32 p[TILES][2];
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
             // Keys g and g + 8 of heads 2 c and 2 c + 1.
             float x[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) x[e] = in[e / 2] ? (s[n][0][e] + s[n][1][e]) * factor : -INF;
+            for (int e = 0; e < 4; e++) x[e] = in[e / 2] ? (s[n][0][e] + s[n][1][e]) * factor_of(e / 2) : -INF;
             float most[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
             // Weights may grow to 2^8 before everything is brought to a new largest score.
             if (__any_sync(0xffffffffu, most[0] > top[n][0] + 8.f || most[1] > top[n][1] + 8.f)) {
@@ -198,13 +230,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
             for (int e = 0; e < 4; e++) x[e] = ex2(x[e] - top[n][e % 2]);
             sum[n][0] += x[0] + x[2];
             sum[n][1] += x[1] + x[3];
+            if constexpr (CODES)
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[e] *= value_scales[e / 2];
             p[n][0] = transpose(pack_bf16(x[0], x[1]));
             p[n][1] = transpose(pack_bf16(x[2], x[3]));
         }
 #pragma unroll
         for (int j = 0; j < KSTEPS; j++) {
             u32 a[4];
-            ldmatrix_x4_trans(a, at_v + piece_on(v_at, j));
+            if constexpr (CODES) {
+                // Words of a dim of an even number and the next, for two keys: rows g and g + 8 of the product.
+                if (j % 2 == 0) ldmatrix_x4_trans(words, at_v + piece_on(v_at, j / 2));
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    a[2 * half] = pair_of_bytes<0, 2>(words[j % 2 + 2 * half]);
+                    a[2 * half + 1] = pair_of_bytes<1, 3>(words[j % 2 + 2 * half]);
+                }
+            } else {
+                ldmatrix_x4_trans(a, at_v + piece_on(v_at, j));
+            }
 #pragma unroll
             for (int n = 0; n < TILES; n++) mma_bf16(acc[n][j], a, p[n][0], p[n][1]);
         }
@@ -231,11 +276,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
                 stats[(warp * GROUP + row) * 2] = top[n][h];
                 stats[(warp * GROUP + row) * 2 + 1] = sum[n][h];
             }
-            float *o = values + (warp * GROUP + row) * OUT_PITCH + g;
+            float *o = values + (warp * GROUP + row) * OUT_PITCH + g * (CODES ? 2 : 1);
 #pragma unroll
             for (int j = 0; j < KSTEPS; j++) {
                 o[j * 16] = acc[n][j][h];
-                o[j * 16 + 8] = acc[n][j][2 + h];
+                o[j * 16 + (CODES ? 1 : 8)] = acc[n][j][2 + h];
             }
         }
     __syncthreads();

@@ -1,7 +1,8 @@
 // Attention of many queries, bf16, tensor cores: a block owns 64 * MT consecutive tokens of one row and one query head and
 // walks the row's pages once; the next page is copied to shared memory meanwhile. Scores and softmax stay in registers.
+// Codes are copied as they are and become bf16 before their page is used; their scales multiply the scores and the weights.
 // Grid (tiles, H); tiles are counted over the rows in order, the last ones (most keys) start first.
-// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, WINDOW (0 = none), FIRST, MT; out is bf16.
+// HEAD_DIM (a multiple of 16), HEADS, KV_HEADS, WINDOW (0 = none), FIRST, MT; kv_t (bf16 or i8); out is bf16.
 
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
@@ -9,11 +10,16 @@ constexpr int TILE = 16 * MT * WARPS;
 constexpr int PITCH = HEAD_DIM + 8;
 constexpr int VECS = HEAD_DIM / 8;
 constexpr int KSTEPS = HEAD_DIM / 16;
+constexpr bool CODES = CODED<kv_t>;
+constexpr int STAGES = CODES ? 1 : 2;            // pages of bf16 in shared memory
 constexpr u32 ALL = 0xffffffffu;
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     extern __shared__ __align__(16) u8 shared[];
     bf16 *sq = reinterpret_cast<bf16 *>(shared), *ring = sq + TILE * PITCH;
+    // The codes of the next page's keys and values, and the scales of two pages.
+    u8 *codes = reinterpret_cast<u8 *>(ring + STAGES * 2 * PAGE * PITCH);
+    float *scales = reinterpret_cast<float *>(codes + 2 * PAGE * HEAD_DIM);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int tile = gridDim.x - 1 - blockIdx.x, r, first, tokens;
     if (!tile_row(st, TILE, tile, r, first, tokens)) return;
@@ -23,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     int q_first = p0 + t0, q_last = min(p0 + t0 + TILE - 1, final);
     int page_from = WINDOW ? max(0, q_first + 1 - WINDOW) / PAGE : 0, page_to = q_last / PAGE + 1;
     const u32 *table = st.page_row(r);
-    i64 head = (i64)kv * PAGE * HEAD_DIM;
+    i64 head = (i64)kv * head_in_page<kv_t>(HEAD_DIM);
 
     for (int i = threadIdx.x; i < TILE * VECS; i += THREADS) {
         int t = i / VECS, x = i % VECS * 8;
@@ -32,9 +38,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     }
     auto fetch = [&](int page) {
         i64 id = table[page];
-        const bf16 *k = k_pages + id * k_pages_stride + head, *v = v_pages + id * v_pages_stride + head;
-        bf16 *sk = ring + (page - page_from) % 2 * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
+        const kv_t *k = k_pages + id * k_pages_stride + head, *v = v_pages + id * v_pages_stride + head;
+        bf16 *sk = ring + (page - page_from) % STAGES * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
         int keys = final + 1 - page * PAGE;            // later ones must not bring a NaN into the products
+        if constexpr (CODES) {
+            static_assert(THREADS == 2 * PAGE, "a thread for each scale");
+            for (int i = threadIdx.x * 16; i < PAGE * HEAD_DIM; i += THREADS * 16) {
+                cp_async16(smem_addr(codes + i), k + i);
+                cp_async16(smem_addr(codes + PAGE * HEAD_DIM + i), v + i);
+            }
+            int key = threadIdx.x % PAGE;
+            u32 to = smem_addr(scales + (page - page_from) % 2 * 2 * PAGE + threadIdx.x);
+            cp_async4(to, scales_of(threadIdx.x < PAGE ? k : v, HEAD_DIM) + key, key < keys);
+            cp_async_commit();
+            return;
+        }
 #pragma unroll 4
         for (int i = threadIdx.x; i < PAGE * VECS; i += THREADS) {
             int key = i / VECS, x = i % VECS * 8;
@@ -45,6 +63,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         cp_async_commit();
     };
     fetch(page_from);
+    // The page that was copied, as bf16.
+    auto convert = [&] {
+#pragma unroll 2
+        for (int i = threadIdx.x; i < 2 * PAGE * VECS; i += THREADS) {
+            uint2 w = reinterpret_cast<const uint2 *>(codes)[i];
+            uint4 pairs = {pair_of_bytes<0, 1>(w.x), pair_of_bytes<2, 3>(w.x), pair_of_bytes<0, 1>(w.y), pair_of_bytes<2, 3>(w.y)};
+            *reinterpret_cast<uint4 *>(ring + i / VECS * PITCH + i % VECS * 8) = pairs;
+        }
+    };
 
     float acc[MT][2 * KSTEPS][4], top[MT][2], sum[MT][2];
 #pragma unroll
@@ -63,8 +90,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     for (int page = page_from; page < page_to; page++) {
         cp_async_wait<0>();
         __syncthreads();
+        if constexpr (CODES) {
+            convert();
+            __syncthreads();
+        }
         if (page + 1 < page_to) fetch(page + 1);
-        bf16 *sk = ring + (page - page_from) % 2 * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
+        bf16 *sk = ring + (page - page_from) % STAGES * 2 * PAGE * PITCH, *sv = sk + PAGE * PITCH;
         // Pages wholly after a warp's queries change nothing.
         if (page * PAGE > q_first + w0 + 16 * MT - 1) continue;
         float s[MT][8][4];
@@ -89,6 +120,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
                 }
             }
         }
+        // Of keys n * 8 + 2 c and the next.
+        auto scale_of = [&](int n, int value) {
+            const float *of_page = scales + ((page - page_from) % 2 * 2 + value) * PAGE;
+            return reinterpret_cast<const float2 *>(of_page)[n * 4 + c];
+        };
+        if constexpr (CODES)
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                float2 f = scale_of(n, 0);
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    s[m][n][0] *= f.x;
+                    s[m][n][1] *= f.y;
+                    s[m][n][2] *= f.x;
+                    s[m][n][3] *= f.y;
+                }
+            }
         bool edge = page * PAGE + PAGE - 1 > q_first + w0 || (WINDOW && page * PAGE < q_first + w0 + 16 * MT - WINDOW) ||
                     page * PAGE < FIRST;
         u32 p[MT][4][4];
@@ -123,6 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
                         float x = ex2(s[m][n][2 * e + j] * factor - base);
                         s[m][n][2 * e + j] = x;
                         part += x;
+                    }
+                    if constexpr (CODES) {
+                        float2 f = scale_of(n, 1);
+                        s[m][n][2 * e] *= f.x;
+                        s[m][n][2 * e + 1] *= f.y;
                     }
                     p[m][n / 2][n % 2 * 2 + e] = pack_bf16(s[m][n][2 * e], s[m][n][2 * e + 1]);
                 }

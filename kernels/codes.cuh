@@ -56,13 +56,6 @@ constexpr bool BIASED = BIAS != 0.f;
 constexpr float MIDDLE = LOW_PLANES == 2 ? 2304.f : HIGH_BITS == 1 ? 144.f : 136.f;
 constexpr u32 MINUS_MIDDLE = LOW_PLANES == 2 ? 0xc510c510u : HIGH_BITS == 1 ? 0xc310c310u : 0xc308c308u;
 
-// a b + c of two bf16 each.
-DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-    u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
-
 // Byte `i` of a word as a float.
 DEV float byte_to_f32(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540 | i)) - 8388608.f; }
 // The same times a number of at most 12 bits, rounded once: `less` is 2^23 times it.

@@ -2,6 +2,7 @@
 // neither do users' machines, so the few bf16 helpers are ours.
 
 typedef unsigned char u8;
+typedef signed char i8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,6 +24,7 @@ constexpr int PAGE = 64;
 #define INF __int_as_float(0x7f800000)
 
 DEV float to_f32(float x) { return x; }
+DEV float to_f32(i8 x) { return x; }
 DEV float to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 DEV float to_f32(f16 x) {
     float r;
@@ -43,6 +45,8 @@ template <> DEV f16 from_f32<f16>(float x) {
     return r;
 }
 
+template <> DEV i8 from_f32<i8>(float x) { return (i8)__float2int_rn(x); }
+
 // Two bf16 in a register, `lo` at the lower address.
 DEV u32 pack_bf16(float lo, float hi) {
     u32 r;
@@ -51,6 +55,12 @@ DEV u32 pack_bf16(float lo, float hi) {
 }
 DEV float bf16_lo(u32 x) { return __uint_as_float(x << 16); }
 DEV float bf16_hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+// a b + c of two bf16 each.
+DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
 
 // If `at` is set, a kernel writes its number there (host memory) when it starts, so that a late error can name its kernel. The Rust
 // side adds the call to every kernel.
@@ -69,6 +79,7 @@ template <> struct Raw<16> { typedef uint4 type; };
 template <> struct Raw<8> { typedef uint2 type; };
 template <> struct Raw<4> { typedef u32 type; };
 template <> struct Raw<2> { typedef u16 type; };
+template <> struct Raw<1> { typedef u8 type; };
 
 template <int N, class T> struct Packed {
     static constexpr int PIECE = N * (int)sizeof(T) < 16 ? N * (int)sizeof(T) : 16;
@@ -192,6 +203,21 @@ template <int THREADS> DEV float block_sum(float x, float *part) {
         x = warp_sum(x);
     }
     return x;
+}
+
+// KV pages of i8 hold codes, see core/src/kv8.rs: after those of a head's tokens in a page comes an f32 scale for each token.
+template <class T> constexpr bool CODED = false;
+template <> constexpr bool CODED<i8> = true;
+// Elements of a head in a page.
+template <class T> constexpr int head_in_page(int head_dim) { return PAGE * (head_dim + (CODED<T> ? 4 : 0)); }
+// The scales of the codes at `head`.
+DEV float *scales_of(const void *head, int head_dim) { return (float *)((i64)head + PAGE * head_dim); }
+
+// Bytes I and J of a word, each a signed number, as two bf16.
+template <int I, int J> DEV u32 pair_of_bytes(u32 w) {
+    u32 b = __byte_perm(w, 0x43434343u, 0x4040 | J << 8 | I);
+    // Bits 0 to 6 are the mantissa of 128 + n, or of 256 + n where n is negative; bit 7 makes the exponent that of 128 or 256.
+    return fma_bf16x2(b & 0xff80ff80u, 0xbf80bf80u, b & 0xff7fff7fu);
 }
 
 constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
@@ -378,7 +404,12 @@ DEV void cp_async16(u32 dst, const void *src, bool valid = true) {
     int n = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
 }
-// The same with the evict-first policy of the L2, for data that is read once.
+// The same for 4 bytes.
+DEV void cp_async4(u32 dst, const void *src, bool valid) {
+    int n = valid ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
+}
+// 16 bytes with the evict-first policy of the L2, for data that is read once.
 DEV u64 evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

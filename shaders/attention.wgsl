@@ -51,8 +51,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     for (var block = first_page; block < last_page; block++) {
         let page = ints_at(P.page_table + row * P.pages + block);
         let low = block * PAGE;
-        let keys_first = page * P.keys_row + (kv * PAGE + key) * HEAD_DIM + 4u * lane;
-        let values_first = page * P.values_row + (kv * PAGE + team) * HEAD_DIM + 4u * quad;
+        let keys_first = page * P.keys_row + kv * HEAD_SPAN + key * HEAD_DIM + 4u * lane;
+        let values_first = page * P.values_row + kv * HEAD_SPAN + team * HEAD_DIM + 4u * quad;
         // Positions outside the range are uninitialised. `&`, not `&&`: with a branch per operand, every load triples
         // SwiftShader's compile time.
         let seen = (low + key >= begin) & (low + key < end);

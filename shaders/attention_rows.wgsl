@@ -29,8 +29,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var total = 0.0;
     for (var block = begin / PAGE; block * PAGE < end; block++) {
         let page = ints_at(P.page_table + row * P.pages + block);
-        let keys_first = page * P.keys_row + kv * PAGE * HEAD_DIM;
-        let values_first = page * P.values_row + kv * PAGE * HEAD_DIM;
+        let keys_first = page * P.keys_row + kv * HEAD_SPAN;
+        let values_first = page * P.values_row + kv * HEAD_SPAN;
         let last = min(PAGE, end - block * PAGE);
         for (var key = max(begin, block * PAGE) - block * PAGE; key < last; key++) {
             var products = vec4<f32>();

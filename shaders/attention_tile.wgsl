@@ -85,8 +85,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             let high = ints_at(P.positions + t0 + last - 1u) + 1u;
             for (var k0 = low / PAGE * PAGE; k0 < high; k0 += PAGE) {
                 let page = ints_at(P.page_table + row * P.pages + k0 / PAGE);
-                let keys_at = page * P.keys_row + kv * PAGE * HEAD_DIM;
-                let values_at = page * P.values_row + kv * PAGE * HEAD_DIM;
+                let keys_at = page * P.keys_row + kv * HEAD_SPAN;
+                let values_at = page * P.values_row + kv * HEAD_SPAN;
                 var next = fetch(thread, 0u, t0, kv, keys_at);
                 // One vector per query, of 4 keys.
                 var s = mat4x4<f32>();

@@ -3,6 +3,9 @@
 
 var<workgroup> head: array<f32, HEAD_DIM>;
 var<workgroup> sums: array<f32, 64>;
+#if CODED
+var<workgroup> largest: array<u32, 64>;
+#endif
 
 // The high 32 bits of a * b.
 fn mul_high(a: u32, b: u32) -> u32 {
@@ -104,9 +107,50 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #endif
     }
     let page = ints_at(P.page_table + row * P.pages + position / PAGE);
-    let slot = page * P.keys_row + (kv * PAGE + position % PAGE) * HEAD_DIM;
-    let value_slot = page * P.values_row + (kv * PAGE + position % PAGE) * HEAD_DIM;
+    let slot = page * P.keys_row + kv * HEAD_SPAN + position % PAGE * HEAD_DIM;
+    let value_slot = page * P.values_row + kv * HEAD_SPAN + position % PAGE * HEAD_DIM;
+#if CODED
+    if !is_q {
+        // As bits, which have the order of magnitudes, with infinity and NaN after all numbers.
+        var bits = 0u;
+        for (var d = lane; d < HEAD_DIM; d += 64u) {
+            bits = max(bits, bitcast<u32>(head[d]) & 0x7fffffffu);
+        }
+        largest[lane] = bits;
+        workgroupBarrier();
+        for (var half = 32u; half > 0u; half /= 2u) {
+            if lane < half {
+                largest[lane] = max(largest[lane], largest[lane + half]);
+            }
+            workgroupBarrier();
+        }
+        bits = largest[0];
+        let most = bitcast<f32>(bits);
+        let inverse = select(0.0, 127.0 / most, most > 1e-30);
+        for (var d = 4u * lane; d < HEAD_DIM; d += 256u) {
+            let x = vec4<f32>(head[d], head[d + 1u], head[d + 2u], head[d + 3u]);
+            let codes = vec4<i32>(round(x * inverse));
+            if is_v {
+                values_set_codes(value_slot + d, codes);
+            } else {
+                keys_set_codes(slot + d, codes);
+            }
+        }
+        if lane == 0u {
+            let scale = select(bitcast<u32>(most / 127.0), 0x7fc00000u, bits >= 0x7f800000u);
+            if is_v {
+                values_set_scale(value_slot, scale);
+            } else {
+                keys_set_scale(slot, scale);
+            }
+        }
+        return;
+    }
+#endif
     for (var d = lane; d < HEAD_DIM; d += 64u) {
+#if CODED
+        q_out_set(t * P.q_out_row + h * HEAD_DIM + d, head[d]);
+#else
         if is_q {
             q_out_set(t * P.q_out_row + h * HEAD_DIM + d, head[d]);
         } else if is_v {
@@ -114,5 +158,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         } else {
             keys_set(slot + d, head[d]);
         }
+#endif
     }
 }

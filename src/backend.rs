@@ -28,6 +28,8 @@ pub struct Place {
     pub adapter: Option<String>,
     /// Recurrent states are stored in bf16 (CUDA).
     pub bf16_state: bool,
+    /// KV pages are in 8 bits.
+    pub kv8: bool,
     /// With coded weights, on the CPU.
     pub products: Products,
     /// Ranks that share the model, on the CPU.
@@ -46,6 +48,7 @@ impl Default for Place {
             device: Device::Auto,
             adapter: None,
             bf16_state: false,
+            kv8: false,
             products: Products::default(),
             ranks: 1,
             gpus: Vec::new(),
@@ -168,24 +171,27 @@ pub fn open(place: &Place) -> Result<Opened> {
         (Device::Wgpu | Device::Cpu, _) | (_, Some(_)) if place.bf16_state => {
             Err(Error::BadRequest("states in bf16 are for the CUDA backend: the others keep them in f32".into()))
         }
-        (Device::Wgpu, _) | (Device::Auto, Some(_)) => wgpu(adapter).map(Opened::Wgpu),
+        (Device::Wgpu, _) | (Device::Auto, Some(_)) => wgpu(adapter, place.kv8).map(Opened::Wgpu),
         // Only CUDA devices store such states, so there is no choice.
         (Device::Auto, None) if !place.bf16_state => auto(place),
         (Device::Cuda | Device::Auto, None) => {
-            let options = selkie_cuda::Options { bf16_state: place.bf16_state, ..Default::default() };
+            let options = selkie_cuda::Options { bf16_state: place.bf16_state, kv8: place.kv8, ..Default::default() };
             match place.gpus[..] {
                 [] => Cuda::open(selkie_cuda::Options { device: place.replica, ..options }).map(Opened::Cuda),
                 [device] => Cuda::open(selkie_cuda::Options { device, ..options }).map(Opened::Cuda),
                 _ => selkie_cuda::ranks(&place.gpus, options).map(Opened::Ranks),
             }
         }
-        (Device::Cpu, None) if place.ranks != 1 => Ranks::open(place.ranks, place.products).map(Opened::Ranks),
+        (Device::Cpu, None) if place.ranks != 1 => {
+            let ranks = Ranks::open(place.ranks, place.products)?;
+            Ok(Opened::Ranks(if place.kv8 { ranks.kv8() } else { ranks }))
+        }
         (Device::Cpu, None) => Ok(cpu(place)),
     }
 }
 
-fn wgpu(adapter: Option<&str>) -> Result<WgpuBackend> {
-    pollster::block_on(WgpuBackend::open(adapter, Default::default()))
+fn wgpu(adapter: Option<&str>, kv8: bool) -> Result<WgpuBackend> {
+    pollster::block_on(WgpuBackend::open(adapter, selkie_wgpu::Options { kv8, ..Default::default() }))
 }
 
 /// The first backend with a usable device: CUDA, a GPU through wgpu, the CPU.
@@ -195,7 +201,8 @@ fn auto(place: &Place) -> Result<Opened> {
             Ok(()) => {
                 tracing::info!("backend auto: cuda ({})", d.name.unwrap_or_default());
                 let device = d.index.unwrap_or_default();
-                return Cuda::open(selkie_cuda::Options { device, ..Default::default() }).map(Opened::Cuda);
+                return Cuda::open(selkie_cuda::Options { device, kv8: place.kv8, ..Default::default() })
+                    .map(Opened::Cuda);
             }
             Err(why) => tracing::info!("backend auto: not cuda: {why}"),
         }
@@ -204,7 +211,7 @@ fn auto(place: &Place) -> Result<Opened> {
         tracing::info!("backend auto: not wgpu: this machine has no GPU");
         return Ok(cpu(place));
     }
-    match wgpu(None) {
+    match wgpu(None, place.kv8) {
         // The CPU backend is faster than a GPU that is emulated on the CPU.
         Ok(backend) if backend.is_software() => {
             tracing::info!("backend auto: not wgpu: {} is a software device", backend.caps().device);
@@ -223,7 +230,8 @@ fn cpu(place: &Place) -> Opened {
         // This is the engine's thread, which is its own.
         par::own_team(par::threads() / place.replicas);
     }
-    Opened::Cpu(CpuBackend::with(place.products))
+    let backend = CpuBackend::with(place.products);
+    Opened::Cpu(if place.kv8 { backend.kv8() } else { backend })
 }
 
 /// The devices of all backends, in the order in which `--backend auto` tries them.

@@ -518,6 +518,13 @@ fn bf16_states_are_refused_where_there_are_none() {
 }
 
 #[test]
+fn keys_and_values_may_be_in_8_bits() {
+    let out = run_cpu(&["--kv-dtype", "int8", "--json", "What is 17 + 25?"]);
+    let answer: Value = serde_json::from_str(&stdout(out)).unwrap();
+    assert_eq!(answer["text"], "17 + 25 = 42.");
+}
+
+#[test]
 #[cfg(not(feature = "bench-ops"))]
 fn bench_ops_names_the_feature_that_it_needs() {
     let out = run(&["bench", "ops"]);

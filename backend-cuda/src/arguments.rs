@@ -247,8 +247,8 @@ arguments! {
     AttentionDecode {
         st: StepWords,
         q: Rows = "const bf16",
-        k_pages: Rows = "const bf16",
-        v_pages: Rows = "const bf16",
+        k_pages: Rows = "const kv_t",
+        v_pages: Rows = "const kv_t",
         out: Rows = "out_t",
         partial: At = "float",
         tickets: At = "u32",
@@ -258,8 +258,8 @@ arguments! {
     AttentionTiles {
         st: StepWords,
         q: Rows = "const bf16",
-        k_pages: Rows = "const bf16",
-        v_pages: Rows = "const bf16",
+        k_pages: Rows = "const kv_t",
+        v_pages: Rows = "const kv_t",
         out: Rows = "bf16",
         scale: f32,
     }

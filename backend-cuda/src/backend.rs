@@ -44,6 +44,8 @@ pub struct Options {
     /// Recurrent states in bf16 instead of f32: half the memory and traffic, computed in f32 and rounded where a slot is
     /// written.
     pub bf16_state: bool,
+    /// KV pages in 8 bits, see [`selkie_core::kv8`].
+    pub kv8: bool,
 }
 
 /// Oldest supported compute capability: bf16 tensor cores.
@@ -176,7 +178,7 @@ impl Cuda {
                 act: activations,
                 products: activations,
                 int8: false,
-                kv: activations,
+                kv: if options.kv8 { DType::I8 } else { activations },
                 conv: activations,
                 state: if options.bf16_state { DType::Bf16 } else { DType::F32 },
                 max_binding: u64::MAX,

@@ -173,6 +173,7 @@ impl From<DType> for DTypeName {
             DType::F16 => "f16",
             DType::U32 => "u32",
             DType::U8 => "u8",
+            DType::I8 => "i8",
         })
     }
 }

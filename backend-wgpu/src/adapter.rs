@@ -17,6 +17,8 @@ pub struct Options {
     /// Overrides the choice of shaders: `true` as for a browser's software device, where barriers are expensive, `false` as
     /// for hardware. `None` decides by the adapter.
     pub few_barriers: Option<bool>,
+    /// KV pages in 8 bits, see [`selkie_core::kv8`].
+    pub kv8: bool,
 }
 
 /// Adapters in order of preference: discrete, integrated, virtual, software. In a browser at most one, which the browser

@@ -121,7 +121,7 @@ impl WgpuBackend {
             act: DType::F32,
             products: if cooperative { DType::F16 } else { DType::F32 },
             int8: false,
-            kv: DType::F32,
+            kv: if options.kv8 { DType::I8 } else { DType::F32 },
             conv: DType::F32,
             state: DType::F32,
             max_binding: options.max_piece.map_or(max_binding, |piece| piece.min(max_binding)),

@@ -58,6 +58,8 @@ enum Elem {
     F16,
     /// Coded rows, bound as words.
     Codes(Format),
+    /// KV pages in 8 bits, bound as words.
+    Kv8,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -148,7 +150,7 @@ impl Spec {
             let elem = match b.elem {
                 Elem::F32 => "f32",
                 Elem::Atomic => "atomic<u32>",
-                Elem::U32 | Elem::Bf16 | Elem::F16 | Elem::Codes(_) => "u32",
+                Elem::U32 | Elem::Bf16 | Elem::F16 | Elem::Codes(_) | Elem::Kv8 => "u32",
             };
             let elem = if b.wide { format!("vec4<{elem}>") } else { elem.into() };
             let _ = writeln!(s, "@group(0) @binding({}) var<storage, {access}> b{i}: array<{elem}>;", i + 1);
@@ -285,6 +287,21 @@ impl ViewSpec {
                 return;
             }
             Elem::Codes(format) => return codes::accessors(n, b, format, binding.wide, s),
+            Elem::Kv8 => {
+                // Places are bytes; a place within a head says which token's scale applies.
+                let scale = "(i / HEAD_SPAN * HEAD_SPAN + PAGE * HEAD_DIM) / 4u + i % HEAD_SPAN / HEAD_DIM";
+                if self.access == ViewAccess::Read {
+                    f(format!(
+                        "fn {n}_v4(i: u32) -> vec4<f32> {{ \
+                         let scale = bitcast<f32>(b{b}[P.{n}_off / 4u + {scale}]); \
+                         return scale * vec4<f32>(unpack4xI8(b{b}[({at}) / 4u])); }}"
+                    ));
+                } else {
+                    f(format!("fn {n}_set_codes(i: u32, v: vec4<i32>) {{ b{b}[({at}) / 4u] = pack4xI8(v); }}"));
+                    f(format!("fn {n}_set_scale(i: u32, bits: u32) {{ b{b}[P.{n}_off / 4u + {scale}] = bits; }}"));
+                }
+                return;
+            }
             Elem::F32 | Elem::U32 => {}
         }
         let t = if self.elem == Elem::F32 { "f32" } else { "u32" };
@@ -508,6 +525,7 @@ impl<B: Handle> Builder<B> {
                 DType::Bf16 => Elem::Bf16,
                 DType::F16 => Elem::F16,
                 DType::U8 => Elem::Codes(v.format),
+                DType::I8 => Elem::Kv8,
             };
             // A binding's element is 16 bytes: four words or eight halves.
             let per_vector = 16 / t.dtype.bytes();
@@ -516,7 +534,7 @@ impl<B: Handle> Builder<B> {
                 Format::Plain => t.row_len() % per_vector == 0,
                 format => codes::is_vectors(format),
             };
-            let wide = v.vector && aligned && whole;
+            let wide = v.vector && aligned && whole && elem != Elem::Kv8;
             let (id, writable) = (t.buf.as_ref().map(Handle::id), v.access != Access::Read);
             let (from, to) = (t.byte_offset() as u64, t.byte_end() as u64);
             let binding = match bindings.iter().position(|(_, other, ..)| *other == id) {

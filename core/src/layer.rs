@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use crate::kv8;
 use crate::ops::KvPool;
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor};
 
 /// State of one layer per sequence, in any combination. Nothing else knows that a model is hybrid.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,6 +87,15 @@ pub struct KvShape {
     pub key_dim: usize,
     /// Elements of a value.
     pub value_dim: usize,
+    /// Whether these are latents, which have no pages in 8 bits.
+    pub latent: bool,
+}
+
+impl KvShape {
+    /// Elements that a token's key and value of a head take in pages of a dtype.
+    pub fn stored(&self, dtype: DType) -> [usize; 2] {
+        [self.key_dim, self.value_dim].map(|dim| kv8::stored(dtype, dim))
+    }
 }
 
 /// The device memory of one layer's states, split into blocks that one binding can hold.

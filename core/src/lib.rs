@@ -24,6 +24,7 @@ pub mod generation;
 pub mod gguf;
 #[cfg(feature = "grammar")]
 pub mod grammar;
+pub mod kv8;
 pub mod layer;
 pub mod model_dir;
 pub mod models;

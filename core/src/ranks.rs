@@ -32,7 +32,7 @@ use crate::{
     ops::{Feature, Op, Rebind, RowBlock},
     saved::{Filling, Room, Saving},
     source::{Bytes, LocalFuture},
-    tensor::Tensor,
+    tensor::{DType, Tensor},
     timer::Timer,
 };
 
@@ -145,6 +145,12 @@ impl Ranks {
         let threads = (par::threads() / ranks.max(1)).max(1);
         let opened = Self::start::<CpuBackend>(vec![(products, threads); ranks], deadline)?;
         Ok(Self { memory: Memory::Host(host, free_at_start), ..opened })
+    }
+
+    /// These ranks with KV pages in 8 bits, see [`crate::kv8`].
+    pub fn kv8(mut self) -> Self {
+        self.caps.kv = DType::I8;
+        self
     }
 
     /// A rank on each of some devices, which have memory of their own.

@@ -13,6 +13,8 @@ pub enum DType {
     U32,
     /// A byte of a coded weight, see [`crate::format`].
     U8,
+    /// A byte of KV pages in 8 bits, see [`crate::kv8`].
+    I8,
 }
 
 impl DType {
@@ -21,7 +23,7 @@ impl DType {
         match self {
             Self::F32 | Self::U32 => 4,
             Self::Bf16 | Self::F16 => 2,
-            Self::U8 => 1,
+            Self::U8 | Self::I8 => 1,
         }
     }
 
@@ -34,6 +36,7 @@ impl DType {
             Self::Bf16 => halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
             Self::F16 => halves.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
             Self::U8 => bytes.iter().map(|b| f32::from(*b)).collect(),
+            Self::I8 => bytes.iter().map(|b| f32::from(*b as i8)).collect(),
         }
     }
 }

@@ -459,6 +459,7 @@ fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
         no_subgroups: true,
         f32: true,
         few_barriers: None,
+        kv8: false,
     })
 }
 

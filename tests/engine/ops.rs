@@ -215,6 +215,7 @@ const PLAIN: selkie_wgpu::Options = selkie_wgpu::Options {
     no_subgroups: true,
     f32: true,
     few_barriers: None,
+    kv8: false,
 };
 
 const WGPUS: [Wgpu; 3] = [

@@ -5,7 +5,7 @@ use selkie_core::{Result, ops::Attention, step::PAGE, tensor::DType};
 use super::{Arena, Device, aligned, fours, wide};
 use crate::{
     arguments::{self, At},
-    launch::{Address, Launch, Work},
+    launch::{Address, Launch, Work, address},
     spec::{File, Spec},
 };
 
@@ -38,15 +38,32 @@ struct Decode {
     splits: usize,
 }
 
+/// The heads that a decode block reads.
+#[derive(Clone, Copy, Debug)]
+struct Heads {
+    /// Head dim.
+    dim: usize,
+    /// Query heads of a KV head.
+    group: usize,
+    /// Pages in 8 bits.
+    codes: bool,
+}
+
+impl Heads {
+    fn of<B: Address>(a: &Attention<B>) -> Self {
+        let (dim, kv_heads) = (a.head_dim, a.pool.k.dims()[1]);
+        Self { dim, group: a.q.row_len() / dim / kv_heads, codes: a.pool.k.dtype == DType::I8 }
+    }
+}
+
 /// Most warps of a decode block: as many as a multiprocessor runs concurrently.
 const MOST_WARPS: usize = 8;
 
 impl Decode {
     /// One large block a multiprocessor where there are few, so that most results are merged in shared memory, else two of half
     /// the size, one of which copies while the other begins or ends.
-    fn of(units: usize, slices: usize, (hd, group): (usize, usize), device: &Device) -> Option<Self> {
-        let fits =
-            |&(warps, stages): &(usize, usize)| Self { warps, stages, splits: 1 }.shared(hd, group) <= device.shared;
+    fn of(units: usize, slices: usize, heads: Heads, device: &Device) -> Option<Self> {
+        let fits = |&(warps, stages): &(usize, usize)| Self { warps, stages, splits: 1 }.shared(heads) <= device.shared;
         let rings = [MOST_WARPS, MOST_WARPS / 2].into_iter().flat_map(|w| [4, 3, 2].map(|s| (w, s)));
         let (most, stages) = rings.into_iter().find(fits)?;
         let warps = if units > device.sms { most / 2 } else { most };
@@ -55,10 +72,12 @@ impl Decode {
     }
 
     /// Shared memory of a block, in bytes: the rings, or the warps' results.
-    fn shared(self, head_dim: usize, group: usize) -> usize {
-        let pitch = if head_dim.is_multiple_of(64) { head_dim } else { head_dim + 8 };
-        let ring = self.warps * self.stages * 2 * KEYS * pitch * 2;
-        ring.max(self.warps * group * (head_dim + 4 + 2) * 4)
+    fn shared(self, Heads { dim, group, codes }: Heads) -> usize {
+        let bf16 = if dim.is_multiple_of(64) { 2 * dim } else { 2 * (dim + 8) };
+        // Codes: an odd number of pieces of 16 bytes, and a scale.
+        let row = if codes { (dim / 16 | 1) * 16 + 4 } else { bf16 };
+        let ring = self.warps * self.stages * 2 * KEYS * row;
+        ring.max(self.warps * group * (dim + 4 + 2) * 4)
     }
 }
 
@@ -72,8 +91,11 @@ impl Variant {
     }
 }
 
-fn prefill_shared(head_dim: usize, tiles: usize) -> usize {
-    (64 * tiles + 4 * PAGE) * (head_dim + 8) * 2
+/// Queries, and two pages of keys and values; of codes one in bf16, the codes of the next and the scales of both.
+fn prefill_shared(head_dim: usize, tiles: usize, codes: bool) -> usize {
+    let row = (head_dim + 8) * 2;
+    let pages = if codes { 2 * PAGE * (row + head_dim + 8) } else { 4 * PAGE * row };
+    64 * tiles * row + pages
 }
 
 /// Tokens of a tile of the warpgroup kernel.
@@ -122,13 +144,16 @@ pub(super) fn splits(units: usize, pages: usize, blocks: usize) -> usize {
 fn variant<B: Address>(a: &Attention<B>, device: &Device) -> Variant {
     let (hd, tokens, pages) = (a.head_dim, a.step.bucket.tokens, a.step.bucket.pages);
     let (heads, kv_heads) = (a.q.row_len() / hd, a.pool.k.dims()[1]);
-    let group = heads / kv_heads;
-    let tensor_cores = device.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.pool.k, &a.pool.v, &a.out]);
+    let block @ Heads { group, codes, .. } = Heads::of(a);
+    let pool = [&a.pool.k, &a.pool.v];
+    let wide_pages = wide(&pool) || (codes && pool.iter().all(|t| address(t) % 16 == 0 && t.row_stride % 16 == 0));
+    let tensor_cores = device.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.out]) && wide_pages;
     // The largest tile that fits everywhere; a device with more memory runs two such blocks.
-    let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m) <= device.shared);
-    let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), (hd, group), device);
+    let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m, codes) <= device.shared);
+    let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), block, device);
     let many = tokens > PAGE && tokens > a.step.bucket.rows;
-    if tensor_cores && many && device.wgmma && matches!(hd, 64 | 128 | 256) && wgmma_shared(hd) <= device.shared {
+    let wgmma = device.wgmma && !codes && matches!(hd, 64 | 128 | 256) && wgmma_shared(hd) <= device.shared;
+    if tensor_cores && many && wgmma {
         return Variant::Wgmma;
     }
     match (tiles, decode) {
@@ -165,14 +190,14 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, device: &Device, arena: &A
         .int("HEADS", heads)
         .int("KV_HEADS", kv_heads)
         .int("WINDOW", a.window.map_or(0, |w| w.min(i32::MAX as u32) as usize))
-        .int("FIRST", a.first.min(i32::MAX as u32) as usize);
+        .int("FIRST", a.first.min(i32::MAX as u32) as usize)
+        .ty("kv_t", a.pool.k.dtype);
     let (st, q, out, scale) = ((&a.step).into(), (&a.q).into(), (&a.out).into(), a.scale);
     let (k_pages, v_pages, partial) = ((&a.pool.k).into(), (&a.pool.v).into(), At(arena.scratch));
     let tiled = arguments::AttentionTiles { st, q, k_pages, v_pages, out, scale };
     let launch = match variant {
         Variant::Generic { splits } => {
-            let spec =
-                spec.int("SPLITS", splits).ty("q_t", a.q.dtype).ty("kv_t", a.pool.k.dtype).ty("out_t", a.out.dtype);
+            let spec = spec.int("SPLITS", splits).ty("q_t", a.q.dtype).ty("out_t", a.out.dtype);
             let args = arguments::Attention { st, q, k_pages, v_pages, out, partial, scale };
             Launch::new(spec, [bucket.tokens, heads, splits], 128, &args)
         }
@@ -182,12 +207,12 @@ pub(super) fn attention<B: Address>(a: &Attention<B>, device: &Device, arena: &A
             let tickets = At(arena.tickets);
             let args = arguments::AttentionDecode { st, q, k_pages, v_pages, out, partial, tickets, scale };
             Launch::new(spec, [bucket.tokens, kv_heads, d.splits], 32 * d.warps, &args)
-                .with_shared(d.shared(hd, heads / kv_heads))
+                .with_shared(d.shared(Heads::of(a)))
         }
         Variant::Prefill { tiles } => {
             let spec = spec.int("MT", tiles);
             let grid = [bucket.tokens.div_ceil(64 * tiles) + bucket.rows, heads, 1];
-            Launch::new(spec, grid, 128, &tiled).with_shared(prefill_shared(hd, tiles))
+            Launch::new(spec, grid, 128, &tiled).with_shared(prefill_shared(hd, tiles, Heads::of(a).codes))
         }
         Variant::Wgmma => {
             let grid = [heads, bucket.tokens.div_ceil(WGMMA_TILE) + bucket.rows, 1];
@@ -215,7 +240,8 @@ mod tests {
 
     #[test]
     fn decode_blocks_fill_the_device() {
-        let of = |units, slices, hd| Decode::of(units, slices, (hd, 4), &Device::like_h200(227)).unwrap();
+        let heads = |dim| Heads { dim, group: 4, codes: false };
+        let of = |units, slices, dim| Decode::of(units, slices, heads(dim), &Device::like_h200(227)).unwrap();
         assert_eq!(of(8, 2048, 128), Decode { warps: 8, stages: 3, splits: 16 });
         assert_eq!(of(8, 16, 128), Decode { warps: 8, stages: 3, splits: 2 });
         assert_eq!(of(64, 256, 128), Decode { warps: 8, stages: 3, splits: 2 });
@@ -230,9 +256,9 @@ mod tests {
 
     #[test]
     fn common_head_dims_fit_into_shared_memory() {
-        for hd in [64, 80, 96, 128] {
-            assert!(Decode::of(1, 1, (hd, 4), &Device::like_h200(99)).is_some(), "{hd}");
-            assert!(prefill_shared(hd, 1) <= SHARED, "{hd}");
+        for (dim, codes) in [64, 80, 96, 128].into_iter().flat_map(|dim| [(dim, false), (dim, true)]) {
+            assert!(Decode::of(1, 1, Heads { dim, group: 4, codes }, &Device::like_h200(99)).is_some(), "{dim}");
+            assert!(prefill_shared(dim, 1, codes) <= SHARED, "{dim}");
         }
     }
 

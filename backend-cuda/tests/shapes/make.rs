@@ -3,6 +3,7 @@
 use selkie_core::{
     backend::Handle,
     format::Format,
+    kv8,
     ops::*,
     step::{Bucket, PAGE, Step},
     tensor::{DType, Tensor},
@@ -82,11 +83,13 @@ pub fn conv(m: &mut Maker, ops: &mut Vec<Op<Fake>>, c: usize) {
     ops.push(Conv1d { step, x, weight, pool, out, act: Act::Silu }.into());
 }
 
-pub fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize, hd: usize) {
+/// With pages of `pages`; of pages in 8 bits only some variants.
+pub fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, kv, hd]: [usize; 3], pages: DType) {
     let (step, t) = (m.step.clone(), m.step.bucket.tokens);
-    let dims = [9, kv, PAGE, hd];
-    let pool = KvPool { k: m.act(&dims), v: m.act(&dims) };
-    for (norm, rope) in [(false, true), (true, true), (false, false)] {
+    let dims = [9, kv, PAGE, kv8::stored(pages, hd)];
+    let pool = KvPool { k: m.of(pages, &dims), v: m.of(pages, &dims) };
+    let few = pages == DType::I8;
+    for (norm, rope) in [(true, true), (false, true), (false, false)].into_iter().take(if few { 1 } else { 3 }) {
         let norm = norm.then(|| (m.f32(&[2, hd]), 1e-6));
         let inv_freq = rope.then(|| m.f32(&[hd / 2]));
         let qkv = m.act(&[t, (heads + 2 * kv) * hd]);
@@ -96,7 +99,7 @@ pub fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, heads: usize, kv: usize
             RopeKv { step: step.clone(), q, k, v, norm, inv_freq, q_out, pool: pool.clone(), head_dim: hd }.into(),
         );
     }
-    for window in [None, Some(100)] {
+    for window in [None, Some(100)].into_iter().take(if few { 1 } else { 2 }) {
         let (q, out) = (m.act(&[t, heads * hd]), m.act(&[t, heads * hd]));
         ops.push(
             Attention { step: step.clone(), q, pool: pool.clone(), out, head_dim: hd, scale: 0.1, window, first: 0 }

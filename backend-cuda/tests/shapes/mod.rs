@@ -142,7 +142,8 @@ const OTHERS: &[Shape] = &[
 pub fn takes_heads_of(hd: usize) -> bool {
     let mut maker = Maker::new(DType::Bf16, DType::F32, Bucket::holding(4, 4, 4, 4, 16), true);
     let mut found = Vec::new();
-    attention(&mut maker, &mut found, 4, 2, hd);
+    attention(&mut maker, &mut found, [4, 2, hd], DType::Bf16);
+    attention(&mut maker, &mut found, [4, 2, hd], DType::I8);
     let device = device("sm_80", 163 << 10, true);
     found.iter().all(|op| plan(op, &device, &ARENA, &FREE).is_ok())
 }
@@ -303,8 +304,13 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         let out = m.act(&[t, s.mlp]);
         ops.push(Activation { gate: both.cols(0, s.mlp), up, row_gate: None, out, act }.into());
     }
-    if let Some([heads, kv, hd]) = s.attention {
-        attention(m, &mut ops, heads, kv, hd);
+    if let Some(heads) = s.attention {
+        attention(m, &mut ops, heads, m.act);
+    }
+    // Pages in 8 bits, with an even and an odd number of pieces in a row, and without tensor cores.
+    let coded_pages = [[32, 8, 128], [8, 2, 80], [4, 2, 12]];
+    for heads in coded_pages.into_iter().filter(|_| s.width == BASE.width) {
+        attention(m, &mut ops, heads, DType::I8);
     }
     if let Some([h, p, n, g]) = s.mamba2 {
         let (di, c) = (h * p, h * p + 2 * g * n);

@@ -136,7 +136,8 @@ impl Plan {
     }
 
     pub(super) fn state(&self) -> LayerState {
-        let kv = KvShape { heads: self.heads.kv_heads, key_dim: self.heads.head_dim, value_dim: self.heads.head_dim };
+        let Heads { kv_heads, head_dim, .. } = self.heads;
+        let kv = KvShape { heads: kv_heads, key_dim: head_dim, value_dim: head_dim, latent: false };
         LayerState { kv: Some(kv), ..LayerState::default() }
     }
 

@@ -110,7 +110,8 @@ pub(super) fn parse(json: &[u8], data: u64) -> Result<Layout, String> {
             "F32" => DType::F32,
             "BF16" => DType::Bf16,
             "F16" => DType::F16,
-            other => return Err(format!("tensor `{name}` is {other}; values of states are F32, BF16 or F16")),
+            "I8" => DType::I8,
+            other => return Err(format!("tensor `{name}` is {other}; values of states are F32, BF16, F16 or I8")),
         };
         let shape = entry.shape[..entry.dims].iter().map(|d| usize::try_from(*d));
         let shape = shape.collect::<Result<_, _>>().map_err(|_| format!("tensor `{name}` is too large"))?;
@@ -131,6 +132,7 @@ fn dtype_name(dtype: DType) -> &'static str {
         DType::F16 => "F16",
         DType::U32 => "U32",
         DType::U8 => "U8",
+        DType::I8 => "I8",
     }
 }
 
@@ -185,7 +187,7 @@ impl Entry {
         let size = match self.dtype.as_str() {
             "F32" | "U32" => 4,
             "F16" | "BF16" => 2,
-            "U8" => 1,
+            "U8" | "I8" => 1,
             other => return Err(format!("tensor `{name}` is {other}, which no tensor of a bundle is")),
         };
         let bytes = self.shape[..self.dims].iter().try_fold(size, |n: u64, d| n.checked_mul(*d));

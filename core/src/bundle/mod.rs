@@ -20,6 +20,7 @@ use crate::{
     digest::Digest,
     error::{Error, Result},
     state::GRID,
+    tensor::DType,
 };
 
 pub use part::{Dtypes, Kind, Part, Places, convert, parts};
@@ -169,7 +170,9 @@ impl Head {
     pub fn check_parts(&self, file: &str, layers: &[crate::layer::LayerState]) -> Result<()> {
         let positions = self.positions();
         let pages = (self.depth() - self.from) / GRID;
-        let want = parts(layers, Dtypes::default(), pages, &positions);
+        // Shapes of pages depend on their dtype.
+        let kv = self.parts.iter().find(|part| part.kind.is_paged()).map_or(DType::F32, |part| part.dtype);
+        let want = parts(layers, Dtypes { kv, ..Dtypes::default() }, pages, &positions);
         let hint = if self.layers() == layers_of(&want) {
             ""
         } else {

@@ -3,6 +3,7 @@
 use std::{borrow::Cow, collections::VecDeque, ops::Range};
 
 use crate::{
+    kv8,
     layer::{LayerState, StateShare},
     state::GRID,
     tensor::DType,
@@ -11,9 +12,9 @@ use crate::{
 /// A kind of state of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// Keys `[pages, KH, 64, hd]`, as stored in pages, i.e. rotated.
+    /// Keys `[pages, KH, 64, hd]`, as stored in pages, i.e. rotated; of pages in 8 bits ([`kv8`]) `[pages, KH, 64, hd + 4]`.
     Key,
-    /// Values `[pages, KH, 64, hd]`.
+    /// Values, in the same way.
     Value,
     /// The last raw inputs of a convolution `[C, K - 1]`.
     Conv,
@@ -118,6 +119,16 @@ impl Part {
         self.shape[skip..].iter().product::<usize>() * self.dtype.bytes()
     }
 
+    /// Bytes that a head, or a channel, takes in a row.
+    pub fn unit_bytes(&self) -> usize {
+        self.row_bytes() / self.shape[usize::from(self.kind.is_paged())]
+    }
+
+    /// Elements of a row of the last dim.
+    pub fn width(&self) -> usize {
+        self.shape.last().map_or(0, |width| kv8::elements(self.dtype, *width))
+    }
+
     /// Where the values that a rank has of a row lie in the whole row, in the order in which it has them.
     pub fn places(&self, share: &StateShare) -> Places {
         let units = match self.kind {
@@ -125,18 +136,21 @@ impl Part {
             Kind::Conv => &share.conv,
             Kind::Recurrent => &share.recurrent,
         };
-        let all = self.shape[usize::from(self.kind.is_paged())];
-        let each = self.row_bytes() / all;
+        let each = self.unit_bytes();
         Places(units.iter().map(|own| own.start * each..own.end * each).collect())
     }
 
     pub(super) fn check(&self) -> Result<(), String> {
         let Self { kind, dtype, shape, .. } = self;
-        if !matches!(dtype, DType::F32 | DType::Bf16 | DType::F16) {
-            return Err(format!("tensor `{}` is {dtype:?}; values of states are F32, BF16 or F16", self.name()));
+        let coded = *dtype == DType::I8;
+        if !matches!(dtype, DType::F32 | DType::Bf16 | DType::F16) && !(coded && kind.is_paged()) {
+            let pages = if kind.is_paged() { ", and of pages I8" } else { "" };
+            let name = self.name();
+            return Err(format!("tensor `{name}` is {dtype:?}; values of states are F32, BF16 or F16{pages}"));
         }
         let paged = kind.is_paged() && shape.get(2) != Some(&GRID);
-        if shape.len() != kind.rank() || paged || shape.contains(&0) {
+        let narrow = coded && shape.last().is_none_or(|width| *width <= kv8::stored(DType::I8, 0));
+        if shape.len() != kind.rank() || paged || narrow || shape.contains(&0) {
             return Err(format!("tensor `{}` cannot have the shape {shape:?}", self.name()));
         }
         Ok(())
@@ -187,7 +201,7 @@ pub fn parts(layers: &[LayerState], dtypes: Dtypes, pages: usize, positions: &[u
     let mut all = Vec::new();
     for (layer, state) in (0..).zip(layers) {
         let Some(kv) = state.kv else { continue };
-        for (kind, width) in [(Kind::Key, kv.key_dim), (Kind::Value, kv.value_dim)] {
+        for (kind, width) in [Kind::Key, Kind::Value].into_iter().zip(kv.stored(dtypes.kv)) {
             let shape = vec![pages, kv.heads, GRID, width];
             all.push(Part { kind, layer, position: 0, dtype: dtypes.kv, shape });
         }
@@ -206,12 +220,13 @@ pub fn parts(layers: &[LayerState], dtypes: Dtypes, pages: usize, positions: &[u
     all
 }
 
-/// Values of one dtype as another, rounded to nearest; equal dtypes change no byte. `None` if a finite value is too large.
-pub fn convert(bytes: &[u8], from: DType, to: DType) -> Option<Cow<'_, [u8]>> {
+/// Values of one dtype as another, rounded to nearest, in rows of `width`; equal dtypes change no byte. `None` if a finite value
+/// is too large.
+pub fn convert(bytes: &[u8], from: DType, to: DType, width: usize) -> Option<Cow<'_, [u8]>> {
     if from == to {
         return Some(bytes.into());
     }
-    let values = from.to_f32(bytes);
+    let values = if from == DType::I8 { kv8::values(bytes, width) } else { from.to_f32(bytes) };
     let halves = |round: fn(f32) -> (u16, bool)| {
         let mut out = Vec::with_capacity(2 * values.len());
         for &value in &values {
@@ -227,6 +242,7 @@ pub fn convert(bytes: &[u8], from: DType, to: DType) -> Option<Cow<'_, [u8]>> {
         DType::F32 => bytemuck::cast_slice(&values).to_vec(),
         DType::Bf16 => halves(|x| (half::bf16::from_f32(x).to_bits(), half::bf16::from_f32(x).is_finite()))?,
         DType::F16 => halves(|x| (half::f16::from_f32(x).to_bits(), half::f16::from_f32(x).is_finite()))?,
+        DType::I8 => kv8::bytes(&values, width),
         DType::U32 | DType::U8 => unreachable!("states are floating-point values"),
     };
     Some(out.into())

@@ -47,6 +47,12 @@ impl CpuBackend {
         Self::of_rank(products, Member::alone())
     }
 
+    /// This backend with KV pages in 8 bits, see [`crate::kv8`].
+    pub fn kv8(mut self) -> Self {
+        self.caps.kv = DType::I8;
+        self
+    }
+
     /// The backend of one rank, on the threads of the calling thread's team. It holds a share of the weights, which the
     /// caller has chosen.
     pub fn of_rank(products: Products, member: Member) -> Self {

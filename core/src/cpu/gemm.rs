@@ -166,7 +166,7 @@ unsafe fn run_piece(isa: Isa, p: &Product<'_>, x: &Rounded, b: &WeightRows, rows
                 DType::F32 => dispatch!(isa, |s| piece::<_, F32>(s, p, b, rows, row_block, scratch)),
                 DType::Bf16 => dispatch!(isa, |s| piece::<_, Bf16>(s, p, b, rows, row_block, scratch)),
                 DType::F16 => dispatch!(isa, |s| piece::<_, F16>(s, p, b, rows, row_block, scratch)),
-                DType::U32 | DType::U8 => panic!("matmul: a weight of integers"),
+                DType::U32 | DType::U8 | DType::I8 => panic!("matmul: a weight of integers"),
             }
         }
     });

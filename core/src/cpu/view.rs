@@ -31,6 +31,10 @@ impl Elem for u32 {
     const DTYPE: DType = DType::U32;
 }
 
+impl Elem for i8 {
+    const DTYPE: DType = DType::I8;
+}
+
 /// One reader's share of a buffer.
 struct Shared<'a>(&'a Cell<isize>);
 

@@ -16,7 +16,7 @@ pub(crate) fn load<S: Simd>(s: S, bytes: &[u8], dtype: DType) -> S::V {
             (DType::Bf16, true) => s.load_bf16(p),
             (DType::F16, true) => s.load_f16(p),
             (dtype, false) => s.load_half_partial(p, n, dtype == DType::Bf16),
-            (DType::U32 | DType::U8, true) => panic!("a weight of integers"),
+            (DType::U32 | DType::U8 | DType::I8, true) => panic!("a weight of integers"),
         }
     }
 }

@@ -8,6 +8,7 @@ use crate::{
     Error, Result,
     backend::{Backend, Measure, Ops},
     engine::pools,
+    kv8,
     layer::LayerPools,
     models::{Hidden, Limits, Model},
     step::{Bucket, Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
@@ -291,7 +292,12 @@ impl<'a, B: Backend> Direct<'a, B> {
     }
 
     async fn read(&self, t: &Tensor<B::Buf>) -> Result<Vec<f32>> {
-        Ok(t.dtype.to_f32(&self.backend.read(t).await?))
+        let bytes = self.backend.read(t).await?;
+        let width = t.dims().last().copied().unwrap_or_default();
+        Ok(match t.dtype {
+            DType::I8 => kv8::values(&bytes, kv8::elements(t.dtype, width)),
+            dtype => dtype.to_f32(&bytes),
+        })
     }
 
     /// Runs `ids` in steps of the given sizes, as many tokens as possible when those end; returns the logits `[T, V]`.
@@ -360,7 +366,8 @@ impl<'a, B: Backend> Direct<'a, B> {
 
     /// `[KH, tokens, hd]` of one pool.
     async fn pages(&self, pool: &Tensor<B::Buf>, sequence: &Sequence) -> Result<Vec<f32>> {
-        let &[_, heads, _, hd] = pool.dims() else { unreachable!("a KV pool has four dims") };
+        let &[_, heads, _, width] = pool.dims() else { unreachable!("a KV pool has four dims") };
+        let hd = kv8::elements(pool.dtype, width);
         let mut by_head = vec![Vec::with_capacity(sequence.len * hd); heads];
         for (i, page) in sequence.pages.iter().enumerate() {
             let tokens = PAGE.min(sequence.len - i * PAGE);

@@ -25,8 +25,10 @@ pub fn slot_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
 
 /// Bytes of one page: keys and values of 64 tokens in all layers with attention.
 pub fn page_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
-    let layer =
-        |l: &LayerState| l.kv.map_or(0, |kv| (kv.heads * PAGE * (kv.key_dim + kv.value_dim) * caps.kv.bytes()) as u64);
+    let layer = |l: &LayerState| {
+        let token = |kv: KvShape| kv.stored(caps.kv).iter().sum::<usize>() * caps.kv.bytes();
+        l.kv.map_or(0, |kv| (kv.heads * PAGE * token(kv)) as u64)
+    };
     spec.layers.iter().map(layer).sum()
 }
 
@@ -44,10 +46,11 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
     let layer = |(i, state): (usize, &LayerState)| {
         let mut pools = LayerPools { kv: Vec::new(), conv: Vec::new(), recurrent: Vec::new() };
         if let Some(kv) = state.kv {
-            for heads in split(kv.heads, head_bytes(kv, caps), pages, caps.max_binding, "KV pages")? {
+            for heads in split(kv.heads, head_bytes(kv, caps)?, pages, caps.max_binding, "KV pages")? {
                 let dims = |width| [pages + 1, heads, PAGE, width];
-                let k = tensor(&format!("keys of layer {i}"), caps.kv, &dims(kv.key_dim))?;
-                let v = tensor(&format!("values of layer {i}"), caps.kv, &dims(kv.value_dim))?;
+                let [key, value] = kv.stored(caps.kv);
+                let k = tensor(&format!("keys of layer {i}"), caps.kv, &dims(key))?;
+                let v = tensor(&format!("values of layer {i}"), caps.kv, &dims(value))?;
                 pools.kv.push(KvPool { k, v });
             }
         }
@@ -75,7 +78,7 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
 pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Result<()> {
     for state in &spec.layers {
         if let Some(kv) = state.kv {
-            split(kv.heads, head_bytes(kv, caps), pages, caps.max_binding, "KV pages")?;
+            split(kv.heads, head_bytes(kv, caps)?, pages, caps.max_binding, "KV pages")?;
         }
         if let Some([channels, taps]) = state.conv {
             split(channels, taps * caps.conv.bytes(), slots, caps.max_binding, "slots")?;
@@ -87,9 +90,15 @@ pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Resul
     Ok(())
 }
 
-/// Bytes of a head's keys or of its values in a page, of the wider ones.
-fn head_bytes(kv: KvShape, caps: &Caps) -> usize {
-    PAGE * kv.key_dim.max(kv.value_dim) * caps.kv.bytes()
+/// Bytes of a head's keys or of its values in a page, of the wider ones; an error if the model cannot have such pages.
+fn head_bytes(kv: KvShape, caps: &Caps) -> Result<usize> {
+    if kv.latent && caps.kv == DType::I8 {
+        return Err(Error::BadRequest(
+            "this model keeps latents, for which there are no pages in 8 bits: leave out `--kv-dtype int8`".into(),
+        ));
+    }
+    let [key, value] = kv.stored(caps.kv);
+    Ok(PAGE * key.max(value) * caps.kv.bytes())
 }
 
 /// Sizes of the fewest, nearly equal blocks of `units` whose `count + 1` entries fit into `limit` bytes each.

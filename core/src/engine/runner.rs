@@ -402,7 +402,7 @@ impl<B: Backend> Runner<B> {
     pub fn poison(&self, slots: &[usize], pages: &[usize]) -> Result<()> {
         let fill = |pool: &Tensor<B::Buf>, entries: &[usize]| {
             let bytes = pool.row_len() * pool.dtype.bytes();
-            // All ones is a NaN in f32, bf16 and f16.
+            // All ones is a NaN in f32 (scales of codes are), bf16 and f16.
             let poison = vec![0xff; bytes];
             entries.iter().try_for_each(|&e| self.backend.write(&pool.buf, (e * bytes) as u64, &poison))
         };

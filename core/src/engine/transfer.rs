@@ -217,7 +217,7 @@ impl<B: Backend> Engine<B> {
         for (rank, shares) in self.division.shares.iter().enumerate() {
             let mut places = part.places(&shares[part.layer as usize]);
             for pool in self.runner.pools_of(part) {
-                let here = spread(places.take(pool.row_len() * part.dtype.bytes()), part.row_bytes(), run.rows);
+                let here = spread(places.take(pool.dims()[1] * part.unit_bytes()), part.row_bytes(), run.rows);
                 let bytes = Box::pin(backend.read_on(rank, &pool.slice_rows(run.entry as usize, run.rows)));
                 reads.push(ShareRead { bytes, places: here });
             }
@@ -231,12 +231,12 @@ impl<B: Backend> Engine<B> {
         for (rank, shares) in self.division.shares.iter().enumerate() {
             let mut places = part.places(&shares[part.layer as usize]);
             for pool in self.runner.pools_of(part) {
-                let here = spread(places.take(pool.row_len() * part.dtype.bytes()), part.row_bytes(), rows);
+                let here = spread(places.take(pool.dims()[1] * part.unit_bytes()), part.row_bytes(), rows);
                 let share: Cow<'_, [u8]> = match &here[..] {
                     [one] => bytes[one.clone()].into(),
                     several => several.iter().map(|at| &bytes[at.clone()]).collect::<Vec<_>>().concat().into(),
                 };
-                let values = convert(&share, part.dtype, pool.dtype).ok_or_else(|| {
+                let values = convert(&share, part.dtype, pool.dtype, part.width()).ok_or_else(|| {
                     let why = format!("tensor `{}` has a value that {:?} cannot hold", part.name(), pool.dtype);
                     Error::model(file, why)
                 })?;

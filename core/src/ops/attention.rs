@@ -36,7 +36,7 @@ impl<Buf: Handle> Attention<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let b = &self.step.bucket;
-        let kv_columns = self.pool.k.dims()[1] * self.head_dim;
+        let kv_columns = self.pool.k.row_len() / PAGE;
         let keys = b.pages * PAGE;
         let held = (2 * b.rows * keys * kv_columns * self.pool.k.dtype.bytes()) as u64;
         Cost { bytes: 2 * size(&self.q) + held, held, flops: 4 * (keys * self.q.len()) as u64 }

@@ -46,6 +46,7 @@ impl<Buf: Handle> KvPool<Buf> {
     pub(super) fn check_latent(&self, op: &str) -> [usize; 2] {
         let width = |t: &Tensor<Buf>| t.dims().last().copied().unwrap_or_default();
         let (latent, shared) = (width(&self.k), width(&self.v));
+        assert!(self.k.dtype != DType::I8, "{op}: pages of latents in 8 bits");
         expect(op, "pages of latents", &self.k, &[self.k.rows(), 1, PAGE, latent]);
         expect(op, "pages of shared keys", &self.v, &[self.k.rows(), 1, PAGE, shared]);
         [latent, shared]

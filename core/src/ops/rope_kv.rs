@@ -3,11 +3,12 @@
 
 use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
+use crate::kv8;
 use crate::step::{PAGE, Step};
 use crate::tensor::{DType, Tensor};
 
 /// The KV pages of some heads of one layer. In a layer with latents there is one head: k is the latent, and v the part of the
-/// keys that is not made from it.
+/// keys that is not made from it. Pages in 8 bits, see [`kv8`], have `hd + 4` bytes in place of `hd` elements.
 #[derive(Clone, Debug)]
 pub struct KvPool<Buf> {
     /// `[pages, KH, 64, hd]`, or `[pages, 1, 64, R]`.
@@ -18,7 +19,7 @@ pub struct KvPool<Buf> {
 
 impl<Buf: Handle> KvPool<Buf> {
     pub(super) fn check(&self, op: &str, heads: usize, head_dim: usize) {
-        let dims = [self.k.rows(), heads, PAGE, head_dim];
+        let dims = [self.k.rows(), heads, PAGE, kv8::stored(self.k.dtype, head_dim)];
         expect(op, "k pages", &self.k, &dims);
         expect(op, "v pages", &self.v, &dims);
     }

@@ -6,6 +6,7 @@ use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
 use selkie_core::ops::{Attention, KvPool, Op};
 use selkie_core::step::PAGE;
+use selkie_core::tensor::DType;
 
 /// Value of page entries that no token has written yet: finite, as stale keys are, but large enough to spoil a result.
 const NOISE: f32 = 3e4;
@@ -55,6 +56,8 @@ pub(super) struct Attn {
     scale: Option<f32>,
     /// q is columns of a wider matrix, and so is out.
     views: bool,
+    /// Pages in 8 bits.
+    coded: bool,
 }
 
 impl Attn {
@@ -70,12 +73,8 @@ impl Spec for Attn {
         h.float("q", d.act, &[t, cols], rng.tokens(&self.batch, cols, 1.5));
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
         for name in ["k_pages", "v_pages"] {
-            h.float(
-                name,
-                d.kv,
-                &dims,
-                random_pages(rng, &self.batch, (self.kv_heads, self.hd), selkie_core::step::Row::end),
-            );
+            let values = random_pages(rng, &self.batch, (self.kv_heads, self.hd), selkie_core::step::Row::end);
+            h.pages(name, if self.coded { DType::I8 } else { d.kv }, dims, values);
         }
         h.out("out", d.act, &[t, cols]);
         if self.views {
@@ -146,6 +145,7 @@ pub(super) fn cases(to: &mut Table) {
         first: 0,
         scale: None,
         views: false,
+        coded: false,
     };
     to.add("base", base.clone());
     for (name, batch) in paged() {
@@ -196,6 +196,22 @@ pub(super) fn cases(to: &mut Table) {
     to.add("sharp softmax", Attn { scale: Some(8.0), ..base.clone() });
     to.add("flat softmax", Attn { scale: Some(0.001), ..base.clone() });
     to.add("columns of wider matrices", Attn { views: true, ..base.clone() });
+    let coded = Attn { coded: true, ..base.clone() };
+    for (name, batch) in paged() {
+        to.add(&format!("pages in 8 bits, {name}"), Attn { batch, ..coded.clone() });
+    }
+    for hd in [12, 64, 80, 128, 256] {
+        for (when, batch) in [("prefill", find("off the grid")), ("decode", find("decode of 8 rows"))] {
+            let coded = Attn { batch, heads: 4, kv_heads: 1, hd, views: true, ..coded.clone() };
+            to.add(&format!("pages in 8 bits, head dim {hd}, {when}"), coded);
+        }
+    }
+    for (name, window, first) in
+        [("decode far out", Some(70), 0), ("off the grid", Some(5), 1), ("verification", None, 70)]
+    {
+        let batch = find(name);
+        to.add(&format!("pages in 8 bits, some are not seen, {name}"), Attn { batch, window, first, ..coded.clone() });
+    }
     let rows = |n: u32, first: u32, tokens: u32| {
         Batch::new(with_pages((0..n).map(|i| cut(first + i, tokens, 0, &[])).collect()))
     };
@@ -217,13 +233,21 @@ pub(super) fn cases(to: &mut Table) {
 mod tests {
     use super::*;
     use crate::tests::{F32, assert_close, near};
-    use selkie_core::tensor::DType;
 
     #[test]
     fn equal_scores_average_the_window() {
         let batch = Batch::new(with_pages(vec![cut(64, 2, 0, &[])]));
-        let spec =
-            Attn { batch, heads: 1, kv_heads: 1, hd: 4, window: Some(2), first: 0, scale: Some(0.0), views: false };
+        let spec = Attn {
+            batch,
+            heads: 1,
+            kv_heads: 1,
+            hd: 4,
+            window: Some(2),
+            first: 0,
+            scale: Some(0.0),
+            views: false,
+            coded: false,
+        };
         let h = spec.host(&F32, &mut Rng::new("average"));
         let want = spec.want(&h);
         let v = h.get("v_pages");
@@ -238,7 +262,17 @@ mod tests {
     #[test]
     fn one_key_gives_its_value() {
         let batch = Batch::new(with_pages(vec![cut(0, 1, 0, &[])]));
-        let spec = Attn { batch, heads: 2, kv_heads: 1, hd: 4, window: None, first: 0, scale: None, views: false };
+        let spec = Attn {
+            batch,
+            heads: 2,
+            kv_heads: 1,
+            hd: 4,
+            window: None,
+            first: 0,
+            scale: None,
+            views: false,
+            coded: false,
+        };
         let h = spec.host(&F32, &mut Rng::new("one"));
         let want = spec.want(&h);
         let v = &h.get("v_pages")[spec.batch.rows[0].pages[0] as usize * 256..];

@@ -6,8 +6,9 @@ use super::batch::Batch;
 use super::codes;
 use selkie_core::backend::Caps;
 use selkie_core::format::Format;
+use selkie_core::kv8;
 use selkie_core::ops::RowBlock;
-use selkie_core::step::{Bucket, Step};
+use selkie_core::step::{Bucket, PAGE, Step};
 use selkie_core::tensor::{DType, Tensor};
 
 /// Fills everything that an op must not read: a NaN as f32, bf16 and f16, and as u32 a number that is not an index.
@@ -46,7 +47,7 @@ pub(super) fn round(dtype: DType, x: f32) -> f32 {
         DType::F32 => x,
         DType::Bf16 => bf16::from_f32(x).to_f32(),
         DType::F16 => f16::from_f32(x).to_f32(),
-        DType::U32 | DType::U8 => panic!("a float in an integer array"),
+        DType::U32 | DType::U8 | DType::I8 => panic!("a float in an integer array"),
     }
 }
 
@@ -55,7 +56,7 @@ pub(super) fn put(dtype: DType, x: f32, to: &mut [u8]) {
         DType::F32 => to.copy_from_slice(&x.to_le_bytes()),
         DType::Bf16 => to.copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
         DType::F16 => to.copy_from_slice(&f16::from_f32(x).to_le_bytes()),
-        DType::U32 | DType::U8 => panic!("a float in an integer array"),
+        DType::U32 | DType::U8 | DType::I8 => panic!("a float in an integer array"),
     }
 }
 
@@ -66,6 +67,7 @@ fn take(dtype: DType, from: &[u8]) -> f64 {
         DType::F16 => f16::from_le_bytes([from[0], from[1]]).into(),
         DType::U32 => u32::from_le_bytes([from[0], from[1], from[2], from[3]]).into(),
         DType::U8 => from[0].into(),
+        DType::I8 => (from[0] as i8).into(),
     }
 }
 
@@ -78,6 +80,10 @@ pub(super) enum Want {
     Exact(f64),
     /// This, within the op's limit.
     Near(f64),
+    /// The integer that this is rounded to; either one if it lies in the middle.
+    Code(f64),
+    /// The first byte of an f32 with this value; the other three are [`Want::Any`].
+    Scale(f64),
     /// Any value: rounding decides, or the contract does not say.
     Any,
 }
@@ -200,6 +206,26 @@ impl Host {
             values.iter_mut().for_each(|x| *x = round(dtype, *x));
         }
         self.push(name, dtype, dims, Data::Float(values));
+    }
+
+    /// KV pages `[pages, KH, 64, hd]`, rounded to `dtype`, which may have 8 bits. Tokens of NaN are poison.
+    pub fn pages(&mut self, name: &str, dtype: DType, dims: [usize; 4], values: Vec<f32>) {
+        if dtype != DType::I8 {
+            return self.float(name, dtype, &dims, values);
+        }
+        let [pages, heads, _, hd] = dims;
+        let mut bytes = kv8::bytes(&values, hd);
+        let head = PAGE * kv8::stored(dtype, hd);
+        for (values, bytes) in values.chunks(PAGE * hd).zip(bytes.chunks_mut(head)) {
+            for (slot, _) in values.chunks(hd).enumerate().filter(|(_, row)| row[0].is_nan()) {
+                let scale = PAGE * hd + 4 * slot;
+                for at in (slot * hd..(slot + 1) * hd).chain(scale..scale + 4) {
+                    bytes[at] = POISON[at % 4];
+                }
+            }
+        }
+        let values = kv8::values(&bytes, hd);
+        self.push(name, dtype, &[pages, heads, PAGE, kv8::stored(dtype, hd)], Data::Codes(bytes, values));
     }
 
     /// A row block of a weight, `[.., K]`, which a device may use in place in a file: numbers of root mean square `rms` in

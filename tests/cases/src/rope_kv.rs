@@ -5,6 +5,7 @@ use super::batch::{Batch, Tables, cut, paged, with_pages};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
+use selkie_core::kv8;
 use selkie_core::ops::{KvPool, Op, RopeKv};
 use selkie_core::step::PAGE;
 use selkie_core::tensor::DType;
@@ -20,6 +21,8 @@ pub(super) struct Rope {
     norm: bool,
     /// Gaps between the rows of all matrices.
     views: bool,
+    /// Pages in 8 bits.
+    coded: bool,
 }
 
 const EPS: f32 = 1e-6;
@@ -64,7 +67,8 @@ impl Spec for Rope {
         let dims = [self.batch.pages(), self.kv_heads, PAGE, self.hd];
         for name in ["k_pages", "v_pages"] {
             let before = |r: &selkie_core::step::Row| r.first_position as usize;
-            h.float(name, d.kv, &dims, random_pages(rng, &self.batch, (self.kv_heads, self.hd), before));
+            let dtype = if self.coded { DType::I8 } else { d.kv };
+            h.pages(name, dtype, dims, random_pages(rng, &self.batch, (self.kv_heads, self.hd), before));
         }
         // Eight buffers are all that WebGPU binds, scratch included.
         h.join(&["q", "k", "v"], if self.views { 24 } else { 0 });
@@ -80,7 +84,9 @@ impl Spec for Rope {
         let norm = |i: usize| h.has("norm").then(|| &h.get("norm")[i * hd..(i + 1) * hd]);
         let inv_freq = h.has("inv_freq").then(|| h.get("inv_freq"));
         let mut q_out = vec![Want::Keep; tables.bucket.tokens * q_cols];
-        let mut k_pages = vec![Want::Keep; self.batch.pages() * kv_cols * PAGE];
+        let dtype = h.array("k_pages").dtype;
+        let span = PAGE * kv8::stored(dtype, hd);
+        let mut k_pages = vec![Want::Keep; self.batch.pages() * self.kv_heads * span];
         let mut v_pages = k_pages.clone();
         let put = |to: &mut [Want], values: Vec<f64>| {
             to.iter_mut().zip(values).for_each(|(w, v)| *w = Want::Near(v));
@@ -94,10 +100,16 @@ impl Spec for Rope {
             }
             for head in 0..self.kv_heads {
                 let from = t * kv_cols + head * hd;
-                let to = ((tables.page(row, p) * self.kv_heads + head) * PAGE + p % PAGE) * hd;
+                let at = (tables.page(row, p) * self.kv_heads + head) * span;
                 let k = self.turned(&h.get("k")[from..from + hd], norm(1), inv_freq, p);
-                put(&mut k_pages[to..to + hd], k);
-                put(&mut v_pages[to..to + hd], self.turned(&h.get("v")[from..from + hd], None, None, p));
+                let v = self.turned(&h.get("v")[from..from + hd], None, None, p);
+                for (to, row) in [(&mut k_pages, k), (&mut v_pages, v)] {
+                    let (to, slot) = (&mut to[at..at + span], p % PAGE);
+                    match self.coded {
+                        true => code(to, slot, &row),
+                        false => put(&mut to[slot * hd..(slot + 1) * hd], row),
+                    }
+                }
             }
         }
         vec![("q_out", q_out), ("k_pages", k_pages), ("v_pages", v_pages)]
@@ -119,6 +131,16 @@ impl Spec for Rope {
     }
 }
 
+/// A token of a head of a page in 8 bits.
+fn code(head: &mut [Want], slot: usize, row: &[f64]) {
+    let most = row.iter().fold(0f64, |most, x| most.max(x.abs()));
+    let (codes, scales) = head.split_at_mut(PAGE * row.len());
+    for (code, x) in codes[slot * row.len()..].iter_mut().zip(row) {
+        *code = Want::Code(127.0 * x / most);
+    }
+    scales[4 * slot..][..4].copy_from_slice(&[Want::Scale(most / 127.0), Want::Any, Want::Any, Want::Any]);
+}
+
 pub(super) fn cases(to: &mut Table) {
     let find = |name: &str| paged().into_iter().find(|(n, _)| *n == name).expect("a batch of that name").1;
     let base = Rope {
@@ -129,6 +151,7 @@ pub(super) fn cases(to: &mut Table) {
         pairs: 8,
         norm: false,
         views: false,
+        coded: false,
     };
     to.add("base", base.clone());
     // Rows that share pages would both write them, which no step does.
@@ -147,6 +170,13 @@ pub(super) fn cases(to: &mut Table) {
     to.add("head dim 256, 32 pairs", Rope { hd: 256, pairs: 32, norm: true, ..base.clone() });
     to.add("one KV head of 7", Rope { heads: 7, kv_heads: 1, ..base.clone() });
     to.add("columns of wider matrices", Rope { views: true, ..base.clone() });
+    for name in ["rows of many lengths", "decode of 8 rows", "decode far out"] {
+        to.add(&format!("pages in 8 bits, {name}"), Rope { batch: find(name), coded: true, ..base.clone() });
+    }
+    for hd in [12, 80, 128, 256] {
+        let coded = Rope { hd, pairs: hd / 2, norm: true, views: true, coded: true, ..base.clone() };
+        to.add(&format!("pages in 8 bits, head dim {hd}"), coded);
+    }
     let qwen = Rope { heads: 16, kv_heads: 2, hd: 256, pairs: 32, norm: true, views: true, ..base };
     let batch = Batch::new(with_pages(vec![cut(0, 512, 0, &[])]));
     to.sized(Size::Bench, "512 tokens, Qwen3-Next", Rope { batch, ..qwen.clone() });
@@ -160,8 +190,8 @@ mod tests {
 
     #[test]
     fn a_quarter_turn() {
-        let spec =
-            Rope { batch: Batch::new(vec![]), heads: 1, kv_heads: 1, hd: 4, pairs: 1, norm: false, views: false };
+        let (batch, pairs) = (Batch::new(vec![]), 1);
+        let spec = Rope { batch, heads: 1, kv_heads: 1, hd: 4, pairs, norm: false, views: false, coded: false };
         let y = spec.turned(&[1.0, 2.0, 3.0, 4.0], None, Some(&[std::f32::consts::FRAC_PI_2]), 1);
         assert!((y[0] + 2.0).abs() < 1e-6 && (y[1] - 1.0).abs() < 1e-6);
         assert_close(y[2], 3.0);

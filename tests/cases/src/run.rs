@@ -39,6 +39,8 @@ const LIMITS: [(&str, f64, f64); 21] = [
 ];
 /// Error of a single element over the RMS value plus its own, in units of the op's limit.
 const ELEMENT: f64 = 10.0;
+/// How far a code may be from the middle between two, and the error of a scale over the scale.
+const CODE: f64 = 2e-3;
 
 fn limit(op: &str, act: DType, products: DType, array: DType) -> f64 {
     let (_, f32, short) = LIMITS.into_iter().find(|(o, ..)| *o == op).unwrap_or_else(|| panic!("no limit for {op}"));
@@ -160,6 +162,22 @@ impl Prepared {
                     let x = a.read(start + i, got);
                     if x != v {
                         report.failures.push(format!("{what}: element {i} is {x}, not {v}"));
+                        return;
+                    }
+                }
+                Want::Code(v) => {
+                    let x = a.read(start + i, got);
+                    // Written so that NaN fails.
+                    if !((x - v).abs() <= 0.5 + CODE) {
+                        report.failures.push(format!("{what}: code {i} is {x}, not {v} rounded"));
+                        return;
+                    }
+                }
+                Want::Scale(v) => {
+                    let at = a.at(start + i).start;
+                    let x: f64 = f32::from_le_bytes([got[at], got[at + 1], got[at + 2], got[at + 3]]).into();
+                    if !((x - v).abs() <= CODE * v) {
+                        report.failures.push(format!("{what}: the scale at {i} is {x}, not {v}"));
                         return;
                     }
                 }

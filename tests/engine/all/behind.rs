@@ -10,7 +10,7 @@ use selkie_core::error::Result;
 use selkie_core::format::Products;
 use selkie_core::ops::Op;
 use selkie_core::source::Bytes;
-use selkie_core::tensor::Tensor;
+use selkie_core::tensor::{DType, Tensor};
 
 /// What a test sees of the work on a device and of a constraint, in order.
 pub type Log = Arc<Mutex<Vec<&'static str>>>;
@@ -30,6 +30,12 @@ impl Behind {
         let cpu = CpuBackend::with(products);
         let caps = Caps { asynchronous, ..cpu.caps().clone() };
         Self { cpu, caps, log: None, fetched: RefCell::default() }
+    }
+
+    /// The same with pages in 8 bits.
+    pub fn kv8(mut self) -> Self {
+        self.caps.kv = DType::I8;
+        self
     }
 
     /// An asynchronous device that logs.

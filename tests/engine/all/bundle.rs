@@ -13,6 +13,7 @@ use selkie_core::cpu::CpuBackend;
 use selkie_core::digest::Digest;
 use selkie_core::engine::{Engine, EngineOptions, Event, Export, Exported, Import, Imported, Request};
 use selkie_core::format::Products;
+use selkie_core::kv8;
 use selkie_core::model_dir::ModelFiles;
 use selkie_core::ranks::Ranks;
 use selkie_core::session::load;
@@ -382,7 +383,7 @@ fn rewritten(bytes: &[u8], dtype: DType, change: impl FnOnce(&mut Head)) -> Vec<
     change(&mut head);
     let mut writer = Writer::new(Vec::new(), &head).unwrap();
     let put = &mut |part: &Part, _, row: &[u8]| {
-        writer.write(convert(row, part.dtype, dtype).unwrap().into_owned()).unwrap();
+        writer.write(convert(row, part.dtype, dtype, part.width()).unwrap().into_owned()).unwrap();
         Ok(())
     };
     reader.rows(put).unwrap();
@@ -410,6 +411,63 @@ fn values_of_other_dtypes_are_converted() {
     let lie = rewritten(&bytes, DType::Bf16, |head| head.numerics = own);
     let error = import(&mut engine, &lie, &into(&model)).unwrap_err().to_string();
     assert!(error.contains("tensor `layers.") && error.contains("Bf16"), "{error}");
+}
+
+#[test]
+fn pages_in_8_bits_go_out_and_in() {
+    let files = golden("falcon_h1");
+    let model = identity(&files);
+    let coded = || engine(CpuBackend::new().kv8(), &files, &options());
+    let (bytes, second) = first_turn(&mut coded(), &model, 3);
+    let want = run(&mut coded(), &request(&second, 20)).0;
+
+    let mut fresh = coded();
+    let imported = import(&mut fresh, &bytes, &into(&model)).unwrap();
+    assert_eq!((imported.tokens, imported.origin.as_str()), (192, ""));
+    assert_eq!(export(&fresh, &model, &second[..202], Realm::default()).0, bytes);
+    assert!(run(&mut fresh, &request(&second, 20)).0 == want, "the continuation");
+
+    // Other pages have other numerics, so values are converted, there and back again.
+    let mut plain = cpu(&files);
+    let there = import(&mut plain, &bytes, &into(&model)).unwrap();
+    assert!(there.origin.contains("kv=I8"), "{}", there.origin);
+    let (_, report) = run(&mut plain, &Request { origin: there.origin.clone(), ..request(&second, 4) });
+    assert_eq!((report.reused, report.converted), (192, true));
+    let decoded = export(&plain, &model, &second[..202], Realm { origin: there.origin, ..Realm::default() }).0;
+    let mut back = coded();
+    let imported = import(&mut back, &decoded, &into(&model)).unwrap();
+    let again = export(&back, &model, &second[..202], Realm { origin: imported.origin, ..Realm::default() }).0;
+    let parts = |bytes: &[u8]| {
+        let (mut all, reader) = (Vec::new(), Reader::open(Cursor::new(bytes), "x").unwrap());
+        let add = &mut |part: &Part, _, row: &[u8]| {
+            let codes = part.dtype == DType::I8;
+            all.extend(if codes { kv8::values(row, part.width()) } else { part.dtype.to_f32(row) });
+            Ok(())
+        };
+        reader.rows(add).unwrap();
+        all
+    };
+    let (first, decoded, again) = (parts(&bytes), parts(&decoded), parts(&again));
+    assert_eq!(first, decoded, "f32 holds what codes stand for");
+    let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * a.abs();
+    assert!(decoded.iter().zip(&again).all(near), "their codes are the same");
+}
+
+#[test]
+fn pages_in_8_bits_are_divided_with_their_scales() {
+    let files = golden("falcon_h1");
+    let model = identity(&files);
+    let several = || engine(Ranks::open(2, Products::default()).unwrap().kv8(), &files, &options());
+    let (bytes, second) = first_turn(&mut several(), &model, 3);
+    let want = run(&mut several(), &request(&second, 20)).0;
+    let mut fresh = several();
+    assert_eq!(import(&mut fresh, &bytes, &into(&model)).unwrap().origin, "");
+    assert!(run(&mut fresh, &request(&second, 20)).0 == want, "the continuation");
+    let mut one = engine(CpuBackend::new().kv8(), &files, &options());
+    let origin = import(&mut one, &bytes, &into(&model)).unwrap().origin;
+    let again = export(&one, &model, &second[..202], Realm { origin, ..Realm::default() }).0;
+    let (a, b) = (Reader::open(Cursor::new(&*bytes), "a").unwrap(), Reader::open(Cursor::new(&*again), "b").unwrap());
+    assert_eq!(a.head().parts, b.head().parts);
 }
 
 #[test]

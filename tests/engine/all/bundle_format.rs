@@ -14,7 +14,7 @@ use crate::random::Random;
 
 const LAYERS: [LayerState; 3] = [
     LayerState { kv: None, conv: Some([6, 3]), recurrent: Some([2, 4, 2]) },
-    LayerState { kv: Some(KvShape { heads: 1, key_dim: 2, value_dim: 2 }), conv: None, recurrent: None },
+    LayerState { kv: Some(KvShape { heads: 1, key_dim: 2, value_dim: 2, latent: false }), conv: None, recurrent: None },
     LayerState { kv: None, conv: Some([4, 2]), recurrent: None },
 ];
 
@@ -248,12 +248,12 @@ fn ten_thousand_damaged_headers_end_in_errors() {
 #[test]
 fn conversion_rounds_and_refuses_what_does_not_fit() {
     let one = 1.0f32.to_le_bytes();
-    assert_eq!(convert(&one, DType::F32, DType::F32).unwrap(), one.as_slice());
-    let half = convert(&one, DType::F32, DType::Bf16).unwrap();
-    assert_eq!(convert(&half, DType::Bf16, DType::F32).unwrap(), one.as_slice());
-    assert_eq!(convert(&one, DType::F32, DType::F16).unwrap(), half::f16::ONE.to_le_bytes().as_slice());
-    assert!(convert(&1e9f32.to_le_bytes(), DType::F32, DType::F16).is_none());
-    assert!(convert(&f32::NAN.to_le_bytes(), DType::F32, DType::F16).is_some());
+    assert_eq!(convert(&one, DType::F32, DType::F32, 1).unwrap(), one.as_slice());
+    let half = convert(&one, DType::F32, DType::Bf16, 1).unwrap();
+    assert_eq!(convert(&half, DType::Bf16, DType::F32, 1).unwrap(), one.as_slice());
+    assert_eq!(convert(&one, DType::F32, DType::F16, 1).unwrap(), half::f16::ONE.to_le_bytes().as_slice());
+    assert!(convert(&1e9f32.to_le_bytes(), DType::F32, DType::F16, 1).is_none());
+    assert!(convert(&f32::NAN.to_le_bytes(), DType::F32, DType::F16, 1).is_some());
 }
 
 #[test]

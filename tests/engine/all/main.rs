@@ -13,6 +13,7 @@ mod flat;
 mod gguf;
 mod guess;
 mod heads;
+mod kv8;
 mod mlx;
 mod model;
 mod models;

@@ -21,19 +21,32 @@ pub(super) struct TestModel {
     pub architecture: Architecture,
     checkpoint: Checkpoint,
     products: Products,
+    kv8: bool,
 }
 
 impl TestModel {
     pub fn micro(name: &str, config: &str) -> Self {
         let config = Config::parse("config.json", config.as_bytes()).unwrap();
         let (architecture, checkpoint) = (models::read(&config).unwrap(), Checkpoint::random(7));
-        Self { name: name.into(), architecture, checkpoint, products: Products::Fast }
+        Self { name: name.into(), architecture, checkpoint, products: Products::Fast, kv8: false }
     }
 
     /// The same architecture with random weights in codes.
     fn coded(self, recipe: &str, products: Products) -> Self {
         let checkpoint = Checkpoint::random_coded(7, recipe.parse().unwrap());
         Self { name: format!("{} in {recipe}, {products:?}", self.name), checkpoint, products, ..self }
+    }
+
+    /// The same model with pages in 8 bits.
+    pub fn in_8_bits(self) -> Self {
+        Self { name: format!("{}, pages in 8 bits", self.name), kv8: true, ..self }
+    }
+
+    /// Whether it can have them and has pages at all.
+    pub fn takes_8_bits(&self) -> bool {
+        let spec = self.architecture.spec();
+        let mut pages = spec.layers.iter().filter_map(|layer| layer.kv).peekable();
+        pages.peek().is_some() && pages.all(|kv| !kv.latent)
     }
 
     /// The model of a reference folder, if its family is supported.
@@ -47,11 +60,17 @@ impl TestModel {
             architecture: (family.read)(&config).unwrap(),
             checkpoint: block_on(Checkpoint::open(dir)).unwrap(),
             products: Products::Fast,
+            kv8: false,
         })
     }
 
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
     pub fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
-        self.on(Behind::new(asynchronous, self.products), options)
+        let backend = Behind::new(asynchronous, self.products);
+        self.on(if self.kv8 { backend.kv8() } else { backend }, options)
     }
 
     pub fn on<B: Backend>(&self, backend: B, options: &EngineOptions) -> Engine<B> {

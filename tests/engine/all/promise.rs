@@ -450,6 +450,12 @@ fn blocks(numbers: &[u64], vocab: usize) -> Request {
     Request { prompt, max_tokens: 3, ..Request::default() }
 }
 
+/// What a prompt of three pages is answered with.
+pub(super) fn serve(model: &TestModel) -> Output {
+    let asked = Asked::plain(Request { max_tokens: 16, ..blocks(&[1], model.architecture.spec().vocab) });
+    Alone::new(model, 512).run(&asked)
+}
+
 /// Serves the eight in turn and compares each with itself alone; returns what each reused.
 fn serve_eight(model: &TestModel, alone: &mut Alone<'_>, policy: CapturePolicy) -> Vec<Report> {
     let options = EngineOptions { context: Some(1024), logits: true, policy, ..EngineOptions::default() };

@@ -5,8 +5,10 @@ use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
 use crate::cpu::{dot, par, view};
+use crate::kv8;
 use crate::ops::Attention;
 use crate::step::{NONE, PAGE};
+use crate::tensor::{DType, Tensor};
 
 /// Tokens of a task.
 const TILE: usize = 16;
@@ -17,7 +19,7 @@ impl Attention<Buf> {
         let columns = self.q.row_len() / kv_heads;
         let tables = Tables::of(&self.step);
         let q = view::read::<f32>(&self.q);
-        let (keys, values) = (view::read::<f32>(&self.pool.k), view::read::<f32>(&self.pool.v));
+        let (keys, values) = (Pages::of(&self.pool.k), Pages::of(&self.pool.v));
         let mut out = view::write(&self.out);
         let seen: usize = tables.positions().iter().map(|p| *p as usize + 1).sum();
         let inputs = Inputs {
@@ -40,13 +42,37 @@ impl Attention<Buf> {
 struct Inputs<'a> {
     tables: &'a Tables<'a>,
     q: &'a Rows<'a>,
-    keys: &'a Rows<'a>,
-    values: &'a Rows<'a>,
+    keys: &'a Pages<'a>,
+    values: &'a Pages<'a>,
     hd: usize,
     scale: f32,
     window: Option<u32>,
     /// Positions that only their own queries see.
     hidden: usize,
+}
+
+/// Pages of keys or of values.
+enum Pages<'a> {
+    Plain(Rows<'a, f32>),
+    Coded(Rows<'a, i8>),
+}
+
+impl<'a> Pages<'a> {
+    fn of(pool: &'a Tensor<Buf>) -> Self {
+        if pool.dtype == DType::I8 { Self::Coded(view::read(pool)) } else { Self::Plain(view::read(pool)) }
+    }
+
+    /// `[64, hd]` of a head, decoded into `room` if need be.
+    fn head<'s>(&'s self, page: usize, head: usize, hd: usize, room: &'s mut Vec<f32>) -> &'s [f32] {
+        match self {
+            Self::Plain(rows) => &rows.row(page)[head * PAGE * hd..][..PAGE * hd],
+            Self::Coded(rows) => {
+                let bytes = PAGE * kv8::stored(DType::I8, hd);
+                kv8::decode(&rows.row(page)[head * bytes..][..bytes], room);
+                room
+            }
+        }
+    }
 }
 
 /// The running softmax of one query.
@@ -129,6 +155,7 @@ impl Inputs<'_> {
         let heads = out.row_mut(0).len() / hd;
         let token_row = self.tables.token_row();
         let mut running: Vec<Softmax> = Vec::new();
+        let mut rooms = [Vec::new(), Vec::new()];
         let mut from = 0;
         while from < out.rows() {
             let row = token_row[first + from];
@@ -146,8 +173,9 @@ impl Inputs<'_> {
             let end = ranges().map(|(_, to)| to.div_ceil(PAGE)).max().unwrap_or(0);
             for block in begin..end {
                 let page = self.tables.pages(row as usize)[block] as usize;
-                let head = kv_head * PAGE * hd..(kv_head + 1) * PAGE * hd;
-                let (keys, values) = (&self.keys.row(page)[head.clone()], &self.values.row(page)[head]);
+                let [keys, values] = &mut rooms;
+                let keys = self.keys.head(page, kv_head, hd, keys);
+                let values = self.values.head(page, kv_head, hd, values);
                 for (i, running) in tokens.clone().zip(running.chunks_mut(heads)) {
                     let (from, to) = self.range(first + i);
                     let in_block = from.max(block * PAGE)..to.min((block + 1) * PAGE);

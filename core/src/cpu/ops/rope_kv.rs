@@ -3,9 +3,11 @@
 use crate::cpu::Buf;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
-use crate::cpu::view;
+use crate::cpu::view::{self, Writer};
+use crate::kv8;
 use crate::ops::RopeKv;
 use crate::step::{NONE, PAGE};
+use crate::tensor::{DType, Tensor};
 
 impl RopeKv<Buf> {
     pub(super) fn run(&self) {
@@ -15,10 +17,10 @@ impl RopeKv<Buf> {
         let norm = self.norm.as_ref().map(|(n, eps)| (view::read::<f32>(n), *eps));
         let norm = |i: usize| norm.as_ref().map(|(n, eps)| (n.row(i), *eps));
         let inv_freq = self.inv_freq.as_ref().map(view::read::<f32>);
-        let (mut q_out, mut k_pool, mut v_pool) =
-            (view::write(&self.q_out), view::write(&self.pool.k), view::write(&self.pool.v));
-        let (mut q_out, mut k_pool, mut v_pool) = (q_out.rows(), k_pool.rows(), v_pool.rows());
-        let mut angles = Vec::new();
+        let mut q_out = view::write(&self.q_out);
+        let mut q_out = q_out.rows();
+        let (mut keys, mut values) = (PagesMut::of(&self.pool.k), PagesMut::of(&self.pool.v));
+        let (mut angles, mut rotated) = (Vec::new(), vec![0.0; hd]);
         for (t, (&row, &position)) in tables.token_row().iter().zip(tables.positions()).enumerate() {
             if row == NONE {
                 continue;
@@ -33,13 +35,36 @@ impl RopeKv<Buf> {
             }
             let page = tables.pages(row as usize)[position as usize / PAGE] as usize;
             let offset = position as usize % PAGE;
-            let (keys, values) = (k_pool.row_mut(page), v_pool.row_mut(page));
             for (h, (k, v)) in k.row(t).chunks(hd).zip(v.row(t).chunks(hd)).enumerate() {
-                let at = (h * PAGE + offset) * hd;
-                let out = &mut keys[at..at + hd];
-                out.copy_from_slice(k);
-                dispatch!(Isa::best(), |s| rotate(s, norm(1), &angles, out));
-                values[at..at + hd].copy_from_slice(v);
+                rotated.copy_from_slice(k);
+                dispatch!(Isa::best(), |s| rotate(s, norm(1), &angles, &mut rotated));
+                keys.put(&rotated, page, h, offset);
+                values.put(v, page, h, offset);
+            }
+        }
+    }
+}
+
+/// Pages of keys or of values, to write.
+enum PagesMut<'a> {
+    Plain(Writer<'a, f32>),
+    Coded(Writer<'a, i8>),
+}
+
+impl<'a> PagesMut<'a> {
+    fn of(pool: &'a Tensor<Buf>) -> Self {
+        if pool.dtype == DType::I8 { Self::Coded(view::write(pool)) } else { Self::Plain(view::write(pool)) }
+    }
+
+    /// Stores a token of a head.
+    fn put(&mut self, row: &[f32], page: usize, head: usize, slot: usize) {
+        match self {
+            Self::Plain(pages) => {
+                pages.rows().row_mut(page)[(head * PAGE + slot) * row.len()..][..row.len()].copy_from_slice(row);
+            }
+            Self::Coded(pages) => {
+                let bytes = PAGE * kv8::stored(DType::I8, row.len());
+                kv8::put(row, slot, &mut pages.rows().row_mut(page)[head * bytes..][..bytes]);
             }
         }
     }
