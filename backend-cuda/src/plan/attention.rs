@@ -75,7 +75,7 @@ impl Decode {
     fn shared(self, Heads { dim, group, codes }: Heads) -> usize {
         let bf16 = if dim.is_multiple_of(64) { 2 * dim } else { 2 * (dim + 8) };
         // Codes: an odd number of pieces of 16 bytes, and a scale.
-        let row = if codes { (dim / 16 | 1) * 16 + 4 } else { bf16 };
+        let row = if codes { ((dim / 16) | 1) * 16 + 4 } else { bf16 };
         let ring = self.warps * self.stages * 2 * KEYS * row;
         ring.max(self.warps * group * (dim + 4 + 2) * 4)
     }
@@ -249,6 +249,8 @@ mod tests {
         assert_eq!(of(512, 256, 128), Decode { warps: 4, stages: 3, splits: 1 });
         assert_eq!(of(2, 256, 256), Decode { warps: 4, stages: 3, splits: 64 });
         assert_eq!(of(8, 256, 64).stages, 4);
+        let codes = Heads { codes: true, ..heads(128) };
+        assert_eq!(Decode::of(8, 256, codes, &Device::like_h200(227)).unwrap().stages, 4);
     }
 
     /// Shared memory of a block on every supported device.

@@ -305,12 +305,14 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         ops.push(Activation { gate: both.cols(0, s.mlp), up, row_gate: None, out, act }.into());
     }
     if let Some(heads) = s.attention {
-        attention(m, &mut ops, heads, m.act);
+        let pages = m.act;
+        attention(m, &mut ops, heads, pages);
     }
-    // Pages in 8 bits, with an even and an odd number of pieces in a row, and without tensor cores.
-    let coded_pages = [[32, 8, 128], [8, 2, 80], [4, 2, 12]];
-    for heads in coded_pages.into_iter().filter(|_| s.width == BASE.width) {
-        attention(m, &mut ops, heads, DType::I8);
+    if s.width == BASE.width {
+        // Rows of an even and of an odd number of pieces, and without tensor cores.
+        for heads in [[32, 8, 128], [8, 2, 80], [4, 2, 12]] {
+            attention(m, &mut ops, heads, DType::I8);
+        }
     }
     if let Some([h, p, n, g]) = s.mamba2 {
         let (di, c) = (h * p, h * p + 2 * g * n);
