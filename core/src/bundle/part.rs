@@ -143,7 +143,8 @@ impl Part {
     pub(super) fn check(&self) -> Result<(), String> {
         let Self { kind, dtype, shape, .. } = self;
         let coded = *dtype == DType::I8;
-        if !matches!(dtype, DType::F32 | DType::Bf16 | DType::F16) && !(coded && kind.is_paged()) {
+        let float = matches!(dtype, DType::F32 | DType::Bf16 | DType::F16);
+        if !(float || coded && kind.is_paged()) {
             let pages = if kind.is_paged() { ", and of pages I8" } else { "" };
             let name = self.name();
             return Err(format!("tensor `{name}` is {dtype:?}; values of states are F32, BF16 or F16{pages}"));

@@ -167,8 +167,8 @@ impl Prepared {
                 }
                 Want::Code(v) => {
                     let x = a.read(start + i, got);
-                    // Written so that NaN fails.
-                    if !((x - v).abs() <= 0.5 + CODE) {
+                    let near = (x - v).abs() <= 0.5 + CODE;
+                    if !near {
                         report.failures.push(format!("{what}: code {i} is {x}, not {v} rounded"));
                         return;
                     }
@@ -176,7 +176,9 @@ impl Prepared {
                 Want::Scale(v) => {
                     let at = a.at(start + i).start;
                     let x: f64 = f32::from_le_bytes([got[at], got[at + 1], got[at + 2], got[at + 3]]).into();
-                    if !((x - v).abs() <= CODE * v) {
+                    // NaN is not near.
+                    let near = (x - v).abs() <= CODE * v;
+                    if !near {
                         report.failures.push(format!("{what}: the scale at {i} is {x}, not {v}"));
                         return;
                     }
