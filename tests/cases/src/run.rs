@@ -414,8 +414,12 @@ mod tests {
         for (name, want) in &p.wants {
             let a = p.host.array(name);
             for (i, w) in want.iter().enumerate() {
-                if let Want::Near(v) | Want::Exact(v) = *w {
-                    a.set(i, v, &mut out[a.buf]);
+                let out = &mut out[a.buf];
+                match *w {
+                    Want::Near(v) | Want::Exact(v) => a.set(i, v, out),
+                    Want::Code(v) => out[a.at(i).start] = v.round_ties_even() as i8 as u8,
+                    Want::Scale(v) => out[a.at(i).start..][..4].copy_from_slice(&(v as f32).to_le_bytes()),
+                    Want::Keep | Want::Any => {}
                 }
             }
         }
@@ -441,6 +445,19 @@ mod tests {
                 assert!(report.ok(), "{}: {report}", case.id());
             }
         }
+    }
+
+    #[test]
+    fn codes_and_scales_are_compared() {
+        let id = "rope_kv/pages in 8 bits, decode of 8 rows";
+        let spoiled = |first: fn(&Want) -> bool, spoil: fn(&mut [u8])| {
+            spoiled(id, "k_pages", |a, p, got| {
+                let (_, want) = p.wants.iter().find(|(name, _)| *name == "k_pages").unwrap();
+                spoil(&mut got[a.at(want.iter().position(first).unwrap()).start..]);
+            })
+        };
+        assert!(!spoiled(|w| matches!(w, Want::Code(v) if v.abs() < 100.0), |b| b[0] = b[0].wrapping_add(2)).ok());
+        assert!(!spoiled(|w| matches!(w, Want::Scale(_)), |b| b[2] ^= 8).ok());
     }
 
     #[test]
