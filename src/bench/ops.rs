@@ -36,7 +36,14 @@ const HEAVY: f64 = 2e9;
 
 /// Measures and prints.
 pub fn run(args: &BenchOpsArgs) -> Outcome {
-    let report = on!(backend::open(&args.backend.place()?)?, b => measure_all(&b, args))?;
+    let place = args.backend.place()?;
+    if place.kv8 {
+        return Err(Failure::Usage(
+            "`bench ops` has shapes with exact pages only: leave out --kv-dtype, or time a model with `bench model`"
+                .into(),
+        ));
+    }
+    let report = on!(backend::open(&place)?, b => measure_all(&b, args))?;
     if args.json {
         Output::new().json(&report.json)?;
     }
