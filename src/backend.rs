@@ -183,8 +183,7 @@ pub fn open(place: &Place) -> Result<Opened> {
             }
         }
         (Device::Cpu, None) if place.ranks != 1 => {
-            let ranks = Ranks::open(place.ranks, place.products)?;
-            Ok(Opened::Ranks(if place.kv8 { ranks.kv8() } else { ranks }))
+            Ranks::open(place.ranks, place.products).map(|ranks| Opened::Ranks(ranks.kv8(place.kv8)))
         }
         (Device::Cpu, None) => Ok(cpu(place)),
     }
@@ -230,8 +229,7 @@ fn cpu(place: &Place) -> Opened {
         // This is the engine's thread, which is its own.
         par::own_team(par::threads() / place.replicas);
     }
-    let backend = CpuBackend::with(place.products);
-    Opened::Cpu(if place.kv8 { backend.kv8() } else { backend })
+    Opened::Cpu(CpuBackend::with(place.products).kv8(place.kv8))
 }
 
 /// The devices of all backends, in the order in which `--backend auto` tries them.

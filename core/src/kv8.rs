@@ -27,6 +27,11 @@ pub const fn elements(dtype: DType, width: usize) -> usize {
     }
 }
 
+/// Elements of a head of `dim` in a page.
+pub const fn span(dtype: DType, dim: usize) -> usize {
+    PAGE * stored(dtype, dim)
+}
+
 /// Writes the codes of a row and returns its scale.
 pub fn encode(row: &[f32], codes: &mut [i8]) -> f32 {
     let most = row.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -58,17 +63,22 @@ pub fn decode(head: &[i8], out: &mut Vec<f32>) {
 /// [`decode`] of several heads, one after the other, from bytes.
 pub fn values(bytes: &[u8], hd: usize) -> Vec<f32> {
     let (mut all, mut head) = (Vec::new(), Vec::new());
-    for bytes in bytes.chunks_exact(PAGE * (hd + SCALE)) {
+    for bytes in bytes.chunks_exact(span(DType::I8, hd)) {
         decode(bytemuck::cast_slice(bytes), &mut head);
         all.extend_from_slice(&head);
     }
     all
 }
 
+/// The elements of rows of `dim` as f32, of whole heads if they are codes.
+pub fn to_f32(dtype: DType, bytes: &[u8], dim: usize) -> Vec<f32> {
+    if dtype == DType::I8 { values(bytes, dim) } else { dtype.to_f32(bytes) }
+}
+
 /// The bytes of several heads with these elements, `[heads, 64, hd]`.
 pub fn bytes(values: &[f32], hd: usize) -> Vec<u8> {
     let mut all = vec![0; values.len() / hd * (hd + SCALE)];
-    for (values, bytes) in values.chunks_exact(PAGE * hd).zip(all.chunks_exact_mut(PAGE * (hd + SCALE))) {
+    for (values, bytes) in values.chunks_exact(PAGE * hd).zip(all.chunks_exact_mut(span(DType::I8, hd))) {
         let head = bytemuck::cast_slice_mut(bytes);
         values.chunks_exact(hd).enumerate().for_each(|(slot, row)| put(row, slot, head));
     }
@@ -93,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_token_changes_no_other() {
-        let mut head = vec![-1; PAGE * (8 + SCALE)];
+        let mut head = vec![-1; span(DType::I8, 8)];
         let before = head.clone();
         put(&[1.0; 8], 5, &mut head);
         let changed: Vec<usize> = (0..head.len()).filter(|i| head[*i] != before[*i]).collect();

@@ -147,9 +147,11 @@ impl Ranks {
         Ok(Self { memory: Memory::Host(host, free_at_start), ..opened })
     }
 
-    /// These ranks with KV pages in 8 bits, see [`crate::kv8`].
-    pub fn kv8(mut self) -> Self {
-        self.caps.kv = DType::I8;
+    /// Whether KV pages are in 8 bits, see [`crate::kv8`].
+    pub fn kv8(mut self, on: bool) -> Self {
+        if on {
+            self.caps.kv = DType::I8;
+        }
         self
     }
 

@@ -4,7 +4,7 @@ use selkie_core::backend::Handle;
 use selkie_core::error::Result;
 use selkie_core::kv8;
 use selkie_core::ops::Access::{Read, Write};
-use selkie_core::ops::{Attention, KvPool, RopeKv};
+use selkie_core::ops::{Attention, RopeKv};
 use selkie_core::step::PAGE;
 use selkie_core::tensor::DType;
 
@@ -27,7 +27,7 @@ pub(super) fn rope_kv<B: Handle>(op: &RopeKv<B>, facts: &Facts) -> Result<Vec<Ke
     }
     let mut b = Builder::new(shader!("rope_kv"))
         .constant("HEAD_DIM", hd)
-        .constant("HEAD_SPAN", span(&op.pool, hd))
+        .constant("HEAD_SPAN", kv8::span(op.pool.k.dtype, hd))
         .flag("CODED", coded)
         .flag("NORM", op.norm.is_some())
         .flag("ROTATE", op.inv_freq.is_some())
@@ -59,7 +59,7 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
     let base = |shader| {
         Builder::new(shader)
             .constant("HEAD_DIM", hd)
-            .constant("HEAD_SPAN", span(&op.pool, hd))
+            .constant("HEAD_SPAN", kv8::span(op.pool.k.dtype, hd))
             .param("heads", heads)
             .param("window", op.window.unwrap_or(u32::MAX) as usize)
             .param("first", op.first as usize)
@@ -116,11 +116,6 @@ pub(super) fn attention<B: Handle>(op: &Attention<B>, facts: &Facts) -> Result<V
         part.scratch("partial", Write, 0, partial).build("attention", items * splits, facts.max_binding),
         merge.build("attention", b.tokens * heads, facts.max_binding),
     ])
-}
-
-/// Places that a head of `head_dim` takes in a page.
-fn span<B: Handle>(pool: &KvPool<B>, head_dim: usize) -> usize {
-    PAGE * kv8::stored(pool.k.dtype, head_dim)
 }
 
 /// Maximum scratch bytes for any number of rows: there are at most [`GROUPS`] partial results per head of a workgroup.

@@ -227,7 +227,7 @@ pub fn convert(bytes: &[u8], from: DType, to: DType, width: usize) -> Option<Cow
     if from == to {
         return Some(bytes.into());
     }
-    let values = if from == DType::I8 { kv8::values(bytes, width) } else { from.to_f32(bytes) };
+    let values = kv8::to_f32(from, bytes, width);
     let halves = |round: fn(f32) -> (u16, bool)| {
         let mut out = Vec::with_capacity(2 * values.len());
         for &value in &values {

@@ -47,9 +47,11 @@ impl CpuBackend {
         Self::of_rank(products, Member::alone())
     }
 
-    /// This backend with KV pages in 8 bits, see [`crate::kv8`].
-    pub fn kv8(mut self) -> Self {
-        self.caps.kv = DType::I8;
+    /// Whether KV pages are in 8 bits, see [`crate::kv8`].
+    pub fn kv8(mut self, on: bool) -> Self {
+        if on {
+            self.caps.kv = DType::I8;
+        }
         self
     }
 

@@ -294,10 +294,7 @@ impl<'a, B: Backend> Direct<'a, B> {
     async fn read(&self, t: &Tensor<B::Buf>) -> Result<Vec<f32>> {
         let bytes = self.backend.read(t).await?;
         let width = t.dims().last().copied().unwrap_or_default();
-        Ok(match t.dtype {
-            DType::I8 => kv8::values(&bytes, kv8::elements(t.dtype, width)),
-            dtype => dtype.to_f32(&bytes),
-        })
+        Ok(kv8::to_f32(t.dtype, &bytes, kv8::elements(t.dtype, width)))
     }
 
     /// Runs `ids` in steps of the given sizes, as many tokens as possible when those end; returns the logits `[T, V]`.

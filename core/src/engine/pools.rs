@@ -32,13 +32,27 @@ pub fn page_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
     spec.layers.iter().map(layer).sum()
 }
 
+/// Whether the model can have pages of the backend's dtype.
+///
+/// # Errors
+/// [`Error::BadRequest`] for latents in 8 bits.
+pub fn supported(spec: &ModelSpec, caps: &Caps) -> Result<()> {
+    if caps.kv == DType::I8 && spec.layers.iter().filter_map(|l| l.kv).any(|kv| kv.latent) {
+        return Err(Error::BadRequest(
+            "this model keeps latents, for which there are no pages in 8 bits: leave out `--kv-dtype int8`".into(),
+        ));
+    }
+    Ok(())
+}
+
 /// Memory for `slots` sequence states and `pages` pages of 64 tokens, slot 0 and page 0 not counted; one entry per layer.
 ///
 /// # Errors
-/// [`Error::BadRequest`] if even one head (or channel) of that many slots or pages is larger than one binding, with the
-/// number that fits; [`Error::OutOfMemory`] from the backend.
+/// As [`supported`]; [`Error::BadRequest`] if even one head (or channel) of that many slots or pages is larger than one binding,
+/// with the number that fits; [`Error::OutOfMemory`] from the backend.
 pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usize) -> Result<Vec<LayerPools<B::Buf>>> {
     let caps = backend.caps();
+    supported(spec, caps)?;
     let tensor = |label: &str, dtype: DType, dims: &[usize]| {
         let bytes = dims.iter().product::<usize>() * dtype.bytes();
         Ok(Tensor::new(backend.alloc(label, bytes as u64)?, dtype, dims))
@@ -46,7 +60,7 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
     let layer = |(i, state): (usize, &LayerState)| {
         let mut pools = LayerPools { kv: Vec::new(), conv: Vec::new(), recurrent: Vec::new() };
         if let Some(kv) = state.kv {
-            for heads in split(kv.heads, head_bytes(kv, caps)?, pages, caps.max_binding, "KV pages")? {
+            for heads in split(kv.heads, head_bytes(kv, caps), pages, caps.max_binding, "KV pages")? {
                 let dims = |width| [pages + 1, heads, PAGE, width];
                 let [key, value] = kv.stored(caps.kv);
                 let k = tensor(&format!("keys of layer {i}"), caps.kv, &dims(key))?;
@@ -78,7 +92,7 @@ pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usi
 pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Result<()> {
     for state in &spec.layers {
         if let Some(kv) = state.kv {
-            split(kv.heads, head_bytes(kv, caps)?, pages, caps.max_binding, "KV pages")?;
+            split(kv.heads, head_bytes(kv, caps), pages, caps.max_binding, "KV pages")?;
         }
         if let Some([channels, taps]) = state.conv {
             split(channels, taps * caps.conv.bytes(), slots, caps.max_binding, "slots")?;
@@ -90,15 +104,10 @@ pub fn check(spec: &ModelSpec, caps: &Caps, slots: usize, pages: usize) -> Resul
     Ok(())
 }
 
-/// Bytes of a head's keys or of its values in a page, of the wider ones; an error if the model cannot have such pages.
-fn head_bytes(kv: KvShape, caps: &Caps) -> Result<usize> {
-    if kv.latent && caps.kv == DType::I8 {
-        return Err(Error::BadRequest(
-            "this model keeps latents, for which there are no pages in 8 bits: leave out `--kv-dtype int8`".into(),
-        ));
-    }
+/// Bytes of a head's keys or of its values in a page, of the wider ones.
+fn head_bytes(kv: KvShape, caps: &Caps) -> usize {
     let [key, value] = kv.stored(caps.kv);
-    Ok(PAGE * key.max(value) * caps.kv.bytes())
+    PAGE * key.max(value) * caps.kv.bytes()
 }
 
 /// Sizes of the fewest, nearly equal blocks of `units` whose `count + 1` entries fit into `limit` bytes each.

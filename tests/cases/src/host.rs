@@ -215,7 +215,7 @@ impl Host {
         }
         let [pages, heads, _, hd] = dims;
         let mut bytes = kv8::bytes(&values, hd);
-        let head = PAGE * kv8::stored(dtype, hd);
+        let head = kv8::span(dtype, hd);
         for (values, bytes) in values.chunks(PAGE * hd).zip(bytes.chunks_mut(head)) {
             for (slot, _) in values.chunks(hd).enumerate().filter(|(_, row)| row[0].is_nan()) {
                 let scale = PAGE * hd + 4 * slot;

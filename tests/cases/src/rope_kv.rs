@@ -84,8 +84,7 @@ impl Spec for Rope {
         let norm = |i: usize| h.has("norm").then(|| &h.get("norm")[i * hd..(i + 1) * hd]);
         let inv_freq = h.has("inv_freq").then(|| h.get("inv_freq"));
         let mut q_out = vec![Want::Keep; tables.bucket.tokens * q_cols];
-        let dtype = h.array("k_pages").dtype;
-        let span = PAGE * kv8::stored(dtype, hd);
+        let span = kv8::span(h.array("k_pages").dtype, hd);
         let mut k_pages = vec![Want::Keep; self.batch.pages() * self.kv_heads * span];
         let mut v_pages = k_pages.clone();
         let put = |to: &mut [Want], values: Vec<f64>| {

@@ -10,7 +10,7 @@ use selkie_core::error::Result;
 use selkie_core::format::Products;
 use selkie_core::ops::Op;
 use selkie_core::source::Bytes;
-use selkie_core::tensor::{DType, Tensor};
+use selkie_core::tensor::Tensor;
 
 /// What a test sees of the work on a device and of a constraint, in order.
 pub type Log = Arc<Mutex<Vec<&'static str>>>;
@@ -27,15 +27,13 @@ pub struct Behind {
 
 impl Behind {
     pub fn new(asynchronous: bool, products: Products) -> Self {
-        let cpu = CpuBackend::with(products);
-        let caps = Caps { asynchronous, ..cpu.caps().clone() };
-        Self { cpu, caps, log: None, fetched: RefCell::default() }
+        Self::of(CpuBackend::with(products), asynchronous)
     }
 
-    /// The same with pages in 8 bits.
-    pub fn kv8(mut self) -> Self {
-        self.caps.kv = DType::I8;
-        self
+    /// This one, as a device that is or is not asynchronous.
+    pub fn of(cpu: CpuBackend, asynchronous: bool) -> Self {
+        let caps = Caps { asynchronous, ..cpu.caps().clone() };
+        Self { cpu, caps, log: None, fetched: RefCell::default() }
     }
 
     /// An asynchronous device that logs.

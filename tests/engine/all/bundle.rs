@@ -37,7 +37,7 @@ const TINY: Embedded = Embedded {
     )],
 };
 
-fn golden(name: &str) -> ModelFiles {
+pub(super) fn golden(name: &str) -> ModelFiles {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden").join(name);
     block_on(ModelFiles::open(Arc::new(Dir::open(dir).unwrap()), || 0)).unwrap()
 }
@@ -46,19 +46,19 @@ fn tiny() -> ModelFiles {
     block_on(ModelFiles::open_random(Arc::new(TINY), || 0, 7, None)).unwrap()
 }
 
-fn identity(files: &ModelFiles) -> Identity {
+pub(super) fn identity(files: &ModelFiles) -> Identity {
     block_on(files.identity(&mut |_| {})).unwrap()
 }
 
-fn options() -> EngineOptions {
+pub(super) fn options() -> EngineOptions {
     EngineOptions { slots: Some(12), kv_pages: Some(24), context: Some(512), logits: true, ..EngineOptions::default() }
 }
 
-fn engine<B: Backend>(backend: B, files: &ModelFiles, options: &EngineOptions) -> Engine<B> {
+pub(super) fn engine<B: Backend>(backend: B, files: &ModelFiles, options: &EngineOptions) -> Engine<B> {
     block_on(load(backend, files, options, &mut |_| {})).unwrap()
 }
 
-fn cpu(files: &ModelFiles) -> Engine<CpuBackend> {
+pub(super) fn cpu(files: &ModelFiles) -> Engine<CpuBackend> {
     engine(CpuBackend::new(), files, &options())
 }
 
@@ -76,13 +76,13 @@ fn ids(n: usize, seed: u32, vocab: usize) -> Vec<u32> {
 }
 
 #[derive(Debug, Default, PartialEq)]
-struct Output {
+pub(super) struct Output {
     ids: Vec<u32>,
     logits: Vec<Vec<u32>>,
 }
 
 /// Runs one request alone; its answer and report.
-fn run<B: Backend>(engine: &mut Engine<B>, request: &Request) -> (Output, Report) {
+pub(super) fn run<B: Backend>(engine: &mut Engine<B>, request: &Request) -> (Output, Report) {
     engine.poison_free().unwrap();
     engine.submit(request.clone()).unwrap();
     let (mut output, mut report) = (Output::default(), None);
@@ -101,12 +101,17 @@ fn run<B: Backend>(engine: &mut Engine<B>, request: &Request) -> (Output, Report
     (output, report.unwrap())
 }
 
-fn request(prompt: &[u32], max_tokens: usize) -> Request {
+pub(super) fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let boundaries = vec![70, prompt.len()];
     Request { prompt: prompt.to_vec(), max_tokens, boundaries, ..Request::default() }
 }
 
-fn export<B: Backend>(engine: &Engine<B>, model: &Identity, tokens: &[u32], realm: Realm) -> (Vec<u8>, Exported) {
+pub(super) fn export<B: Backend>(
+    engine: &Engine<B>,
+    model: &Identity,
+    tokens: &[u32],
+    realm: Realm,
+) -> (Vec<u8>, Exported) {
     export_from(engine, model, tokens, realm, 0)
 }
 
@@ -133,14 +138,14 @@ fn export_from<B: Backend>(
     (out, exported)
 }
 
-fn import<B: Backend>(engine: &mut Engine<B>, bytes: &[u8], into: &Import) -> Result<Imported, Error> {
+pub(super) fn import<B: Backend>(engine: &mut Engine<B>, bytes: &[u8], into: &Import) -> Result<Imported, Error> {
     engine.poison_free().unwrap();
     let imported = Reader::open(Cursor::new(bytes), "in.bundle").and_then(|mut r| engine.import(&mut r, into));
     engine.scheduler().audit().unwrap();
     imported
 }
 
-fn into(model: &Identity) -> Import {
+pub(super) fn into(model: &Identity) -> Import {
     Import { model: model.clone(), namespace: String::new(), exact_only: false }
 }
 
@@ -150,7 +155,7 @@ fn held<B: Backend>(engine: &Engine<B>) -> (usize, usize, usize) {
 }
 
 /// A first turn, its bundle, and the tokens of a second turn.
-fn first_turn<B: Backend>(engine: &mut Engine<B>, model: &Identity, seed: u32) -> (Vec<u8>, Vec<u32>) {
+pub(super) fn first_turn<B: Backend>(engine: &mut Engine<B>, model: &Identity, seed: u32) -> (Vec<u8>, Vec<u32>) {
     let vocab = engine.spec().vocab;
     let prompt = ids(190, seed, vocab);
     let (answer, _) = run(engine, &request(&prompt, 12));
@@ -311,10 +316,10 @@ fn converted_values_live_under_a_root_of_their_own() {
 }
 
 /// All values of a bundle, in its order.
-fn values(bytes: &[u8]) -> Vec<f32> {
+pub(super) fn values(bytes: &[u8]) -> Vec<f32> {
     let mut all = Vec::new();
     let add = &mut |part: &Part, _: usize, row: &[u8]| {
-        all.extend(part.dtype.to_f32(row));
+        all.extend(kv8::to_f32(part.dtype, row, part.width()));
         Ok(())
     };
     Reader::open(Cursor::new(bytes), "x").unwrap().rows(add).unwrap();
@@ -411,63 +416,6 @@ fn values_of_other_dtypes_are_converted() {
     let lie = rewritten(&bytes, DType::Bf16, |head| head.numerics = own);
     let error = import(&mut engine, &lie, &into(&model)).unwrap_err().to_string();
     assert!(error.contains("tensor `layers.") && error.contains("Bf16"), "{error}");
-}
-
-#[test]
-fn pages_in_8_bits_go_out_and_in() {
-    let files = golden("falcon_h1");
-    let model = identity(&files);
-    let coded = || engine(CpuBackend::new().kv8(), &files, &options());
-    let (bytes, second) = first_turn(&mut coded(), &model, 3);
-    let want = run(&mut coded(), &request(&second, 20)).0;
-
-    let mut fresh = coded();
-    let imported = import(&mut fresh, &bytes, &into(&model)).unwrap();
-    assert_eq!((imported.tokens, imported.origin.as_str()), (192, ""));
-    assert_eq!(export(&fresh, &model, &second[..202], Realm::default()).0, bytes);
-    assert!(run(&mut fresh, &request(&second, 20)).0 == want, "the continuation");
-
-    // Other pages have other numerics, so values are converted, there and back again.
-    let mut plain = cpu(&files);
-    let there = import(&mut plain, &bytes, &into(&model)).unwrap();
-    assert!(there.origin.contains("kv=I8"), "{}", there.origin);
-    let (_, report) = run(&mut plain, &Request { origin: there.origin.clone(), ..request(&second, 4) });
-    assert_eq!((report.reused, report.converted), (192, true));
-    let decoded = export(&plain, &model, &second[..202], Realm { origin: there.origin, ..Realm::default() }).0;
-    let mut back = coded();
-    let imported = import(&mut back, &decoded, &into(&model)).unwrap();
-    let again = export(&back, &model, &second[..202], Realm { origin: imported.origin, ..Realm::default() }).0;
-    let parts = |bytes: &[u8]| {
-        let (mut all, reader) = (Vec::new(), Reader::open(Cursor::new(bytes), "x").unwrap());
-        let add = &mut |part: &Part, _, row: &[u8]| {
-            let codes = part.dtype == DType::I8;
-            all.extend(if codes { kv8::values(row, part.width()) } else { part.dtype.to_f32(row) });
-            Ok(())
-        };
-        reader.rows(add).unwrap();
-        all
-    };
-    let (first, decoded, again) = (parts(&bytes), parts(&decoded), parts(&again));
-    assert_eq!(first, decoded, "f32 holds what codes stand for");
-    let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * a.abs();
-    assert!(decoded.iter().zip(&again).all(near), "their codes are the same");
-}
-
-#[test]
-fn pages_in_8_bits_are_divided_with_their_scales() {
-    let files = golden("falcon_h1");
-    let model = identity(&files);
-    let several = || engine(Ranks::open(2, Products::default()).unwrap().kv8(), &files, &options());
-    let (bytes, second) = first_turn(&mut several(), &model, 3);
-    let want = run(&mut several(), &request(&second, 20)).0;
-    let mut fresh = several();
-    assert_eq!(import(&mut fresh, &bytes, &into(&model)).unwrap().origin, "");
-    assert!(run(&mut fresh, &request(&second, 20)).0 == want, "the continuation");
-    let mut one = engine(CpuBackend::new().kv8(), &files, &options());
-    let origin = import(&mut one, &bytes, &into(&model)).unwrap().origin;
-    let again = export(&one, &model, &second[..202], Realm { origin, ..Realm::default() }).0;
-    let (a, b) = (Reader::open(Cursor::new(&*bytes), "a").unwrap(), Reader::open(Cursor::new(&*again), "b").unwrap());
-    assert_eq!(a.head().parts, b.head().parts);
 }
 
 #[test]

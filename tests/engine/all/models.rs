@@ -7,6 +7,7 @@ use selkie_core::{
     backend::Backend,
     checkpoint::Checkpoint,
     config::Config,
+    cpu::CpuBackend,
     engine::{Engine, EngineOptions},
     format::Products,
     models::{self, Architecture},
@@ -69,8 +70,7 @@ impl TestModel {
     }
 
     pub fn engine(&self, options: &EngineOptions, asynchronous: bool) -> Engine<Behind> {
-        let backend = Behind::new(asynchronous, self.products);
-        self.on(if self.kv8 { backend.kv8() } else { backend }, options)
+        self.on(Behind::of(CpuBackend::with(self.products).kv8(self.kv8), asynchronous), options)
     }
 
     pub fn on<B: Backend>(&self, backend: B, options: &EngineOptions) -> Engine<B> {

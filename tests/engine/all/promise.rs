@@ -450,7 +450,7 @@ fn blocks(numbers: &[u64], vocab: usize) -> Request {
     Request { prompt, max_tokens: 3, ..Request::default() }
 }
 
-/// What a prompt of three pages is answered with.
+/// What a prompt of 269 tokens is answered with.
 pub(super) fn serve(model: &TestModel) -> Output {
     let asked = Asked::plain(Request { max_tokens: 16, ..blocks(&[1], model.architecture.spec().vocab) });
     Alone::new(model, 512).run(&asked)

@@ -67,7 +67,7 @@ impl<'a> Pages<'a> {
         match self {
             Self::Plain(rows) => &rows.row(page)[head * PAGE * hd..][..PAGE * hd],
             Self::Coded(rows) => {
-                let bytes = PAGE * kv8::stored(DType::I8, hd);
+                let bytes = kv8::span(DType::I8, hd);
                 kv8::decode(&rows.row(page)[head * bytes..][..bytes], room);
                 room
             }

@@ -63,7 +63,7 @@ impl<'a> PagesMut<'a> {
                 pages.rows().row_mut(page)[(head * PAGE + slot) * row.len()..][..row.len()].copy_from_slice(row);
             }
             Self::Coded(pages) => {
-                let bytes = PAGE * kv8::stored(DType::I8, row.len());
+                let bytes = kv8::span(DType::I8, row.len());
                 kv8::put(row, slot, &mut pages.rows().row_mut(page)[head * bytes..][..bytes]);
             }
         }
