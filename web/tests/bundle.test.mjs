@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { spawnSync } from "node:child_process";
-import { mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { copyFileSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
@@ -84,6 +84,27 @@ for (const webgpu of [false, true]) {
     await context.close();
   });
 }
+
+// Another machine's bundle: `selkie chat --system "Your name is Iris." --save FILE` with the lines of TALK. What the page exports lies beside it.
+const brought = process.env.SELKIE_BUNDLE;
+test("a chat of another machine goes on in the page", { skip: !brought && "SELKIE_BUNDLE names no file" }, async (t) => {
+  for (const webgpu of [false, true]) {
+    const { context, page, errors } = await openPage(site.url, { webgpu, viewport: { width: 1280, height: 860 } });
+    await page.click("#toggle-chats");
+    await page.setInputFiles("#import-file", picked("brought.bundle", readFileSync(brought)));
+    await noticed(page, /Imported 1 chat\. \d+ of \d+ tokens need not be computed: their values were computed elsewhere and are converted\./);
+    await asked(page, TALK);
+    t.diagnostic(await say(page, NEXT));
+    const said = await facts(page);
+    t.diagnostic(said);
+    assert.match(said, /prompt tokens reused, converted/);
+    const back = await exported(page, "brought-back.bundle");
+    copyFileSync(back, `${brought}.${webgpu ? "webgpu" : "cpu"}`);
+    t.diagnostic(JSON.parse(run(["bundle", "inspect", back, "--json"]).stdout).numerics);
+    assert.deepEqual(errors, []);
+    await context.close();
+  }
+});
 
 test("a chat with the server's model goes on in a page without it", async () => {
   const server = await modelServer();

@@ -1,6 +1,9 @@
 //! The models that random requests run on.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use pollster::block_on;
 use selkie_core::{
@@ -129,13 +132,19 @@ pub(super) fn coded_models() -> Vec<TestModel> {
     models
 }
 
+/// The reference folders, by name.
+pub(super) fn golden_folders() -> Vec<PathBuf> {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
+    let entries = std::fs::read_dir(golden).expect("the references are part of the repository");
+    let mut folders: Vec<_> = entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()).collect();
+    folders.sort();
+    assert!(folders.len() >= 29, "{} folders", folders.len());
+    folders
+}
+
 /// A model of each reference folder.
 pub(super) fn golden_models() -> Vec<TestModel> {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
-    let mut folders: Vec<_> = std::fs::read_dir(golden).unwrap().map(|entry| entry.unwrap().path()).collect();
-    folders.retain(|path| path.is_dir());
-    folders.sort();
-    let models: Vec<_> = folders.iter().filter_map(|path| TestModel::golden(path)).collect();
+    let models: Vec<_> = golden_folders().iter().filter_map(|path| TestModel::golden(path)).collect();
     assert!(models.len() >= 29, "{} models", models.len());
     models
 }

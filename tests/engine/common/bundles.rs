@@ -15,10 +15,8 @@ use selkie_core::session::load;
 use selkie_core::source::Dir;
 use selkie_core::state::Realm;
 
-use crate::{Difference, MARGIN, Tolerance, common};
+use crate::{Difference, MARGIN, Tolerance, common, golden, lacks};
 
-/// Pages alone, slots alone, both; Mamba-1 and 2, gated delta rule, short convolution.
-const FAMILIES: [&str; 6] = ["nemotron_h", "mamba2", "qwen3_next", "llama", "lfm2", "jamba"];
 const ANSWER: usize = 16;
 
 /// A model on a backend, for one text.
@@ -165,10 +163,11 @@ async fn one_way<A: Backend, B: Backend>(
 
 /// A trial per family: from the CPU to the device and back.
 pub fn on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: Tolerance) -> Vec<Trial> {
-    let trials = FAMILIES.map(|family| {
+    let trials = golden::families().into_iter().map(|folder| {
+        let family = folder.file_name().expect("a folder").to_string_lossy().into_owned();
+        let lacks = lacks(name, open, &folder);
         let run = move |_: &B| {
             pollster::block_on(async {
-                let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden").join(family);
                 let text = |e: selkie_core::Error| Failed::from(e.to_string());
                 let mut cpu = Side::load(CpuBackend::new(), &folder).await.map_err(text)?;
                 let mut device = Side::load(open().map_err(text)?, &folder).await.map_err(text)?;
@@ -176,7 +175,7 @@ pub fn on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: To
                 one_way(&mut device, &mut cpu, 2, tolerance).await
             })
         };
-        (format!("bundle: {family} from the CPU and back"), false, run)
+        (format!("{family} bundle, from the CPU and back"), lacks, run)
     });
     common::on(name, open, trials)
 }

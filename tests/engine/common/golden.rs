@@ -9,14 +9,16 @@ use selkie_core::models;
 
 /// Number of folders, all of which run. A smaller number means that a test was lost.
 const FOLDERS: usize = 29;
+/// Families that they are of.
+const FAMILIES: usize = 18;
 /// Prompts of a reference. The longest one comes with the final states.
 const PROMPTS: usize = 2;
 
 /// A test of the number of folders, and one of the extent of each reference.
 pub fn trials() -> Vec<Trial> {
-    let count = || match folders().len() {
-        found if found >= FOLDERS => Ok(()),
-        found => Err(Failed::from(format!("{found} folders; there were {FOLDERS}"))),
+    let count = || match (folders().len(), families().len()) {
+        (folders, families) if folders >= FOLDERS && families >= FAMILIES => Ok(()),
+        found => Err(Failed::from(format!("{found:?} folders and families; there were {FOLDERS} and {FAMILIES}"))),
     };
     let mut trials = vec![Trial::test("golden: no folder is lost", count)];
     trials.extend(folders().into_iter().map(|dir| {
@@ -33,6 +35,12 @@ pub fn folders() -> Vec<PathBuf> {
     let mut dirs: Vec<PathBuf> = entries.map(|e| e.expect("readable").path()).filter(|p| p.is_dir()).collect();
     dirs.sort();
     dirs
+}
+
+/// The folder of each family, which is called like its `model_type`; the others are variants of one.
+pub fn families() -> Vec<PathBuf> {
+    let is_family = |dir: &PathBuf| config(dir).is_ok_and(|c| c.model_type().is_ok_and(|name| dir.ends_with(name)));
+    folders().into_iter().filter(is_family).collect()
 }
 
 fn config(dir: &Path) -> Result<Config, Failed> {

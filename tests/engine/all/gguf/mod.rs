@@ -8,12 +8,7 @@ mod tokenizers;
 mod writer;
 pub mod written;
 
-use std::{
-    collections::HashMap,
-    ops::Range,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use pollster::block_on;
 use selkie_core::{
@@ -29,6 +24,7 @@ use selkie_core::{
     weights::Loader,
 };
 
+use crate::models::golden_folders;
 use writer::Writer;
 
 /// Files in memory, of which one is the model.
@@ -96,15 +92,6 @@ pub fn logits_by(
     let logits = block_on(direct.prompt(&mut sequence, ids, steps))?;
     direct.release(sequence);
     Ok(logits)
-}
-
-fn golden_folders() -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
-    let entries = std::fs::read_dir(root).expect("the references are part of the repository");
-    let mut folders: Vec<PathBuf> =
-        entries.map(|e| e.unwrap().path()).filter(|p| p.join("config.json").exists()).collect();
-    folders.sort();
-    folders
 }
 
 /// Token ids that every reference model has.
