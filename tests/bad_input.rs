@@ -306,6 +306,23 @@ fn limits_of_the_process() {
     }
 }
 
+/// Less than half of a limited address space is for the model: threads' heaps and the scratch of ops, which cannot be refused, need
+/// the rest. Weights of 0.6 GB and activations of 1.5 GB would fit into 4 GiB without them.
+#[cfg(target_os = "linux")]
+#[test]
+fn half_of_the_address_space_is_not_for_the_model() {
+    let config = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/mamba2/config.json")).unwrap();
+    let dir = TempDir::new("address_space");
+    let config = dir.write("case.json", config.replace(r#""head_dim": 16"#, r#""head_dim": 65535"#));
+    let script = "ulimit -v 4194304 && exec \"$0\" bench model --backend cpu --prompt-tokens 70 --config \"$1\"";
+    let out = std::process::Command::new("sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_selkie"), &config])
+        .env("RAYON_NUM_THREADS", "16")
+        .output()
+        .unwrap();
+    refused(&out, &["not enough memory", "case.json", "free"]);
+}
+
 #[test]
 fn a_backend_asked_for_by_name_never_falls_back() {
     let devices = run(&["devices", "--json"]);

@@ -293,9 +293,9 @@ mod dir {
             }
             match std::fs::metadata(&path) {
                 Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-                Err(e) => Err(Error::io(path, e)),
+                Err(e) => Err(unusable(path, e.kind(), &e)),
                 // A pipe or a device has no length and would block.
-                Ok(meta) if !meta.is_file() => Err(Error::io(path, std::io::Error::other("not a regular file"))),
+                Ok(meta) if !meta.is_file() => Err(unusable(path, ErrorKind::Other, &"not a regular file")),
                 Ok(meta) => Ok(Some((path, meta.len()))),
             }
         }
@@ -342,6 +342,12 @@ mod dir {
                 false => Err(truncated(self, name, range.start + read, range)),
             }
         }
+    }
+
+    /// The error of a file that is there but cannot be a model's.
+    fn unusable(path: PathBuf, kind: ErrorKind, why: &dyn fmt::Display) -> Error {
+        let why = format!("{why}; correct the file or the name that leads to it, or download the model again");
+        Error::io(path, std::io::Error::new(kind, why))
     }
 
     impl Source for Dir {
@@ -406,7 +412,8 @@ mod tests {
         assert_eq!(block_on(dir.size("nothing.json")).unwrap(), None);
         assert!(matches!(block_on(dir.read("nothing.json", 0..1)), Err(Error::Io { .. })));
         // A directory in the place of a file exists, but is not a file.
-        assert!(matches!(block_on(dir.size("training")), Err(Error::Io { .. })));
+        let error = block_on(dir.size("training")).unwrap_err().to_string();
+        assert!(error.contains("training: not a regular file; ") && error.contains("download"), "{error}");
         let size = block_on(dir.size("config.json")).unwrap().unwrap();
         assert!(block_on(dir.read("config.json", size - 1..size + 1)).unwrap_err().to_string().contains("truncated"));
         assert!(block_on(dir.read("../demo/config.json", 0..1)).is_err());

@@ -1,6 +1,6 @@
 //! Random tensors, for measuring the speed of a model without its weights.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
 
@@ -8,6 +8,7 @@ use super::{RawTensor, recipe};
 use crate::{Error, Result, format::Format, source::Bytes, tensor::DType, zeroed::Zeroed};
 
 /// Distribution of a tensor's values: uniform in `mid ± half`, or the logarithm of such a value.
+#[derive(Clone, Copy, PartialEq)]
 struct Spread {
     mid: f32,
     half: f32,
@@ -78,29 +79,27 @@ fn fill(data: &mut [u8], key: u32, spread: &Spread) {
         let x = spread.mid + spread.half * ((i as f32 + 0.5) * (2.0 / of) - 1.0);
         if spread.log { logarithm(x) } else { x }
     };
-    let bits = |i: u32| bf16::from_f32(value(i, TABLE_SIZE)).to_bits();
-    // Looking values up costs less than computing them, and these are the bytes of whole models. A model of very many
-    // small tensors must not make a table for each.
-    let table: Option<Box<[u16; 1 << TABLE_BITS]>> = (spread.dtype == DType::Bf16 && data.len() > 4 << TABLE_BITS)
-        .then(|| Box::new(std::array::from_fn(|i| bits(i as u32))));
+    // Looking values up costs less than computing them, and these are the bytes of whole models.
+    let table =
+        (spread.dtype == DType::Bf16).then(|| table(spread, |i| bf16::from_f32(value(i, TABLE_SIZE)).to_bits()));
     let one = |(part, bytes): (usize, &mut [u8])| {
         let mut state = u64::from(hash(key ^ part as u32)) << 32 | u64::from(hash(key.wrapping_add(part as u32))) | 1;
-        if spread.dtype == DType::U8 {
+        if let Some(table) = &table {
+            for four in bytes.chunks_mut(8) {
+                let random = next(&mut state);
+                for (i, out) in four.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    let at = (random >> (64 - TABLE_BITS * (i as u32 + 1))) as usize % (1 << TABLE_BITS);
+                    *out = table[at].to_le_bytes();
+                }
+            }
+        } else if spread.dtype == DType::U8 {
             for out in bytes.chunks_mut(4) {
                 let random = (next(&mut state) >> 32) as u32;
                 out.copy_from_slice(&random.to_le_bytes()[..out.len()]);
             }
-        } else if spread.dtype == DType::F32 {
+        } else {
             for out in bytes.as_chunks_mut::<4>().0 {
                 *out = value((next(&mut state) >> 40) as u32, 16_777_216.0).to_le_bytes();
-            }
-        } else {
-            for four in bytes.chunks_mut(8) {
-                let random = next(&mut state);
-                for (i, out) in four.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                    let at = (random >> (64 - TABLE_BITS * (i as u32 + 1))) as u32 % (1 << TABLE_BITS);
-                    *out = table.as_ref().map_or_else(|| bits(at), |table| table[at as usize]).to_le_bytes();
-                }
             }
         }
     };
@@ -111,6 +110,22 @@ fn fill(data: &mut [u8], key: u32, spread: &Spread) {
     }
     #[cfg(target_arch = "wasm32")]
     data.chunks_mut(PART_BYTES).enumerate().for_each(one);
+}
+
+type Table = Arc<[u16; 1 << TABLE_BITS]>;
+
+/// The bits of a spread's values. The last table is kept: some models have hundreds of thousands of small tensors.
+fn table(spread: &Spread, bits: impl Fn(u32) -> u16) -> Table {
+    static LAST: Mutex<Option<(Spread, Table)>> = Mutex::new(None);
+    let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*last {
+        Some((of, table)) if of == spread => table.clone(),
+        _ => {
+            let table: Table = Arc::new(std::array::from_fn(|i| bits(i as u32)));
+            *last = Some((*spread, table.clone()));
+            table
+        }
+    }
 }
 
 /// Kept out of line: inlined, it is computed for all values and selected for a few.

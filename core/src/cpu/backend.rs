@@ -215,7 +215,11 @@ mod system {
         let line = text.lines().find_map(|l| l.strip_prefix("Max address space"))?;
         // `unlimited` is not a number.
         let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
-        Some(limit.saturating_sub(kib("/proc/self/status", "VmSize")?))
+        let status = |name| kib("/proc/self/status", name);
+        // What cannot be refused lies there too: the heaps of threads (glibc reserves 64 MiB for each), mapped files, what ops allocate
+        // while they run. So less than half is for data, touched or not.
+        let data = (limit / 16 * 7).saturating_sub(status("VmData")?);
+        Some(data.min(limit.saturating_sub(status("VmSize")?)))
     }
 
     /// Name of the processor, else its architecture.

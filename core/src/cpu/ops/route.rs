@@ -1,5 +1,7 @@
 //! Expert routing on the CPU.
 
+use std::cmp::Ordering;
+
 use crate::cpu::Buf;
 use crate::cpu::simd::{Isa, dispatch};
 use crate::cpu::tables::Tables;
@@ -72,8 +74,12 @@ impl Router {
 fn top(k: usize, n: usize, value: impl Fn(usize) -> f32) -> Vec<usize> {
     let values: Vec<f32> = (0..n).map(value).map(|v| if v.is_nan() { f32::NEG_INFINITY } else { v }).collect();
     let mut order: Vec<usize> = (0..n).collect();
-    // Stable, so equals stay in ascending order; the values are ordered, since NaN is gone.
-    order.sort_by(|a, b| values[*b].partial_cmp(&values[*a]).unwrap_or(std::cmp::Ordering::Equal));
+    if (1..n).contains(&k) {
+        // The values are ordered, since NaN is gone.
+        let before =
+            |a: &usize, b: &usize| values[*b].partial_cmp(&values[*a]).unwrap_or(Ordering::Equal).then(a.cmp(b));
+        order.select_nth_unstable_by(k - 1, before);
+    }
     order.truncate(k);
     order.sort_unstable();
     order
