@@ -234,10 +234,20 @@ impl Plan {
         let names = norm.names.map(|leaf| format!("{prefix}{leaf}.weight"));
         let Heads { heads, kv_heads, head_dim } = self.heads;
         if norm.whole {
+            let eps = norm.eps;
+            // As many keys as queries: two groups of one norm.
+            if heads == kv_heads && l.ranks().len() == 1 {
+                let width = heads * head_dim;
+                let mut both = l.values(&names[0], &[width]).await?;
+                both.extend(l.values(&names[1], &[width]).await?);
+                both.iter_mut().for_each(|w| *w = norm.kind.weight(*w));
+                let weight = l.upload(&names[0], &both, &[2 * width])?;
+                return Ok(Norm::Whole { weights: vec![(weight, 2)], eps });
+            }
             let [q, k] = names;
             let q = norm.load(l, &q, heads, head_dim).await?;
             let k = norm.load(l, &k, kv_heads, head_dim).await?;
-            return Ok(Norm::Whole { q, k, eps: norm.eps });
+            return Ok(Norm::Whole { weights: vec![(q, 1), (k, 1)], eps });
         }
         let [q, k] = names;
         let mut both = l.values(&q, &[head_dim]).await?;
@@ -252,8 +262,8 @@ impl Plan {
 enum Norm<Buf> {
     /// `[2, hd]` and the epsilon: part of the rotation.
     PerHead(Tensor<Buf>, f32),
-    /// Ops of their own.
-    Whole { q: Tensor<Buf>, k: Tensor<Buf>, eps: f32 },
+    /// Ops of their own, from the first column on: weights, and the number of norms that an op computes.
+    Whole { weights: Vec<(Tensor<Buf>, usize)>, eps: f32 },
 }
 
 /// An attention layer on a device.
@@ -336,11 +346,12 @@ impl<Buf: Handle> Attention<Buf> {
     /// `[T, H * hd]` and `[T, KH * hd]`: q and k of a projection, normed if that is not part of the rotation.
     fn normed(&self, pass: &mut Pass<'_, Buf>, proj: &Tensor<Buf>) -> Result<[Tensor<Buf>; 2]> {
         let (q, kv) = (self.plan.q_width(), self.plan.kv_width());
-        let Some(Norm::Whole { q: q_weight, k: k_weight, eps }) = &self.norm else {
+        let Some(Norm::Whole { weights, eps }) = &self.norm else {
             return Ok([proj.cols(0, q), proj.cols(q, kv)]);
         };
         let both = pass.scratch(NORMED, q + kv);
-        for (weight, first) in [(q_weight, 0), (k_weight, q)] {
+        let mut first = 0;
+        for (weight, groups) in weights {
             let norm = RmsNorm {
                 x: proj.cols(first, weight.len()),
                 add: None,
@@ -349,8 +360,9 @@ impl<Buf: Handle> Attention<Buf> {
                 out: both.cols(first, weight.len()),
                 accumulate: false,
                 eps: *eps,
-                groups: 1,
+                groups: *groups,
             };
+            first += weight.len();
             match self.ranks {
                 1 => pass.op(norm)?,
                 // A KV head that several ranks have counts as often in the sum as in the number of columns.

@@ -4,10 +4,17 @@ use std::collections::HashMap;
 
 use pollster::block_on;
 use selkie_core::{
-    engine::{Engine, EngineOptions, Event, SeqId},
+    backend::Backend,
+    cpu::CpuBackend,
+    engine::{
+        Engine, EngineOptions, Event, SeqId,
+        direct::{Direct, Sequence},
+    },
     format::Products,
+    models::{self, Limits},
     ranks::Ranks,
     tier::{DiskOptions, Where},
+    weights::Loader,
 };
 
 use crate::{
@@ -77,6 +84,34 @@ fn two_ranks_keep_the_promise() {
     assert!(models.len() >= 4, "{} models", models.len());
     let reused: usize = (1..4).flat_map(|seed| models.iter().map(move |model| case(model, seed))).sum();
     assert!(reused > 1000, "{reused} tokens reused");
+}
+
+/// Norms over all heads: of queries and keys at once where there are as many of both, else one after the other, else over the ranks.
+#[test]
+fn norms_over_all_heads_are_those_of_one_rank() {
+    for kv_heads in [4, 2] {
+        let config = format!(
+            r#"{{"model_type":"olmo_hybrid","hidden_size":32,"num_hidden_layers":2,"layer_types":["linear_attention","full_attention"],
+            "num_attention_heads":4,"num_key_value_heads":{kv_heads},"linear_num_key_heads":2,"linear_num_value_heads":2,
+            "linear_key_head_dim":8,"linear_value_head_dim":8,"intermediate_size":32,"vocab_size":40,
+            "max_position_embeddings":1024}}"#
+        );
+        let model = TestModel::micro("micro norms", &config);
+        let ids: Vec<u32> = (0..50).map(|i| i * 7 % 40).collect();
+        let one = direct_logits(&CpuBackend::new(), &model, &ids);
+        let two = direct_logits(&ranks(), &model, &ids);
+        let worst = one.iter().zip(&two).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f32::max);
+        assert!(worst < 1e-5 && one.len() == two.len(), "{kv_heads} KV heads: {worst}");
+    }
+}
+
+fn direct_logits<B: Backend>(backend: &B, model: &TestModel, ids: &[u32]) -> Vec<f32> {
+    let limits = Limits { max_tokens: 64, max_outputs: 64 };
+    let mut report = |_| {};
+    let mut loader = Loader::new(backend, model.checkpoint(), &mut report);
+    let built = block_on(models::build(&model.architecture, &mut loader, limits)).unwrap();
+    let mut direct = Direct::new(backend, &*built, limits, 2, 4).unwrap();
+    block_on(direct.prompt(&mut Sequence::default(), ids, &[20, 1])).unwrap()
 }
 
 #[test]
