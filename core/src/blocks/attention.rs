@@ -231,29 +231,22 @@ impl Plan {
     }
 
     async fn load_norm<B: Backend>(&self, l: &mut Loader<'_, B>, prefix: &str, norm: QkNorm) -> Result<Norm<B::Buf>> {
-        let names = norm.names.map(|leaf| format!("{prefix}{leaf}.weight"));
-        let Heads { heads, kv_heads, head_dim } = self.heads;
-        if norm.whole {
-            let eps = norm.eps;
-            // As many keys as queries: two groups of one norm.
-            if heads == kv_heads && l.ranks().len() == 1 {
-                let width = heads * head_dim;
-                let mut both = l.values(&names[0], &[width]).await?;
-                both.extend(l.values(&names[1], &[width]).await?);
-                both.iter_mut().for_each(|w| *w = norm.kind.weight(*w));
-                let weight = l.upload(&names[0], &both, &[2 * width])?;
-                return Ok(Norm::Whole { weights: vec![(weight, 2)], eps });
-            }
-            let [q, k] = names;
+        let [q, k] = norm.names.map(|leaf| format!("{prefix}{leaf}.weight"));
+        let (Heads { heads, kv_heads, head_dim }, eps) = (self.heads, norm.eps);
+        if norm.whole && (heads != kv_heads || l.ranks().len() > 1) {
             let q = norm.load(l, &q, heads, head_dim).await?;
             let k = norm.load(l, &k, kv_heads, head_dim).await?;
             return Ok(Norm::Whole { weights: vec![(q, 1), (k, 1)], eps });
         }
-        let [q, k] = names;
-        let mut both = l.values(&q, &[head_dim]).await?;
-        both.extend(l.values(&k, &[head_dim]).await?);
+        let width = if norm.whole { heads * head_dim } else { head_dim };
+        let mut both = l.values(&q, &[width]).await?;
+        both.extend(l.values(&k, &[width]).await?);
         both.iter_mut().for_each(|w| *w = norm.kind.weight(*w));
-        Ok(Norm::PerHead(l.upload(&q, &both, &[2, head_dim])?, norm.eps))
+        Ok(match norm.whole {
+            // As many keys as queries: two groups of one norm.
+            true => Norm::Whole { weights: vec![(l.upload(&q, &both, &[2 * width])?, 2)], eps },
+            false => Norm::PerHead(l.upload(&q, &both, &[2, width])?, eps),
+        })
     }
 }
 

@@ -7,14 +7,19 @@ use std::{
 
 use pollster::block_on;
 use selkie_core::{
+    Result,
     backend::Backend,
     checkpoint::Checkpoint,
     config::Config,
     cpu::CpuBackend,
-    engine::{Engine, EngineOptions},
+    engine::{
+        Engine, EngineOptions,
+        direct::{Direct, Sequence},
+    },
     format::Products,
-    models::{self, Architecture},
+    models::{self, Architecture, Limits},
     source::{Dir, read_small},
+    weights::Loader,
 };
 
 use crate::behind::Behind;
@@ -147,4 +152,23 @@ pub(super) fn golden_models() -> Vec<TestModel> {
     let models: Vec<_> = golden_folders().iter().filter_map(|path| TestModel::golden(path)).collect();
     assert!(models.len() >= 29, "{} models", models.len());
     models
+}
+
+/// Logits of every position of a prompt that is computed in steps of these sizes, without a scheduler.
+pub(super) fn direct_logits<B: Backend>(
+    backend: &B,
+    architecture: &Architecture,
+    checkpoint: &Checkpoint,
+    ids: &[u32],
+    steps: &[usize],
+) -> Result<Vec<f32>> {
+    let limits = Limits { max_tokens: 256, max_outputs: 256 };
+    let mut report = |_| {};
+    let mut loader = Loader::new(backend, checkpoint, &mut report);
+    let model = block_on(models::build(architecture, &mut loader, limits))?;
+    let mut direct = Direct::new(backend, &*model, limits, 4, 8)?;
+    let mut sequence = Sequence::default();
+    let logits = block_on(direct.prompt(&mut sequence, ids, steps))?;
+    direct.release(sequence);
+    Ok(logits)
 }

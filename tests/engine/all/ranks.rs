@@ -4,21 +4,15 @@ use std::collections::HashMap;
 
 use pollster::block_on;
 use selkie_core::{
-    backend::Backend,
     cpu::CpuBackend,
-    engine::{
-        Engine, EngineOptions, Event, SeqId,
-        direct::{Direct, Sequence},
-    },
+    engine::{Engine, EngineOptions, Event, SeqId},
     format::Products,
-    models::{self, Limits},
     ranks::Ranks,
     tier::{DiskOptions, Where},
-    weights::Loader,
 };
 
 use crate::{
-    models::{TestModel, micro_models},
+    models::{TestModel, direct_logits, micro_models},
     promise::{Asked, Output, options, requests},
     random::Random,
 };
@@ -98,20 +92,12 @@ fn norms_over_all_heads_are_those_of_one_rank() {
         );
         let model = TestModel::micro("micro norms", &config);
         let ids: Vec<u32> = (0..50).map(|i| i * 7 % 40).collect();
-        let one = direct_logits(&CpuBackend::new(), &model, &ids);
-        let two = direct_logits(&ranks(), &model, &ids);
+        let (of, steps) = (&model.architecture, [20, 30]);
+        let one = direct_logits(&CpuBackend::new(), of, model.checkpoint(), &ids, &steps).unwrap();
+        let two = direct_logits(&ranks(), of, model.checkpoint(), &ids, &steps).unwrap();
         let worst = one.iter().zip(&two).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f32::max);
         assert!(worst < 1e-5 && one.len() == two.len(), "{kv_heads} KV heads: {worst}");
     }
-}
-
-fn direct_logits<B: Backend>(backend: &B, model: &TestModel, ids: &[u32]) -> Vec<f32> {
-    let limits = Limits { max_tokens: 64, max_outputs: 64 };
-    let mut report = |_| {};
-    let mut loader = Loader::new(backend, model.checkpoint(), &mut report);
-    let built = block_on(models::build(&model.architecture, &mut loader, limits)).unwrap();
-    let mut direct = Direct::new(backend, &*built, limits, 2, 4).unwrap();
-    block_on(direct.prompt(&mut Sequence::default(), ids, &[20, 1])).unwrap()
 }
 
 #[test]

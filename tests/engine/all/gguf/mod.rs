@@ -16,15 +16,13 @@ use selkie_core::{
     checkpoint::Checkpoint,
     config::Config,
     cpu::CpuBackend,
-    engine::direct::{Direct, Sequence},
     format::Products,
     model_dir::ModelFiles,
-    models::{self, Limits},
+    models,
     source::{Bytes, Dir, LocalFuture, Source},
-    weights::Loader,
 };
 
-use crate::models::golden_folders;
+use crate::models::{direct_logits, golden_folders};
 use writer::Writer;
 
 /// Files in memory, of which one is the model.
@@ -82,16 +80,7 @@ pub fn logits_by(
     ids: &[u32],
     steps: &[usize],
 ) -> Result<Vec<f32>> {
-    let limits = Limits { max_tokens: 256, max_outputs: 256 };
-    let (backend, mut report) = (CpuBackend::with(products), |_| {});
-    let architecture = models::read(config)?;
-    let mut loader = Loader::new(&backend, checkpoint, &mut report);
-    let model = block_on(models::build(&architecture, &mut loader, limits))?;
-    let mut direct = Direct::new(&backend, &*model, limits, 4, 8)?;
-    let mut sequence = Sequence::default();
-    let logits = block_on(direct.prompt(&mut sequence, ids, steps))?;
-    direct.release(sequence);
-    Ok(logits)
+    direct_logits(&CpuBackend::with(products), &models::read(config)?, checkpoint, ids, steps)
 }
 
 /// Token ids that every reference model has.
