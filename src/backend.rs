@@ -18,7 +18,7 @@ use selkie_core::{
 use selkie_cuda::Cuda;
 use selkie_wgpu::WgpuBackend;
 
-use crate::{bench::Work, open::Device};
+use crate::{bench::Work, costs, open::Device};
 
 /// Where a model is to run.
 #[derive(Clone, Debug)]
@@ -149,7 +149,11 @@ pub fn load(
         disk.identity = [model.weights, model.config].map(|digest| digest.0).concat();
     }
     let options = &options;
-    on!(backend, b => Ok(Box::new(pollster::block_on(session::load(b, files, options, report)).map_err(named)?)))
+    on!(backend, b => {
+        let mut engine = pollster::block_on(session::load(b, files, options, report)).map_err(named)?;
+        costs::learn(&mut engine, files, options)?;
+        Ok(Box::new(engine))
+    })
 }
 
 /// Opens the backend of `place`. Only [`Device::Auto`] tries another one if a backend has no usable device.

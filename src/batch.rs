@@ -67,7 +67,7 @@ pub fn run(args: &BatchArgs) -> Outcome {
         return Ok(());
     }
     let stats = args.stats.as_deref().map(OutputFile::create).transpose()?;
-    let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
+    let options = model::engine_options_of_long_runs(&args.pool, model::DEFAULT_MAX_BATCH);
     let window = if args.sequential { 1 } else { QUEUED_BATCHES * options.max_batch };
     let resumed = answered.iter().filter(|done| **done).count();
     bundle::check_exact(args.exact_only, &options)?;

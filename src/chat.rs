@@ -41,7 +41,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     text.tokenizer()?;
     let Ask { sampling, max_tokens, stop, .. } = generate::ask(&args.sampling, &text)?;
     let values = Values { sampling: text.sampling(&sampling)?, max_tokens, stop, when_full: args.when_full.into() };
-    let options = model::engine_options(&args.pool, 1);
+    let options = model::engine_options_of_long_runs(&args.pool, 1);
     bundle::check_exact(args.exact_only, &options)?;
     // A file that cannot be used is refused before minutes of loading.
     let saved = args.load.as_deref().map(bundle::open).transpose()?;

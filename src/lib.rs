@@ -28,6 +28,7 @@ mod chat;
 #[doc(hidden)]
 pub mod cli;
 mod convert;
+mod costs;
 mod devices;
 mod embedded;
 mod failure;

@@ -39,6 +39,11 @@ pub fn open(args: &ModelArgs) -> Outcome<Arc<ModelFiles>> {
     Ok(Arc::new(files))
 }
 
+/// Engine options from the command line, for a run that is long enough to measure what drafts cost.
+pub fn engine_options_of_long_runs(args: &PoolArgs, default_max_batch: usize) -> EngineOptions {
+    EngineOptions { measure_costs: true, ..engine_options(args, default_max_batch) }
+}
+
 /// Engine options from the command line.
 pub fn engine_options(args: &PoolArgs, default_max_batch: usize) -> EngineOptions {
     EngineOptions {

@@ -87,7 +87,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
         [] => vec![args.model.model.as_ref().map_or_else(|| "demo".into(), |_| files.name.clone())],
         names => names.to_vec(),
     };
-    let options = model::engine_options(&args.pool, model::DEFAULT_MAX_BATCH);
+    let options = model::engine_options_of_long_runs(&args.pool, model::DEFAULT_MAX_BATCH);
     let replicas = args.server.replicas;
     let places = options.max_batch.saturating_mul(replicas).saturating_add(args.server.max_queue);
     let limits = Limits {

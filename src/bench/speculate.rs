@@ -60,6 +60,7 @@ fn load(args: &BenchSpeculateArgs, files: &Arc<ModelFiles>) -> Outcome<Box<dyn c
             how => how,
         },
         drafts: args.drafts,
+        measure_costs: true,
         ..EngineOptions::default()
     };
     model::load_engine(model::backend(&args.target.model.backend)?, files, &options)

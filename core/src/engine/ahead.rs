@@ -18,7 +18,7 @@ use super::{
 use crate::{
     Result,
     backend::Backend,
-    state::{Cache, GRID, Limits},
+    state::{Cache, GRID, Limits, TokenCosts},
     step::{Chunk, Row, Src, TokenRef},
 };
 
@@ -40,13 +40,13 @@ pub(super) struct Looking<B: Backend> {
 impl Sequence {
     /// Drafts of the head that its next row may have, at most `most`. 0 while there are some, for the drafters of the host, and while
     /// they would not pay even if the sequence were alone. `landed`: all steps in flight have.
-    fn looks(&mut self, most: usize, cost: f32, landed: bool) -> usize {
+    fn looks(&mut self, most: usize, (costs, head): (&TokenCosts, f32), landed: bool) -> usize {
         let ready = self.decoding && self.trial.is_none() && (!landed || self.outstanding == 0);
         let Some(drafter) = self.drafter.as_mut().filter(|_| ready && !self.gauge.is_resting()) else { return 0 };
         if !drafter.head(&self.tokens).is_some_and(|head| head.is_empty()) {
             return 0;
         }
-        if !self.gauge.pays(cost) {
+        if !self.gauge.pays(costs, head) {
             self.gauge.rest();
             return 0;
         }
@@ -75,21 +75,21 @@ impl Scheduler {
     /// Drafts of the head that the next step should verify, the same for each of its rows: those that should give the most tokens
     /// per time, if more than none. `landed`: no step is in flight.
     fn passes(&mut self, landed: bool) -> Option<usize> {
-        let Limits { drafts: most, draft_cost: cost, head_cost, step_tokens, .. } = self.limits;
+        let Limits { drafts: most, costs, head_cost, step_tokens, .. } = self.limits;
         let decodes = self.running.iter().filter(|seq| seq.decoding).count();
-        let looks = self.running.iter_mut().map(|seq| (seq.looks(most, cost + head_cost, landed), &seq.gauge));
+        let looks = self.running.iter_mut().map(|seq| (seq.looks(most, (&costs, head_cost), landed), &seq.gauge));
         let looking: Vec<_> = looks.filter(|(drafts, _)| *drafts > 0).collect();
         let (rows, least) = (looking.len(), looking.iter().map(|(drafts, _)| *drafts).min()?);
         let free = if self.rules.has_slots { self.cache.slots().free() } else { usize::MAX };
         let room = step_tokens.min(self.limits.outputs()).min(free);
         let rate = |width: usize| {
             let right: f32 = looking.iter().map(|(_, gauge)| gauge.gain(width)).sum();
-            let passes = head_cost * (width - 1) as f32 * gauge::time(cost, rows);
-            (decodes as f32 + right) / (gauge::time(cost, decodes + rows * (width - 1)) + passes)
+            let passes = head_cost * (width - 1) as f32 * costs.time(rows);
+            (decodes as f32 + right) / (costs.time(decodes + rows * (width - 1)) + passes)
         };
         let widths = WIDTHS.into_iter().filter(|width| width - 1 <= least && rows * width <= room);
         let (best, width) = gauge::best(widths.map(|width| (rate(width), width)))?;
-        (best >= decodes as f32 / gauge::time(cost, decodes)).then_some(width - 1)
+        (best >= decodes as f32 / costs.time(decodes)).then_some(width - 1)
     }
 
     /// Whether the head should guess before the next step, once the one in flight has landed.
@@ -101,9 +101,9 @@ impl Scheduler {
     pub(super) fn look(&mut self) -> Look {
         let Some(passes) = self.passes(true) else { return Look::default() };
         let mut look = Look { passes, ..Look::default() };
-        let cost = self.limits.draft_cost + self.limits.head_cost;
+        let Limits { costs, head_cost, .. } = self.limits;
         for seq in &mut self.running {
-            if seq.looks(passes, cost, true) > 0
+            if seq.looks(passes, (&costs, head_cost), true) > 0
                 && let Some(row) = seq.look(passes, &mut self.cache, self.rules)
             {
                 look.ids.push(seq.id);

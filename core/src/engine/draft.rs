@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, fmt};
 
-use crate::{Result, checkpoint::Checkpoint, models::Architecture};
+use crate::{Result, checkpoint::Checkpoint, models::Architecture, state::TokenCosts};
 
 /// Most drafts of a row. The tokens of a row with drafts are 2, 4 or 8.
 pub const MOST_DRAFTS: usize = 7;
@@ -46,14 +46,14 @@ impl Speculate {
         }
     }
 
-    /// Time of one more token in a step of a backend, in steps of one token. That of the CPU follows from BENCHMARKS.md; those of
-    /// GPUs are guesses, not measured.
-    pub(super) fn cost(self, backend: &str) -> f32 {
+    /// What more tokens of a step cost on a backend, as long as nobody measures it ([`super::Engine::measure_costs`]): near what large
+    /// models were measured to cost (BENCHMARKS.md).
+    pub(super) fn costs(self, backend: &str) -> TokenCosts {
         match (self, backend) {
-            (Self::Off | Self::Ngram | Self::Mtp, _) => 0.0,
-            (Self::Auto, "cuda") => 0.05,
-            (Self::Auto, "wgpu") => 0.2,
-            (Self::Auto, _) => 0.3,
+            (Self::Off | Self::Ngram | Self::Mtp, _) => TokenCosts::NONE,
+            (Self::Auto, "cuda") => TokenCosts::each(0.05),
+            (Self::Auto, "wgpu") => TokenCosts::each(0.2),
+            (Self::Auto, _) => TokenCosts::each(0.3),
         }
     }
 }

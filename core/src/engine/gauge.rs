@@ -1,9 +1,9 @@
 //! How the drafts of a request fared, and whether more of them pay.
 //!
-//! Decisions follow from counts alone, so a run can be repeated. The time of a step is taken as `1 + cost * (tokens - 1)`, in steps
-//! of one token; with a cost of 0 every guess pays.
+//! Decisions follow from counts and from fixed [costs](TokenCosts), so a run can be repeated.
 
 use super::{draft::MOST_DRAFTS, verify::WIDTHS};
+use crate::state::TokenCosts;
 
 /// What is thought of drafts before one was tried.
 const FIRST: f32 = 0.7;
@@ -67,9 +67,10 @@ impl Gauge {
         Self { right: self.right, ..Self::default() }
     }
 
-    /// Whether drafts of some width would pay if the sequence were alone.
-    pub fn pays(&self, cost: f32) -> bool {
-        WIDTHS.into_iter().any(|width| self.gain(width) >= cost * (width - 1) as f32)
+    /// Whether drafts of some width would pay if the sequence were alone; `head`: what a pass costs that makes one.
+    pub fn pays(&self, costs: &TokenCosts, head: f32) -> bool {
+        let price = |width: usize| costs.of_more(1, width - 1) + head * (width - 1) as f32;
+        WIDTHS.into_iter().any(|width| self.gain(width) >= price(width))
     }
 
     /// Whether the next row is one without drafts.
@@ -88,11 +89,6 @@ impl Gauge {
 /// The width with the best rate; the first of several.
 pub(super) fn best(rates: impl Iterator<Item = (f32, usize)>) -> Option<(f32, usize)> {
     rates.reduce(|best, next| if next.0 > best.0 { next } else { best })
-}
-
-/// Time of a step of `tokens` tokens, in steps of one.
-pub(super) fn time(cost: f32, tokens: usize) -> f32 {
-    1.0 + cost * (tokens as f32 - 1.0)
 }
 
 #[cfg(test)]
@@ -138,7 +134,8 @@ mod tests {
         let mut gauge = Gauge::default();
         (0..50).for_each(|_| gauge.note(7, 2));
         let mut next = gauge.as_good();
-        assert!(next.gain(8) == gauge.gain(8) && next.pays(0.9) && !next.pays(1.1), "{next:?}");
+        let pays = |cost, head| next.pays(&TokenCosts::each(cost), head);
+        assert!(next.gain(8) == gauge.gain(8) && pays(0.9, 0.0) && !pays(1.1, 0.0) && !pays(0.9, 0.2), "{next:?}");
         gauge.rest();
         assert!(gauge.is_resting() && !gauge.as_good().rests());
         next.rest();

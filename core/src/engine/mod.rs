@@ -8,6 +8,7 @@ mod admit;
 mod ahead;
 mod any;
 mod constrained;
+mod costs;
 pub mod direct;
 pub mod draft;
 mod fair;

@@ -47,6 +47,9 @@ pub struct EngineOptions {
     pub speculate: Speculate,
     /// Most drafts of a row, 1 to [`MOST_DRAFTS`]; 1, 3 and 7 are used.
     pub drafts: usize,
+    /// Measure what more tokens of a step cost when the model is loaded, if no earlier start did, so that [`Speculate::Auto`] need not
+    /// guess. It is for who loads the model: [`super::Engine::measure_costs`].
+    pub measure_costs: bool,
     /// Return the logits with every token: for comparisons, not for speed.
     pub logits: bool,
     /// Milliseconds since some moment, for [`super::Timing`]. wasm32 has no clock of its own: there the default stands still.
@@ -81,6 +84,7 @@ impl Default for EngineOptions {
             policy: CapturePolicy::Default,
             speculate: Speculate::Off,
             drafts: MOST_DRAFTS,
+            measure_costs: false,
             logits: false,
             clock,
         }
@@ -160,7 +164,7 @@ impl EngineOptions {
             prefix_cache: self.prefix_cache,
             policy: self.policy,
             drafts: if self.speculate == Speculate::Off { 0 } else { self.drafts },
-            draft_cost: self.speculate.cost(caps.backend),
+            costs: self.speculate.costs(caps.backend),
             head_cost: if self.speculate == Speculate::Auto { spec.head_cost } else { 0.0 },
             ..Limits::default()
         };

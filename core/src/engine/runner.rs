@@ -158,6 +158,14 @@ impl<B: Backend> Runner<B> {
         self.backend.expect(|ops| self.forward(ops, Bucket::holding(tokens, 1, chunks, 1, pages)))
     }
 
+    /// Announces the step of these rows.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(super) fn expect_step(&self, rows: &[impl AsRef<Row>]) -> Result<()> {
+        self.backend.expect(|ops| self.forward(ops, bucket_of(rows)))
+    }
+
     /// Sizes the scratch arena: the scratch of the largest decode and prefill buckets suffices for smaller ones.
     fn reserve(&self, limits: RunnerLimits) -> Result<()> {
         let mut measure = Measure::new(&self.backend);

@@ -15,7 +15,7 @@ use super::{
     sequence::{Rules, Sequence, Taken},
     stats::Stats,
 };
-use crate::state::{Cache, GRID, Limits};
+use crate::state::{Cache, GRID, Limits, TokenCosts};
 use crate::step::{Chunk, Row, Src, TokenRef};
 
 /// Tokens of a row with drafts: few numbers, so that few steps are recorded.
@@ -46,14 +46,13 @@ struct Base {
     /// Its decode rows.
     decodes: usize,
     tokens: usize,
-    /// Time of one more token, see [`crate::state::Limits::draft_cost`].
-    cost: f32,
+    costs: TokenCosts,
 }
 
 impl Base {
     /// Generated tokens per time with so many drafts, of which so many are expected to be right.
     fn rate(&self, right: f32, drafts: usize) -> f32 {
-        (self.decodes as f32 + right) / gauge::time(self.cost, self.tokens + drafts)
+        (self.decodes as f32 + right) / self.costs.time(self.tokens + drafts)
     }
 }
 
@@ -61,7 +60,7 @@ impl Guess {
     /// Whether the row is one of those with drafts if these have `width` tokens: it guesses so many and should give more than the
     /// time is worth otherwise.
     fn takes(&self, width: usize, step: &Base) -> bool {
-        let price = step.rate(0.0, 0) * step.cost * (width - 1) as f32;
+        let price = step.rate(0.0, 0) * step.costs.of_more(step.tokens, width - 1);
         self.drafts.len() >= width - 1 && self.gauge.gain(width) >= price
     }
 
@@ -82,7 +81,7 @@ impl Scheduler {
         if guesses.is_empty() {
             return;
         }
-        let step = Base { decodes, tokens: count(plan, |row| row.tokens.len()), cost: self.limits.draft_cost };
+        let step = Base { decodes, tokens: count(plan, |row| row.tokens.len()), costs: self.limits.costs };
         let Some(width) = self.width(&guesses, &step, room(plan, &self.limits)) else { return };
         for guess in guesses.iter().filter(|guess| guess.takes(width, &step)) {
             let (slots, pages) = guess.needs(width - 1, self.rules);
@@ -99,7 +98,7 @@ impl Scheduler {
         for (at, PlanRow { seq, row }) in rows.iter().enumerate() {
             let i = self.index(*seq).expect("a planned sequence runs");
             let seq = &mut self.running[i];
-            let drafts = seq.guess(self.limits.drafts, self.limits.draft_cost);
+            let drafts = seq.guess(self.limits.drafts, &self.limits.costs);
             if !drafts.is_empty() {
                 let left = (seq.pages.len() * GRID).saturating_sub(seq.done);
                 guesses.push(Guess { row: at, drafts, gauge: seq.gauge.clone(), in_place: in_place(row), left });
@@ -152,13 +151,13 @@ fn room(plan: &Plan, limits: &Limits) -> usize {
 impl Sequence {
     /// Guesses of the tokens after the row just planned, at most `most` and no more than it may sample; none while they would not
     /// pay even if the sequence were alone.
-    fn guess(&mut self, most: usize, cost: f32) -> Vec<u32> {
+    fn guess(&mut self, most: usize, costs: &TokenCosts) -> Vec<u32> {
         let most = most.min(self.max_tokens - self.outputs());
         let Some(drafter) = self.drafter.as_mut().filter(|_| most > 0) else { return Vec::new() };
         if self.gauge.rests() {
             return Vec::new();
         }
-        if !self.gauge.pays(cost) {
+        if !self.gauge.pays(costs, 0.0) {
             self.gauge.rest();
             return Vec::new();
         }

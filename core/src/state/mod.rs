@@ -11,9 +11,11 @@
 //! * [`recent`]: hashes of recently removed nodes, to tell an eviction from a first sight.
 //! * [`report`]: a request's report about its match, and the events of the tree.
 //! * [`budget`]: how a number of bytes is split between slots and pages.
+//! * [`costs`]: the time of a step by its tokens.
 
 pub mod budget;
 pub mod cache;
+pub mod costs;
 pub mod hash;
 pub mod key;
 pub mod pool;
@@ -22,6 +24,7 @@ pub mod recent;
 pub mod report;
 
 pub use cache::Cache;
+pub use costs::TokenCosts;
 pub use hash::PrefixHash;
 pub use key::PrefixKey;
 pub use pool::Pool;
@@ -95,9 +98,9 @@ pub struct Limits {
     pub max_nodes: usize,
     /// Most drafts of a row; 0: none is made.
     pub drafts: usize,
-    /// Time of one more token in a step, in steps of one token: drafts are made where they pay. 0: wherever there is a guess.
-    pub draft_cost: f32,
-    /// Time of a pass of the model's head over one token, in the same unit.
+    /// The time of a step: drafts are made where they pay. [`TokenCosts::NONE`]: wherever there is a guess.
+    pub costs: TokenCosts,
+    /// Time of a pass of the model's head over one token, in steps of one token.
     pub head_cost: f32,
 }
 
@@ -133,7 +136,7 @@ impl Default for Limits {
             path_cap: 8,
             max_nodes: 1 << 17,
             drafts: 0,
-            draft_cost: 0.0,
+            costs: TokenCosts::NONE,
             head_cost: 0.0,
         }
     }

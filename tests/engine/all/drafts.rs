@@ -1,6 +1,9 @@
 //! Drafts change no answer and leave no trace.
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use pollster::block_on;
 use selkie_core::{
@@ -145,6 +148,45 @@ fn a_forced_answer_is_continued_as_if_it_were_sampled() {
             assert!(stats.tokens_reused >= 128, "{stats:?}");
             assert_eq!(stats.drafts.accepted() > 60, speculate != Speculate::Off, "{stats:?}");
         }
+    }
+}
+
+/// Clocks on which each step takes 1 and 200 ms.
+fn fast_clock() -> f64 {
+    static TICKS: AtomicU64 = AtomicU64::new(0);
+    TICKS.fetch_add(1, Relaxed) as f64
+}
+
+fn slow_clock() -> f64 {
+    200.0 * fast_clock()
+}
+
+#[test]
+fn measuring_costs_leaves_nothing_behind() {
+    for model in micro_models() {
+        let engine = |speculate, clock| {
+            model.engine(&EngineOptions { context: Some(512), speculate, clock, ..EngineOptions::default() }, true)
+        };
+        let measured = |engine: &mut Engine<Behind>| block_on(engine.measure_costs()).unwrap();
+        assert_eq!(measured(&mut engine(Speculate::Ngram, fast_clock)), None);
+        assert_eq!(measured(&mut engine(Speculate::Auto, slow_clock)), None);
+        let mut engine = engine(Speculate::Auto, fast_clock);
+        let costs = measured(&mut engine).expect("a new engine that drafts where it pays");
+        assert_eq!(costs.times(), [1.0; 4]);
+        engine.set_costs(costs);
+        let prompt: Vec<u32> = (0..130).map(|i| i % 7).collect();
+        let request = Request { prompt, max_tokens: 100, ..Request::default() };
+        let mut answer = Vec::new();
+        engine.submit(request.clone()).unwrap();
+        while !engine.is_idle() {
+            for event in block_on(engine.step()).unwrap() {
+                if let Event::Token { token, .. } = event {
+                    answer.push(token);
+                }
+            }
+        }
+        assert_eq!(answer, Alone::new(&model, 512).run(&Asked::plain(request)).0, "{}", model.name);
+        assert_eq!(measured(&mut engine), None, "{}: its slots and pages hold something", model.name);
     }
 }
 

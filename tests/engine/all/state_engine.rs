@@ -16,7 +16,7 @@ use proptest::{
 };
 use selkie_core::{
     engine::{Drafter, Request, Stats},
-    state::{CacheEvent, CapturePolicy, GRID, Limits, Reason, StateShape},
+    state::{CacheEvent, CapturePolicy, GRID, Limits, Reason, StateShape, TokenCosts},
 };
 
 /// A random request: a prefix of an earlier conversation or of one of a few stems, and a tail of its own.
@@ -173,7 +173,7 @@ fn run_case(specs: &[Spec], setup: &Setup) -> Stats {
         path_cap: setup.path_cap,
         max_nodes: setup.max_nodes,
         drafts: setup.drafts,
-        draft_cost: setup.draft_cost,
+        costs: TokenCosts::each(setup.draft_cost),
         head_cost: 0.0,
     };
     let mut sim = Sim::new(shape, limits, setup.depth);
