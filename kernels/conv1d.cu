@@ -4,6 +4,7 @@
 // Grid (the channel tiles of the first chunk, of the next, ..., then blocks for padding): blocks that run at the same time read and
 // write whole rows.
 // VEC, CHANNELS, TAPS, COLS, LOADS, PACKED_WEIGHT (its row stride is TAPS + 1), ACT; x_t, pool_t, out_t.
+// HAS_FACTOR: of one token, the activation before it too, GATE_ACT(x) * factor, to the same bits as its own kernel; `mid` is its output.
 
 constexpr int BACK = TAPS - 1;
 constexpr int TILES = div_up(CHANNELS, COLS * VEC);
@@ -70,6 +71,8 @@ extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 
     }
     if (early) wait_for_inputs();
     fetch(in, 0);
+    Packed<VEC, x_t> with;
+    if constexpr (HAS_FACTOR) with = load_raw<VEC>(factor + c);
     if (!first) {
         const u32 *row = st.row(ch.row);
         int before = ch.start - row[0];
@@ -85,6 +88,13 @@ extern "C" __global__ void __launch_bounds__(COLS, VEC == 4 && sizeof(x_t) == 2 
     auto token = [&](const Packed<VEC, x_t> &raw) {
         float cur[VEC], y[VEC];
         unpack<VEC>(raw, cur);
+        if constexpr (HAS_FACTOR) {
+            float by[VEC];
+            unpack<VEC>(with, by);
+#pragma unroll
+            for (int i = 0; i < VEC; i++) cur[i] = to_f32(from_f32<x_t>(activate<GATE_ACT>(cur[i]) * by[i]));
+            store<VEC>(mid + c, cur);
+        }
 #pragma unroll
         for (int i = 0; i < VEC; i++) {
             float s = w[TAPS][i];

@@ -10,30 +10,36 @@
 // `inputs_complete`: the ids (and, without COMBINE, x) were complete before the previous kernel launched, so they are read before
 // the wait.
 //
+// With ROUTE (one token, one group of experts) every warp chooses the experts from the logits, and the kernel without COMBINE writes the
+// choice. `inputs_complete` is then about the logits.
+//
 // Grid: blocks that fit on the device at once.
-// TOKENS, K, N (rows of W of an expert), TOP, WARPS, STAGES, ROWS, PARTS, COMBINE, ACCUMULATE, HAS_MID, ACT; out_t, mid_t.
+// TOKENS, K, N (rows of W of an expert), TOP, WARPS, STAGES, ROWS, PARTS, COMBINE, ACCUMULATE, HAS_MID, ACT, ROUTE and the constants of route.cuh; out_t, mid_t.
 
 constexpr int STEP = 256;
 constexpr int STEPS = div_up(K, STEP);
 constexpr int STAGE = PARTS * ROWS * K;          // elements
-constexpr int GROUPS = N / PARTS / ROWS;         // units of a (token, choice)
+constexpr int UNITS = N / PARTS / ROWS;         // units of a (token, choice)
 constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = TOKENS * TOP;              // at most 32: a lane for each
 constexpr int X_ROWS = COMBINE ? PAIRS : TOKENS;
-constexpr u32 ALL = 0xffffffffu;
+
+#include "route.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(8) u64 full[WARPS][STAGES];
     __shared__ float factor[32];
     __shared__ u32 chosen[32];
+    __shared__ u32 own_ids[ROUTE ? WARPS : 1][TOP];
+    __shared__ float own_weights[ROUTE ? WARPS : 1][TOP];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     bf16 *ring = reinterpret_cast<bf16 *>(shared) + warp * STAGES * STAGE;
     bf16 *resident = reinterpret_cast<bf16 *>(shared) + WARPS * STAGES * STAGE;
     float *sums = reinterpret_cast<float *>(resident + X_ROWS * K);
     // With COMBINE a block owns every gridDim-th group of columns and its warps the choices; without, units go in whole turns of the grid
     // and the remainder is spread over the blocks.
-    int block = blockIdx.x, grid = gridDim.x, all = (COMBINE ? TOKENS : PAIRS) * GROUPS;
+    int block = blockIdx.x, grid = gridDim.x, all = (COMBINE ? TOKENS : PAIRS) * UNITS;
     int jobs = COMBINE ? (all - block + grid - 1) / grid : 0;
     int turns = all / (grid * WARPS), last = turns * grid * WARPS + warp * grid + block;
     int total = COMBINE ? (jobs * TOP - warp + WARPS - 1) / WARPS : turns + (last < all);
@@ -41,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     auto unit = [&](int i, int &pair, int &group) {
         if constexpr (COMBINE) {
             int at = i * WARPS + warp, job = at / TOP * grid + block;
-            pair = job / GROUPS * TOP + at % TOP;
-            group = job % GROUPS;
+            pair = job / UNITS * TOP + at % TOP;
+            group = job % UNITS;
         } else {
             int at = i < turns ? (i * grid + block) * WARPS + warp : last;
-            pair = at / GROUPS;
-            group = at % GROUPS;
+            pair = at / UNITS;
+            group = at % UNITS;
         }
     };
     if (lane == 0) {
@@ -54,9 +60,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         barrier_init_done();
     }
     __syncwarp();
+    float extra[PER];
+    if constexpr (ROUTE) load_extra(bias, extra);
     if (!inputs_complete) wait_for_inputs();
-    // Bypasses the L1, which may hold older values. Choices of no expert are units without a copy.
-    u32 mine = lane < PAIRS ? *(volatile const u32 *)(ids + lane / TOP * ids_stride + lane % TOP) : NONE;
+    // Choices of no expert are units without a copy.
+    u32 mine = NONE;
+    if constexpr (ROUTE) {
+        choose(logits, extra, sum_eps, route_scale, own_ids[warp], own_weights[warp], nullptr, nullptr);
+        __syncwarp();
+        if (lane < TOP) mine = own_ids[warp][lane];
+    } else if (lane < PAIRS) {
+        // Bypasses the L1, which may hold older values.
+        mine = *(volatile const u32 *)(ids + lane / TOP * ids_stride + lane % TOP);
+    }
     u64 policy = evict_first();
     auto copy = [&](int i) {
         int pair, group;
@@ -92,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     }
     auto column = [&](int q, int &token, int &col) {
         int job = q / ROWS * grid + block;
-        token = job / GROUPS;
-        col = job % GROUPS * ROWS + q % ROWS;
+        token = job / UNITS;
+        col = job % UNITS * ROWS + q % ROWS;
     };
     float *before = sums + jobs * TOP * ROWS;
     if constexpr (COMBINE) {
         if (threadIdx.x < PAIRS) {
             chosen[lane] = mine;
-            factor[lane] = weights[lane / TOP * weights_stride + lane % TOP];
+            factor[lane] = ROUTE ? own_weights[0][lane % TOP] : weights[lane / TOP * weights_stride + lane % TOP];
         }
         if constexpr (ACCUMULATE)
             for (int q = threadIdx.x; q < jobs * ROWS; q += THREADS) {
@@ -111,6 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     wait_for_inputs();
     // Trigger only after the wait: the next kernel relies on everything before this one being complete.
     let_next_start();
+    if (ROUTE && !COMBINE && block == 0 && threadIdx.x < TOP) {
+        ids[lane] = mine;
+        weights[lane] = own_weights[0][lane];
+    }
     __syncthreads();
 
     float sum[PARTS * ROWS];

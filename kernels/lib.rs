@@ -62,6 +62,7 @@ files![
     "rms_norm.cu",
     "rope_kv.cu",
     "route.cu",
+    "route.cuh",
     "sample.cu",
     "selective_scan.cu",
     "selective_scan_channel.cu",

@@ -267,6 +267,8 @@ arguments! {
     Conv1d {
         st: StepWords,
         x: Rows = "const x_t",
+        factor: At = "const x_t",
+        mid: At = "x_t",
         weight: Rows = "const float",
         pool: Rows = "pool_t",
         out: Rows = "out_t",
@@ -455,11 +457,15 @@ arguments! {
         x: Rows = "const bf16",
         w: Rows = "const bf16",
         experts: u32,
-        ids: Rows = "const u32",
+        ids: Rows = "u32",
         out: Rows = "out_t",
         mid: Rows = "mid_t",
-        weights: Rows = "const float",
+        weights: Rows = "float",
         scale: f32,
+        logits: At = "const float",
+        bias: At = "const float",
+        sum_eps: f32,
+        route_scale: f32,
         inputs_complete: u32,
     }
     /// Of `expert_wgmma.cu`; the stride of w is that of an expert.

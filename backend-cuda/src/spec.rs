@@ -15,11 +15,12 @@ use crate::arguments::{self, Arguments, Parameter};
 /// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// Headers that some kernels include.
-const HEADERS: [(&str, &str); 5] = [
+const HEADERS: [(&str, &str); 6] = [
     ("codes.cuh", selkie_kernels::text("codes.cuh")),
     ("gated_delta_unit.cuh", selkie_kernels::text("gated_delta_unit.cuh")),
     ("prologue_epilogue.cuh", selkie_kernels::text("prologue_epilogue.cuh")),
     ("ranks.cuh", selkie_kernels::text("ranks.cuh")),
+    ("route.cuh", selkie_kernels::text("route.cuh")),
     ("wgmma.cuh", selkie_kernels::text("wgmma.cuh")),
 ];
 

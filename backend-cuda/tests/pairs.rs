@@ -1,5 +1,6 @@
 //! A norm or an activation, the product after it and a convolution after that write the same bits as one kernel and as two or
-//! three. So do experts and the activation after them, both halves of experts of many tokens, and one token alone as together with a few.
+//! three. So do experts and the activation after them, both halves of experts of many tokens, and one token alone as together with a few,
+//! the choice of a token's experts and both halves of these, and a product of two inputs and its convolution.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
 
@@ -7,7 +8,9 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::{
     Error, Result,
     backend::{Backend, Handle, Ops},
-    ops::{Act, Activation, Conv1d, ExpertMatmul, ExpertRange, Gate, Matmul, Op, RmsNorm, RowBlock, Weight},
+    ops::{
+        Act, Activation, Conv1d, ExpertMatmul, ExpertRange, Gate, Matmul, Op, RmsNorm, Route, Router, RowBlock, Weight,
+    },
     step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
@@ -54,7 +57,23 @@ fn main() {
         let run = move || compare_experts(dims, act, up).unwrap_or_else(|e| Err(e.to_string().into()));
         Trial::test(name, run).with_ignored_flag(ignored)
     });
-    let trials = trials.chain(experts);
+    let sigmoid = Router::Sigmoid { groups: 1, topk_group: 1, renorm: true, sum_eps: 1e-6, scale: 1.5 };
+    let choices = [
+        ("choice by softmax, 8 of 256", [256, 8, 2048, 512], Router::SoftmaxTopK { renorm: true }, Act::Silu, true),
+        ("choice by softmax, not to 1", [60, 4, 1000, 200], Router::SoftmaxTopK { renorm: false }, Act::Gelu, true),
+        ("choice before softmax, 10 of 72", [72, 10, 1536, 768], Router::TopKSoftmax, Act::Silu, true),
+        ("choice by sigmoid, 4 of 32", [32, 4, 2048, 1792], sigmoid, Act::Silu, true),
+        ("choice by sigmoid, 6 of 128", [128, 6, 2688, 1856], sigmoid, Act::Relu2, false),
+    ]
+    .map(|(name, dims, router, act, up)| {
+        let run = move || compare_choice(dims, router, act, up).unwrap_or_else(|e| Err(e.to_string().into()));
+        Trial::test(name, run).with_ignored_flag(ignored)
+    });
+    let gated = [("", 1, 2048), (", to another slot", 2, 2048), (", odd", 2, 1001)].map(|(and, dst, channels)| {
+        let run = move || compare_gated(channels, dst).unwrap_or_else(|e| Err(e.to_string().into()));
+        Trial::test(format!("gated convolution{and}"), run).with_ignored_flag(ignored)
+    });
+    let trials = trials.chain(experts).chain(choices).chain(gated);
     let mut args = Arguments::from_args();
     args.test_threads.get_or_insert(1);
     libtest_mimic::run(&args, trials.collect()).exit();
@@ -184,4 +203,101 @@ fn compare_experts(
     let (alone, zero) = (!few || left(1)? == apart_first, apart.iter().any(|v| v.iter().all(|b| *b == 0)));
     let same = apart == together && alone && !zero;
     Ok(if same { Ok(()) } else { Err(format!("joined {}, alone {alone}, all zero {zero}", apart == together).into()) })
+}
+
+/// Random numbers on a device.
+fn random(cuda: &Cuda, dtype: DType, dims: &[usize]) -> Result<Tensor<Buf>> {
+    let bytes = dims.iter().product::<usize>() * dtype.bytes();
+    let t = Tensor::new(cuda.alloc("random", bytes.next_multiple_of(16) as u64)?, dtype, dims);
+    cuda.fill_random(&t, t.buf.id() as u32, 1.0)?;
+    Ok(t)
+}
+
+/// A step of one token of a sequence whose state is in slot 1 and goes to `dst`.
+fn one_token(cuda: &Cuda, dst: u32) -> Result<Step<Buf>> {
+    let chunks = vec![Chunk { len: 1, src: Src::Slot(1), dst }];
+    let rows =
+        [Row { first_position: 70, tokens: vec![TokenRef::Known(0)], chunks, outputs: vec![0], ..Row::default() }];
+    let words = encode(&rows, bucket_of(&rows));
+    let ints = cuda.alloc("ints", 4 * words.len() as u64)?;
+    cuda.write(&ints, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
+    Ok(Step::new(ints, bucket_of(&rows)))
+}
+
+/// What the ops leave in `results` one by one and together, after `before` each time.
+fn same(
+    cuda: &Cuda,
+    ops: &[Op<Buf>],
+    results: &[&Tensor<Buf>],
+    before: &dyn Fn() -> Result<()>,
+) -> Result<std::result::Result<(), Failed>> {
+    let left = || -> Result<Vec<Vec<u8>>> { results.iter().map(|t| pollster::block_on(cuda.read(t))).collect() };
+    before()?;
+    ops.iter().try_for_each(|op| cuda.run(|r| r.op(op.clone())))?;
+    let apart = left()?;
+    before()?;
+    let tape = cuda.record(|r| ops.iter().try_for_each(|op| r.op(op.clone())))?;
+    cuda.play(&tape)?;
+    let together = left()?;
+    let zero = apart.iter().any(|v| v.iter().all(|b| *b == 0));
+    Ok(if apart == together && !zero { Ok(()) } else { Err(format!("bits differ, or all are zero: {zero}").into()) })
+}
+
+/// The choice of one token's experts from the product before it, and both halves of them.
+fn compare_choice(
+    [experts, top, width, inner]: [usize; 4],
+    router: Router,
+    act: Act,
+    up: bool,
+) -> Result<std::result::Result<(), Failed>> {
+    let (cuda, n) = (Cuda::open(Options::default())?, if up { 2 * inner } else { inner });
+    let tensor = |dtype: DType, dims: &[usize]| random(&cuda, dtype, dims);
+    let range = |dims: &[usize]| -> Result<Vec<ExpertRange<Buf>>> {
+        Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock::plain(tensor(DType::Bf16, dims)?, 0)] }])
+    };
+    let (x, logits) = (tensor(DType::Bf16, &[1, width])?, tensor(DType::F32, &[1, experts])?);
+    let ids = Tensor::new(cuda.alloc("ids", 4 * top as u64)?, DType::U32, &[1, top]);
+    let weights = tensor(DType::F32, &[1, top])?;
+    let (proj, mid) = (tensor(DType::Bf16, &[top, n])?, tensor(DType::Bf16, &[top, inner])?);
+    let out = tensor(DType::Bf16, &[1, width])?;
+    let w = Weight { blocks: vec![RowBlock::plain(tensor(DType::Bf16, &[experts, width])?, 0)], n: experts, k: width };
+    let (to, scale) = (logits.clone(), 1.0);
+    let product = Matmul { x: x.clone(), w, columns: None, bias: None, out: to, scale, accumulate: false };
+    let bias = matches!(router, Router::Sigmoid { .. }).then(|| tensor(DType::F32, &[experts])).transpose()?;
+    let (step, combine) = (one_token(&cuda, 1)?, Some(weights.clone()));
+    let route = Route { step, logits: logits.clone(), bias, ids: ids.clone(), weights: weights.clone(), router };
+    let (of, to) = (range(&[experts, n, width])?, proj.clone());
+    let first = ExpertMatmul { x, experts: of, ids: ids.clone(), combine: None, out: to, scale, accumulate: false };
+    let (gate, factor) = (proj.cols(0, inner), up.then(|| proj.cols(inner, inner)));
+    let then = Activation { gate, up: factor, row_gate: None, out: mid.clone(), act };
+    let (of, x, to) = (range(&[experts, width, inner])?, mid.clone(), out.clone());
+    let second = ExpertMatmul { x, experts: of, ids: ids.clone(), combine, out: to, scale: 0.5, accumulate: true };
+    let results = [&ids, &weights, &proj, &mid, &out];
+    let clear = || -> Result<()> {
+        for t in [&logits].into_iter().chain(results) {
+            cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize])?;
+        }
+        cuda.fill_random(&out, 7, 1.0).map(|_| ())
+    };
+    same(&cuda, &[product.into(), route.into(), first.into(), then.into(), second.into()], &results, &clear)
+}
+
+/// The product of two inputs and its convolution, for one token whose state goes to slot `dst`.
+fn compare_gated(channels: usize, dst: u32) -> Result<std::result::Result<(), Failed>> {
+    let cuda = Cuda::open(Options::default())?;
+    let tensor = |dtype: DType, dims: &[usize]| random(&cuda, dtype, dims);
+    let both = tensor(DType::Bf16, &[1, 3 * channels])?;
+    let (mid, out) = (tensor(DType::Bf16, &[1, channels])?, tensor(DType::Bf16, &[1, channels])?);
+    let (pool, weight) = (tensor(DType::Bf16, &[3, channels, 2])?, tensor(DType::F32, &[channels, 4])?);
+    let (gate, up) = (both.cols(0, channels), Some(both.cols(2 * channels, channels)));
+    let product = Activation { gate, up, row_gate: None, out: mid.clone(), act: Act::Identity };
+    let (step, x) = (one_token(&cuda, dst)?, mid.clone());
+    let conv = Conv1d { step, x, weight, pool: pool.clone(), out: out.clone(), act: Act::Identity };
+    let clear = || -> Result<()> {
+        for t in [&mid, &out] {
+            cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize])?;
+        }
+        cuda.fill_random(&pool, 3, 1.0).map(|_| ())
+    };
+    same(&cuda, &[product.into(), conv.into()], &[&mid, &out, &pool], &clear)
 }

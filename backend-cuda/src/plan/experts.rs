@@ -2,13 +2,14 @@
 
 use selkie_core::{
     Result,
-    ops::{Activation, ExpertMatmul, ExpertRange, RowBlock},
+    ops::{Activation, ExpertMatmul, ExpertRange, Route, Router, RowBlock},
     tensor::{DType, Tensor},
 };
 
 use super::{
     Arena, Device, Hazards, SMEM_LEFT_FREE, act,
     grouped::{self, FEW_PAIRS},
+    pointwise::Rule,
     same_view, vector, wide,
 };
 use crate::{
@@ -76,9 +77,11 @@ fn stream_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) ->
     stream_shape([tokens, top, n, k], parts, a.combine.is_some(), device)
 }
 
-/// Few pairs in the kernel that streams W, with the activation after the products, if it takes this op.
+/// Few pairs in the kernel that streams W, with the choice of the experts before the products and the activation after them, if it takes
+/// this op.
 fn streamed<B: Address>(
     a: &ExpertMatmul<B>,
+    route: Option<&Route<B>>,
     then: Option<&Activation<B>>,
     device: &Device,
     hazards: &Hazards,
@@ -100,6 +103,11 @@ fn streamed<B: Address>(
         .flag("ACCUMULATE", a.accumulate)
         .flag("HAS_MID", then.is_some())
         .int("ACT", then.map_or(0, |t| act(t.act)))
+        .flag("ROUTE", route.is_some());
+    let rule = Rule::from(route.map_or(&Router::TopKSoftmax, |r| &r.router));
+    let bias = route.and_then(|r| r.bias.as_ref());
+    let spec = rule
+        .constants(spec, route.map_or(1, |r| r.logits.row_len()), bias.is_some())
         .ty("out_t", a.out.dtype)
         .ty("mid_t", then.map_or(DType::F32, |t| t.out.dtype));
     let args = arguments::ExpertStream {
@@ -109,8 +117,12 @@ fn streamed<B: Address>(
         ids: (&a.ids).into(),
         out: (&a.out).into(),
         mid: then.map(|t| &t.out).into(),
-        weights: a.combine.as_ref().into(),
+        weights: a.combine.as_ref().or(route.map(|r| &r.weights)).into(),
         scale: a.scale,
+        logits: route.map(|r| &r.logits).into(),
+        bias: bias.into(),
+        sum_eps: rule.sum_eps,
+        route_scale: rule.scale,
         inputs_complete: u32::from(hazards.inputs_complete),
     };
     let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * STREAM_WARPS, &args);
@@ -135,6 +147,15 @@ pub(super) fn with_activation<B: Address>(
     arena: &Arena,
     hazards: &Hazards,
 ) -> Option<Vec<Work>> {
+    if !reads_all(then, a) {
+        return None;
+    }
+    let work = streamed(a, None, Some(then), device, hazards).map(|work| vec![work]);
+    work.or_else(|| grouped::with_activation(a, then, device, arena))
+}
+
+/// Whether an activation reads all products of the first half of the experts, and may be computed with them.
+fn reads_all<B: Address>(then: &Activation<B>, a: &ExpertMatmul<B>) -> bool {
     let n = a.out.row_len();
     let reads = match &then.up {
         Some(up) => {
@@ -145,11 +166,47 @@ pub(super) fn with_activation<B: Address>(
     };
     let read = [&a.x, &a.ids].into_iter().chain(a.experts.iter().flat_map(|r| &r.blocks).map(|b| &b.w));
     let apart = read.chain([&a.out]).all(|t| t.buf.id() != then.out.buf.id());
-    if a.combine.is_some() || then.row_gate.is_some() || !reads || !apart {
+    a.combine.is_none() && then.row_gate.is_none() && reads && apart
+}
+
+/// Whether the kernels that stream W for `a` may choose its experts too: of one token, without groups of experts.
+pub(super) fn may_choose<B: Address>(route: &Route<B>, a: &ExpertMatmul<B>, device: &Device) -> bool {
+    may_begin(route) && same_view(&route.ids, &a.ids) && a.combine.is_none() && stream_cut(a, 1, device).is_some()
+}
+
+/// Whether they may, as far as the routing decides.
+pub(super) fn may_begin<B: Address>(route: &Route<B>) -> bool {
+    route.logits.rows() == 1 && Rule::from(&route.router).groups == [1, 1]
+}
+
+/// The choice of a token's experts, their first half, the activation and the second half, as far as these follow: each half chooses
+/// by itself, so that its weights are on their way as soon as the logits are there.
+pub(super) fn with_choice<B: Address>(
+    (route, up): (&Route<B>, &ExpertMatmul<B>),
+    then: Option<&Activation<B>>,
+    down: Option<&ExpertMatmul<B>>,
+    device: &Device,
+    hazards: &Hazards,
+) -> Option<Vec<Work>> {
+    // Blocks read the logits while others write results.
+    let written = [Some(&route.ids), Some(&route.weights), Some(&up.out), then.map(|t| &t.out), down.map(|d| &d.out)];
+    let apart = written.iter().flatten().all(|t| t.buf.id() != route.logits.buf.id() && t.buf.id() != up.x.buf.id());
+    if !may_choose(route, up, device) || !apart || then.is_some_and(|then| !reads_all(then, up)) {
         return None;
     }
-    let work = streamed(a, Some(then), device, hazards).map(|work| vec![work]);
-    work.or_else(|| grouped::with_activation(a, then, device, arena))
+    let mut work = vec![streamed(up, Some(route), then, device, hazards)?];
+    if let Some(down) = down {
+        let fits = same_view(&down.ids, &route.ids)
+            && down.combine.as_ref().is_some_and(|weights| same_view(weights, &route.weights))
+            && then.is_some_and(|then| same_view(&down.x, &then.out));
+        // The first half starts the second one when all before it is complete, the logits too.
+        let hazards = Hazards { inputs_complete: true, ..*hazards };
+        if !fits {
+            return None;
+        }
+        work.push(streamed(down, Some(route), None, device, &hazards)?);
+    }
+    Some(work)
 }
 
 /// Both halves of the experts with the activation in between, if the second one is computed from the tables of the first.
@@ -173,7 +230,7 @@ pub(super) fn expert_matmul<B: Address>(
     arena: &Arena,
     hazards: &Hazards,
 ) -> Result<Vec<Work>> {
-    if let Some(work) = streamed(a, None, device, hazards) {
+    if let Some(work) = streamed(a, None, None, device, hazards) {
         return Ok(vec![work]);
     }
     if let Some((block, form)) = grouped::form(a, device) {

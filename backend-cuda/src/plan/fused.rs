@@ -1,6 +1,6 @@
 //! Ops of one token as one kernel: a prologue (RMS norm or activation), the product that reads it, and the convolution after
-//! the product. Launches bound a decode step of a small model, and the product's weights arrive while the prologue runs. Experts compute
-//! their activation too, and those of many tokens sort once for both halves.
+//! the product, or a product of two inputs and its convolution. Launches bound a decode step of a small model, and the product's weights arrive while the prologue runs. Experts compute
+//! their activation too, and for one token their choice; those of many tokens sort once for both halves.
 
 use selkie_core::{
     ops::{Act, Activation, Conv1d, Matmul, Op, RmsNorm},
@@ -11,7 +11,7 @@ use super::{
     Arena, Device, Hazards, act, experts,
     pick::{self, Product},
     pointwise::norm_access,
-    same_view, wide,
+    same_view, state, wide,
 };
 use crate::{
     arguments::FusedProduct,
@@ -24,6 +24,10 @@ pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
     device.tuned
         && device.bulk_copies
         && match ops {
+            [Op::Route(a)] => experts::may_begin(a),
+            [Op::Route(route), Op::ExpertMatmul(a)] | [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(_)] => {
+                experts::may_choose(route, a, device)
+            }
             // The second half of the experts takes over the tables of the first.
             [Op::ExpertMatmul(a), Op::Activation(_)] => experts::may_share_tables(a, device),
             [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
@@ -38,10 +42,18 @@ pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
 /// `arena` has the scratch memory that any of the ops needs.
 pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards: &Hazards) -> Option<Vec<Work>> {
     match ops {
+        [Op::Route(route), Op::ExpertMatmul(a)] => experts::with_choice((route, a), None, None, device, hazards),
+        [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(act)] => {
+            experts::with_choice((route, a), Some(act), None, device, hazards)
+        }
+        [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] => {
+            experts::with_choice((route, a), Some(act), Some(b), device, hazards)
+        }
         [Op::ExpertMatmul(a), Op::Activation(act)] => experts::with_activation(a, act, device, arena, hazards),
         [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] => {
             experts::both_halves(a, act, b, device, arena, hazards)
         }
+        [Op::Activation(a), Op::Conv1d(c)] => state::gated_conv1d(a, c, hazards).map(|work| vec![work]),
         _ => one_kernel(ops, device, hazards).map(|work| vec![work]),
     }
 }

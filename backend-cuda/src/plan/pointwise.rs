@@ -2,7 +2,7 @@
 
 use selkie_core::{
     Result,
-    ops::{Activation, Adjust, Embed, Gather, Logprobs, RmsNorm, RopeKv, Route, RuleWords, Sample},
+    ops::{Activation, Adjust, Embed, Gather, Logprobs, RmsNorm, RopeKv, Route, Router, RuleWords, Sample},
     tensor::DType,
 };
 
@@ -164,31 +164,54 @@ pub(super) fn rope_kv<B: Address>(a: &RopeKv<B>) -> Result<Vec<Work>> {
     Ok(vec![Work::Kernel(Launch::new(spec, grid, 256, &args))])
 }
 
-pub(super) fn route<B: Address>(a: &Route<B>) -> Result<Vec<Work>> {
-    use selkie_core::ops::Router;
-    let (kind, renorm, groups, keep, sum_eps, scale) = match a.router {
-        Router::SoftmaxTopK { renorm } => (0, renorm, 1, 1, 0.0, 1.0),
-        Router::TopKSoftmax => (1, true, 1, 1, 0.0, 1.0),
-        Router::Sigmoid { groups, topk_group, renorm, sum_eps, scale } => {
-            (2, renorm, groups, topk_group, sum_eps, scale)
+/// A rule of routing as kernels have it.
+pub(super) struct Rule {
+    kind: usize,
+    renorm: bool,
+    /// Groups of experts, and those kept.
+    pub groups: [usize; 2],
+    pub sum_eps: f32,
+    pub scale: f32,
+}
+
+impl From<&Router> for Rule {
+    fn from(router: &Router) -> Self {
+        let one = Self { kind: 0, renorm: true, groups: [1, 1], sum_eps: 0.0, scale: 1.0 };
+        match *router {
+            Router::SoftmaxTopK { renorm } => Self { renorm, ..one },
+            Router::TopKSoftmax => Self { kind: 1, ..one },
+            Router::Sigmoid { groups, topk_group, renorm, sum_eps, scale } => {
+                Self { kind: 2, renorm, groups: [groups, topk_group], sum_eps, scale }
+            }
         }
-    };
-    let spec = Spec::new(File::Route)
-        .int("E", a.logits.row_len())
-        .int("TOP", a.ids.row_len())
-        .int("KIND", kind)
-        .flag("RENORM", renorm)
-        .int("GROUPS", groups)
-        .int("KEEP", keep)
-        .flag("HAS_BIAS", a.bias.is_some());
+    }
+}
+
+impl Rule {
+    /// Adds the constants of `route.cuh`, of a kernel that chooses from `experts` experts, with a bias or without. TOP is not one of them.
+    pub fn constants(&self, spec: Spec, experts: usize, bias: bool) -> Spec {
+        let [groups, keep] = self.groups;
+        spec.int("E", experts)
+            .int("KIND", self.kind)
+            .flag("RENORM", self.renorm)
+            .int("GROUPS", groups)
+            .int("KEEP", keep)
+            .flag("HAS_BIAS", bias)
+    }
+}
+
+pub(super) fn route<B: Address>(a: &Route<B>) -> Result<Vec<Work>> {
+    let rule = Rule::from(&a.router);
+    let spec = Spec::new(File::Route).int("TOP", a.ids.row_len());
+    let spec = rule.constants(spec, a.logits.row_len(), a.bias.is_some());
     let args = arguments::Route {
         st: (&a.step).into(),
         logits: (&a.logits).into(),
         bias: a.bias.as_ref().into(),
         ids: (&a.ids).into(),
         weights: (&a.weights).into(),
-        sum_eps,
-        scale,
+        sum_eps: rule.sum_eps,
+        scale: rule.scale,
     };
     Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.tokens.div_ceil(4), 1, 1], 128, &args))])
 }

@@ -106,8 +106,9 @@ impl<B: Address> Sequencer<B> {
         let running = |t: &selkie_core::tensor::Tensor<B>| self.running.contains(&t.buf.id());
         Hazards {
             state_unwritten: ops.last().is_some_and(|op| op.tensors().iter().all(unwritten)),
-            inputs_complete: match ops.first() {
-                Some(Op::ExpertMatmul(a)) => !running(&a.ids) && (a.combine.is_some() || !running(&a.x)),
+            inputs_complete: match ops {
+                [Op::ExpertMatmul(a), ..] => !running(&a.ids) && (a.combine.is_some() || !running(&a.x)),
+                [Op::Route(route), Op::ExpertMatmul(a), ..] => !running(&route.logits) && !running(&a.x),
                 _ => false,
             },
         }

@@ -2,12 +2,12 @@
 
 use selkie_core::{
     Result,
-    ops::{Conv1d, GatedDelta, ScanForm, SelectiveScan},
+    ops::{Activation, Conv1d, GatedDelta, ScanForm, SelectiveScan},
     step::{Bucket, PAGE},
-    tensor::DType,
+    tensor::{DType, Tensor},
 };
 
-use super::{Arena, Device, Hazards, act, aligned, fours, vector, wide};
+use super::{Arena, Device, Hazards, act, aligned, fours, same_view, vector, wide};
 use crate::{
     arguments::{self, At},
     launch::{Address, Launch, Work},
@@ -21,9 +21,26 @@ fn conv_shape(tokens: usize, chunks: usize, widest: usize) -> (usize, usize, usi
 }
 
 pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, hazards: &Hazards) -> Result<Vec<Work>> {
+    Ok(vec![convolution(a, None, hazards)])
+}
+
+/// The convolution of one token and the product of two inputs before it, as one kernel.
+pub(super) fn gated_conv1d<B: Address>(gate: &Activation<B>, a: &Conv1d<B>, hazards: &Hazards) -> Option<Work> {
+    let (b, up) = (&a.step.bucket, gate.up.as_ref()?);
+    let one = b.tokens == 1 && b.chunks == 1 && gate.row_gate.is_none() && same_view(&a.x, &gate.out);
+    let dtypes = [gate.gate.dtype, up.dtype].iter().all(|dtype| *dtype == a.x.dtype);
+    // A thread reads its channels of the inputs while others write theirs.
+    let apart = [&gate.gate, up].iter().all(|t| [&a.x, &a.out].iter().all(|w| w.buf.id() != t.buf.id()));
+    (one && dtypes && apart).then(|| convolution(a, Some((gate, up)), hazards))
+}
+
+/// `gate`: what makes the input, and the second factor of it.
+fn convolution<B: Address>(a: &Conv1d<B>, gate: Option<(&Activation<B>, &Tensor<B>)>, hazards: &Hazards) -> Work {
     let (tokens, chunks) = (a.step.bucket.tokens, a.step.bucket.chunks);
     let (channels, taps) = (a.x.row_len(), a.weight.row_len() - 1);
-    let (vec, cols, loads) = conv_shape(tokens, chunks, vector(channels, &[&a.x, &a.out]));
+    let mut views = vec![&a.x, &a.out];
+    views.extend(gate.iter().flat_map(|(gate, up)| [&gate.gate, up]));
+    let (vec, cols, loads) = conv_shape(tokens, chunks, vector(channels, &views));
     let packed = a.weight.row_stride == taps + 1 && a.weight.offset.is_multiple_of(4);
     let spec = Spec::new(File::Conv1d)
         .int("VEC", vec)
@@ -32,20 +49,24 @@ pub(super) fn conv1d<B: Address>(a: &Conv1d<B>, hazards: &Hazards) -> Result<Vec
         .int("COLS", cols)
         .int("LOADS", loads)
         .flag("PACKED_WEIGHT", packed)
+        .flag("HAS_FACTOR", gate.is_some())
+        .int("GATE_ACT", gate.map_or(0, |(gate, _)| act(gate.act)))
         .int("ACT", act(a.act))
         .ty("x_t", a.x.dtype)
         .ty("pool_t", a.pool.dtype)
         .ty("out_t", a.out.dtype);
     let args = arguments::Conv1d {
         st: (&a.step).into(),
-        x: (&a.x).into(),
+        x: gate.map_or(&a.x, |(gate, _)| &gate.gate).into(),
+        factor: gate.map(|(_, up)| up).into(),
+        mid: gate.map(|_| &a.x).into(),
         weight: (&a.weight).into(),
         pool: (&a.pool).into(),
         out: (&a.out).into(),
         state_unwritten: u32::from(hazards.state_unwritten),
     };
     let grid = [chunks * channels.div_ceil(cols * vec) + padding_blocks(tokens, channels), 1, 1];
-    Ok(vec![Work::Kernel(Launch::new(spec, grid, cols, &args).with_early(hazards.state_unwritten))])
+    Work::Kernel(Launch::new(spec, grid, cols, &args).with_early(hazards.state_unwritten))
 }
 
 /// Tokens that a padding block looks through, and columns that it zeroes, as in `common.cuh`.

@@ -466,7 +466,7 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let first = norm(m, d, 1, false);
         let input = product(m, &first.out, di + c + h, false);
         let (weight, pool, out) = (m.f32(&[c, 5]), m.act(&[9, c, 3]), m.act(&[t, c]));
-        let conv = Conv1d { step, x: input.out.cols(di, c), weight, pool, out, act: Act::Silu };
+        let conv = Conv1d { step: step.clone(), x: input.out.cols(di, c), weight, pool, out, act: Act::Silu };
         chains.push(vec![first.into(), input.into(), conv.into()]);
         let gated = norm(m, di, g, true);
         let output = product(m, &gated.out, d, true);
@@ -491,8 +491,32 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
             let first = experts(m, e, if gated { 2 * inner } else { inner }, d, &ids);
             let (gate, out) = (first.out.cols(0, inner), m.act(&[rows, inner]));
             let up = gated.then(|| first.out.cols(inner, inner));
-            chains.push(vec![first.into(), Activation { gate, up, row_gate: None, out, act }.into()]);
+            let then = Activation { gate, up, row_gate: None, out, act };
+            chains.push(vec![first.clone().into(), then.clone().into()]);
+            let weights = m.f32(&[t, k]);
+            let w = RowBlock::plain(m.of(DType::Bf16, &[e, d, inner]), 0);
+            let (x, range) = (then.out.clone(), vec![ExpertRange { first: 0, experts: e, blocks: vec![w] }]);
+            let (combine, out) = (Some(weights.clone()), m.act(&[t, d]));
+            let down = ExpertMatmul { x, experts: range, ids: ids.clone(), combine, out, scale: 1.0, accumulate: true };
+            for router in [
+                Router::SoftmaxTopK { renorm: true },
+                Router::Sigmoid { groups: 1, topk_group: 1, renorm: true, sum_eps: 1e-6, scale: 1.0 },
+            ] {
+                let bias = matches!(router, Router::Sigmoid { .. }).then(|| m.f32(&[e]));
+                let (step, ids, weights, logits) = (step.clone(), ids.clone(), weights.clone(), m.f32(&[t, e]));
+                let route = Route { step, logits, bias, ids, weights, router };
+                let (first, then, down) = (first.clone(), then.clone(), down.clone());
+                chains.push(vec![route.into(), first.into(), then.into(), down.into()]);
+            }
         }
+    }
+    if s.mamba2.is_some() {
+        // LFM2's gated convolution.
+        let (both, mid, out) = (m.act(&[t, 2 * d]), m.act(&[t, d]), m.act(&[t, d]));
+        let (gate, up, weight, pool) = (both.cols(0, d), Some(both.cols(d, d)), m.f32(&[d, 4]), m.act(&[9, d, 2]));
+        let product = Activation { gate, up, row_gate: None, out: mid.clone(), act: Act::Identity };
+        let conv = Conv1d { step, x: mid, weight, pool, out, act: Act::Identity };
+        chains.push(vec![product.into(), conv.into()]);
     }
     chains
 }
