@@ -12,7 +12,7 @@ use crate::{
         mlp, moe,
     },
     config::{Config, LayerType, MOST_LAYERS},
-    ops::{Act, Router},
+    ops::Router,
 };
 
 /// The head's layers, as in the pattern of the trunk.
@@ -144,17 +144,13 @@ impl Sizes<'_> {
         Ok(attention::Plan::new(self.width, heads_or(self.c, 128)?))
     }
 
-    fn act(&self) -> Result<Act> {
-        act(self.c, "mlp_hidden_act", "relu2")
-    }
-
     fn mlp(&self, inner: &str) -> Result<mlp::Plan> {
         Ok(mlp::Plan {
             width: self.width,
             inner: self.c.usize(inner)?,
             input: mlp::Input::Ungated("up_proj"),
             output: "down_proj",
-            act: self.act()?,
+            act: act(self.c, "mlp_hidden_act", "relu2")?,
             bias: self.c.bool_or("mlp_bias", false)?,
             gate_scale: 1.0,
             row_gate: None,
@@ -171,8 +167,8 @@ impl Sizes<'_> {
         if topk_group > groups {
             return Err(c.bad("topk_group", format_args!("{topk_group} of {groups} groups")));
         }
-        let latent = c.opt_usize("moe_latent_size")?;
-        let bias = c.bool_or("mlp_bias", false)?;
+        let (input, output, bias) = ("fc1_latent_proj", "fc2_latent_proj", c.bool_or("mlp_bias", false)?);
+        let latent = c.opt_usize("moe_latent_size")?.map(|width| moe::Latent { width, input, output, bias });
         let plan = moe::Plan {
             width: self.width,
             experts,
@@ -190,13 +186,8 @@ impl Sizes<'_> {
             input: moe::Experts { stacked: "experts.up_proj", each: &["experts.{}.up_proj"] },
             output: moe::Experts { stacked: "experts.down_proj", each: &["experts.{}.down_proj"] },
             gated: false,
-            act: self.act()?,
-            latent: latent.map(|width| moe::Latent {
-                width,
-                input: "fc1_latent_proj",
-                output: "fc2_latent_proj",
-                bias,
-            }),
+            act: act(self.c, "mlp_hidden_act", "relu2")?,
+            latent,
         };
         let shared = format!("{prefix}shared_experts.");
         let mut branches = vec![Branch::new(prefix, plan)];
