@@ -14,12 +14,13 @@
 // choice. `inputs_complete` is then about the logits.
 //
 // Grid: blocks that fit on the device at once.
-// TOKENS, K, N (rows of W of an expert), TOP, WARPS, STAGES, ROWS, PARTS, COMBINE, ACCUMULATE, HAS_MID, ACT, ROUTE and the constants of route.cuh; out_t, mid_t.
+// TOKENS, K, N (rows of W of an expert), TOP, WARPS, STAGES, ROWS, PARTS, COMBINE, ACCUMULATE, HAS_MID, ACT, ROUTE and the constants of
+// route.cuh; out_t, mid_t.
 
 constexpr int STEP = 256;
 constexpr int STEPS = div_up(K, STEP);
 constexpr int STAGE = PARTS * ROWS * K;          // elements
-constexpr int UNITS = N / PARTS / ROWS;         // units of a (token, choice)
+constexpr int UNITS = N / PARTS / ROWS;          // units of a (token, choice)
 constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = TOKENS * TOP;              // at most 32: a lane for each
 constexpr int X_ROWS = COMBINE ? PAIRS : TOKENS;

@@ -88,13 +88,7 @@ enum Lead {
 /// `n` output columns; `dst`: the slot that a convolution of all but the first and last 8 of them writes, from slot 1.
 fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::result::Result<(), Failed>> {
     let cuda = Cuda::open(Options::default())?;
-    let fill = |t: &Tensor<Buf>| cuda.fill_random(t, t.buf.id() as u32, 1.0).map(|_| ());
-    let tensor = |dtype: DType, dims: &[usize]| -> Result<Tensor<Buf>> {
-        let bytes = dims.iter().product::<usize>() * dtype.bytes();
-        let t = Tensor::new(cuda.alloc("pair", bytes.next_multiple_of(16) as u64)?, dtype, dims);
-        fill(&t)?;
-        Ok(t)
-    };
+    let tensor = |dtype: DType, dims: &[usize]| random(&cuda, dtype, dims);
     let (mid, out) = (tensor(DType::Bf16, &[1, k])?, tensor(DType::Bf16, &[1, n])?);
     let mut ops: Vec<Op<Buf>> = vec![match lead {
         Lead::Norm { groups, gate } => {
@@ -116,32 +110,20 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
     let mut results = vec![mid, out.clone()];
     let mut pools = Vec::new();
     if let Some(dst) = dst {
-        let (c, chunks) = (n - 16, vec![Chunk { len: 1, src: Src::Slot(1), dst }]);
-        let rows =
-            [Row { first_position: 70, tokens: vec![TokenRef::Known(0)], chunks, outputs: vec![0], ..Row::default() }];
-        let words = encode(&rows, bucket_of(&rows));
-        let ints = cuda.alloc("ints", 4 * words.len() as u64)?;
-        cuda.write(&ints, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
+        let (c, step) = (n - 16, one_token(&cuda, dst)?);
         let (pool, conv) = (tensor(DType::Bf16, &[3, c, 3])?, tensor(DType::Bf16, &[1, c])?);
-        let (step, x, weight) = (Step::new(ints, bucket_of(&rows)), out.cols(8, c), tensor(DType::F32, &[c, 5])?);
+        let (x, weight) = (out.cols(8, c), tensor(DType::F32, &[c, 5])?);
         ops.push(Conv1d { step, x, weight, pool: pool.clone(), out: conv.clone(), act: Act::Silu }.into());
         results.extend([conv, pool.clone()]);
         pools.push(pool);
     }
-    let left = || -> Result<Vec<Vec<u8>>> { results.iter().map(|t| pollster::block_on(cuda.read(t))).collect() };
-    for op in &ops {
-        cuda.run(|r| r.op(op.clone()))?;
-    }
-    let apart = left()?;
-    for t in &results {
-        cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize])?;
-    }
-    pools.iter().try_for_each(fill)?;
-    let tape = cuda.record(|r| ops.iter().try_for_each(|op| r.op(op.clone())))?;
-    cuda.play(&tape)?;
-    let together = left()?;
-    let zero = apart.iter().any(|v| v.iter().all(|b| *b == 0));
-    Ok(if apart == together && !zero { Ok(()) } else { Err(format!("bits differ, or all are zero: {zero}").into()) })
+    let clear = || -> Result<()> {
+        for t in &results {
+            cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize])?;
+        }
+        pools.iter().try_for_each(|t| cuda.fill_random(t, t.buf.id() as u32, 1.0).map(|_| ()))
+    };
+    same(&cuda, &ops, &results.iter().collect::<Vec<_>>(), &clear)
 }
 
 /// Both halves of experts for `tokens` tokens, joined, op by op, and the first token alone if few tokens have the same kernels.
@@ -151,21 +133,14 @@ fn compare_experts(
     up: bool,
 ) -> Result<std::result::Result<(), Failed>> {
     let (cuda, experts, n) = (Cuda::open(Options::default())?, 2 * top, if up { 2 * inner } else { inner });
-    let tensor = |dtype: DType, dims: &[usize]| -> Result<Tensor<Buf>> {
-        let bytes = dims.iter().product::<usize>() * dtype.bytes();
-        let t = Tensor::new(cuda.alloc("experts", bytes.next_multiple_of(16) as u64)?, dtype, dims);
-        cuda.fill_random(&t, t.buf.id() as u32, 1.0)?;
-        Ok(t)
-    };
-    let range = |dims: &[usize]| -> Result<Vec<ExpertRange<Buf>>> {
-        Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock::plain(tensor(DType::Bf16, dims)?, 0)] }])
-    };
+    let tensor = |dtype: DType, dims: &[usize]| random(&cuda, dtype, dims);
     let chosen: Vec<u32> = (0..tokens).flat_map(|t| (0..top).map(move |j| (2 * j + t % 2) as u32)).collect();
     let ids = Tensor::new(cuda.alloc("ids", 4 * chosen.len() as u64)?, DType::U32, &[tokens, top]);
     cuda.write(&ids.buf, 0, &chosen.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())?;
     let (x, weights) = (tensor(DType::Bf16, &[tokens, width])?, tensor(DType::F32, &[tokens, top])?);
     let (proj, mid) = (tensor(DType::Bf16, &[tokens * top, n])?, tensor(DType::Bf16, &[tokens * top, inner])?);
-    let (first, second) = (range(&[experts, n, width])?, range(&[experts, width, inner])?);
+    let (first, second) =
+        (random_experts(&cuda, [experts, n, width])?, random_experts(&cuda, [experts, width, inner])?);
     let out = tensor(DType::Bf16, &[tokens, width])?;
     let ops = |tokens: usize| -> Vec<Op<Buf>> {
         let (ids, proj, mid) = (ids.head(tokens), proj.head(tokens * top), mid.head(tokens * top));
@@ -213,6 +188,12 @@ fn random(cuda: &Cuda, dtype: DType, dims: &[usize]) -> Result<Tensor<Buf>> {
     Ok(t)
 }
 
+/// Weights `[experts, N, K]`.
+fn random_experts(cuda: &Cuda, dims: [usize; 3]) -> Result<Vec<ExpertRange<Buf>>> {
+    let blocks = vec![RowBlock::plain(random(cuda, DType::Bf16, &dims)?, 0)];
+    Ok(vec![ExpertRange { first: 0, experts: dims[0], blocks }])
+}
+
 /// A step of one token of a sequence whose state is in slot 1 and goes to `dst`.
 fn one_token(cuda: &Cuda, dst: u32) -> Result<Step<Buf>> {
     let chunks = vec![Chunk { len: 1, src: Src::Slot(1), dst }];
@@ -252,9 +233,6 @@ fn compare_choice(
 ) -> Result<std::result::Result<(), Failed>> {
     let (cuda, n) = (Cuda::open(Options::default())?, if up { 2 * inner } else { inner });
     let tensor = |dtype: DType, dims: &[usize]| random(&cuda, dtype, dims);
-    let range = |dims: &[usize]| -> Result<Vec<ExpertRange<Buf>>> {
-        Ok(vec![ExpertRange { first: 0, experts, blocks: vec![RowBlock::plain(tensor(DType::Bf16, dims)?, 0)] }])
-    };
     let (x, logits) = (tensor(DType::Bf16, &[1, width])?, tensor(DType::F32, &[1, experts])?);
     let ids = Tensor::new(cuda.alloc("ids", 4 * top as u64)?, DType::U32, &[1, top]);
     let weights = tensor(DType::F32, &[1, top])?;
@@ -266,11 +244,11 @@ fn compare_choice(
     let bias = matches!(router, Router::Sigmoid { .. }).then(|| tensor(DType::F32, &[experts])).transpose()?;
     let (step, combine) = (one_token(&cuda, 1)?, Some(weights.clone()));
     let route = Route { step, logits: logits.clone(), bias, ids: ids.clone(), weights: weights.clone(), router };
-    let (of, to) = (range(&[experts, n, width])?, proj.clone());
+    let (of, to) = (random_experts(&cuda, [experts, n, width])?, proj.clone());
     let first = ExpertMatmul { x, experts: of, ids: ids.clone(), combine: None, out: to, scale, accumulate: false };
     let (gate, factor) = (proj.cols(0, inner), up.then(|| proj.cols(inner, inner)));
     let then = Activation { gate, up: factor, row_gate: None, out: mid.clone(), act };
-    let (of, x, to) = (range(&[experts, width, inner])?, mid.clone(), out.clone());
+    let (of, x, to) = (random_experts(&cuda, [experts, width, inner])?, mid.clone(), out.clone());
     let second = ExpertMatmul { x, experts: of, ids: ids.clone(), combine, out: to, scale: 0.5, accumulate: true };
     let results = [&ids, &weights, &proj, &mid, &out];
     let clear = || -> Result<()> {

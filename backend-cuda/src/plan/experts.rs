@@ -2,7 +2,7 @@
 
 use selkie_core::{
     Result,
-    ops::{Activation, ExpertMatmul, ExpertRange, Route, Router, RowBlock},
+    ops::{Activation, ExpertMatmul, ExpertRange, Op, Route, Router, RowBlock},
     tensor::{DType, Tensor},
 };
 
@@ -179,34 +179,38 @@ pub(super) fn may_begin<B: Address>(route: &Route<B>) -> bool {
     route.logits.rows() == 1 && Rule::from(&route.router).groups == [1, 1]
 }
 
-/// The choice of a token's experts, their first half, the activation and the second half, as far as these follow: each half chooses
-/// by itself, so that its weights are on their way as soon as the logits are there.
+/// The choice of a token's experts and their first half, and of `rest` the activation and the second half, as far as these follow: each
+/// half chooses by itself, so that its weights are on their way as soon as the logits are there.
 pub(super) fn with_choice<B: Address>(
-    (route, up): (&Route<B>, &ExpertMatmul<B>),
-    then: Option<&Activation<B>>,
-    down: Option<&ExpertMatmul<B>>,
+    route: &Route<B>,
+    up: &ExpertMatmul<B>,
+    rest: &[Op<B>],
     device: &Device,
     hazards: &Hazards,
 ) -> Option<Vec<Work>> {
+    let (then, down) = match rest {
+        [] => (None, None),
+        [Op::Activation(then)] => (Some(then), None),
+        [Op::Activation(then), Op::ExpertMatmul(down)] => (Some(then), Some(down)),
+        _ => return None,
+    };
     // Blocks read the logits while others write results.
     let written = [Some(&route.ids), Some(&route.weights), Some(&up.out), then.map(|t| &t.out), down.map(|d| &d.out)];
     let apart = written.iter().flatten().all(|t| t.buf.id() != route.logits.buf.id() && t.buf.id() != up.x.buf.id());
     if !may_choose(route, up, device) || !apart || then.is_some_and(|then| !reads_all(then, up)) {
         return None;
     }
-    let mut work = vec![streamed(up, Some(route), then, device, hazards)?];
-    if let Some(down) = down {
-        let fits = same_view(&down.ids, &route.ids)
-            && down.combine.as_ref().is_some_and(|weights| same_view(weights, &route.weights))
-            && then.is_some_and(|then| same_view(&down.x, &then.out));
-        // The first half starts the second one when all before it is complete, the logits too.
-        let hazards = Hazards { inputs_complete: true, ..*hazards };
-        if !fits {
-            return None;
-        }
-        work.push(streamed(down, Some(route), None, device, &hazards)?);
+    let first = streamed(up, Some(route), then, device, hazards)?;
+    let Some(down) = down else { return Some(vec![first]) };
+    let fits = same_view(&down.ids, &route.ids)
+        && down.combine.as_ref().is_some_and(|weights| same_view(weights, &route.weights))
+        && then.is_some_and(|then| same_view(&down.x, &then.out));
+    if !fits {
+        return None;
     }
-    Some(work)
+    // The first half starts the second one when all before it is complete, the logits too.
+    let hazards = Hazards { inputs_complete: true, ..*hazards };
+    Some(vec![first, streamed(down, Some(route), None, device, &hazards)?])
 }
 
 /// Both halves of the experts with the activation in between, if the second one is computed from the tables of the first.

@@ -1,6 +1,7 @@
 //! Ops of one token as one kernel: a prologue (RMS norm or activation), the product that reads it, and the convolution after
-//! the product, or a product of two inputs and its convolution. Launches bound a decode step of a small model, and the product's weights arrive while the prologue runs. Experts compute
-//! their activation too, and for one token their choice; those of many tokens sort once for both halves.
+//! the product, or a product of two inputs and its convolution. Launches bound a decode step of a small model, and the product's
+//! weights arrive while the prologue runs. Experts compute their activation too, and for one token their choice; those of many
+//! tokens sort once for both halves.
 
 use selkie_core::{
     ops::{Act, Activation, Conv1d, Matmul, Op, RmsNorm},
@@ -42,13 +43,7 @@ pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
 /// `arena` has the scratch memory that any of the ops needs.
 pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards: &Hazards) -> Option<Vec<Work>> {
     match ops {
-        [Op::Route(route), Op::ExpertMatmul(a)] => experts::with_choice((route, a), None, None, device, hazards),
-        [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(act)] => {
-            experts::with_choice((route, a), Some(act), None, device, hazards)
-        }
-        [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] => {
-            experts::with_choice((route, a), Some(act), Some(b), device, hazards)
-        }
+        [Op::Route(route), Op::ExpertMatmul(a), rest @ ..] => experts::with_choice(route, a, rest, device, hazards),
         [Op::ExpertMatmul(a), Op::Activation(act)] => experts::with_activation(a, act, device, arena, hazards),
         [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] => {
             experts::both_halves(a, act, b, device, arena, hazards)
