@@ -24,6 +24,7 @@ let busy = false;
 self.onmessage = ({ data }) => {
   inbox.push(data);
   if (!busy) run();
+  else if (data.type === "cancel") engine?.interrupt();
 };
 
 // Messages and steps alternate: while a step runs, the engine must not be used.

@@ -1,7 +1,11 @@
 //! The engine as a JavaScript class.
 
-use std::cell::{Cell, RefCell};
-use std::pin::Pin;
+use std::{
+    cell::{Cell, RefCell},
+    future::poll_fn,
+    pin::{Pin, pin},
+    task::{Poll, Waker},
+};
 
 use selkie_core::{
     Error,
@@ -40,6 +44,10 @@ pub struct WasmEngine {
     pub(crate) session: RefCell<Option<Local>>,
     /// Digests of the model's files, once they were read for a bundle.
     pub(crate) identity: RefCell<Option<Identity>>,
+    /// Of the step that runs.
+    waker: RefCell<Option<Waker>>,
+    /// That step is to return now.
+    interrupted: Cell<bool>,
     /// Of the GPU, if it runs on one.
     queue: Option<Queue>,
     pace: Cell<Pace>,
@@ -125,6 +133,8 @@ impl WasmEngine {
         Ok(Self {
             session: RefCell::new(Some(session)),
             identity: RefCell::new(disk.ok().flatten().map(|(_, identity)| identity)),
+            waker: RefCell::default(),
+            interrupted: Cell::new(false),
             queue,
             pace: Cell::new(Pace::new(step.1, step.0)),
             landed: Cell::new(0.0),
@@ -146,12 +156,32 @@ impl WasmEngine {
         self.with(|s| s.submit(request.ask(seed)).map(|id| id.0 as f64))?.map_err(|e| error::from_core(&e))
     }
 
-    /// Runs one step and returns its updates; none if there is nothing to do.
+    /// Runs one step and returns its updates; none if there is nothing to do, or if it was interrupted.
     pub async fn step(&self) -> Result<JsValue, JsValue> {
         let mut session = self.session.take().ok_or_else(busy)?;
-        let result = self.step_of(&mut session).await;
+        self.interrupted.set(false);
+        let result = {
+            let mut step = pin!(self.step_of(&mut session));
+            poll_fn(|context| {
+                // What the device runs goes on; the next step waits for it.
+                if self.interrupted.get() {
+                    return Poll::Ready(Ok(Vec::new()));
+                }
+                self.waker.replace(Some(context.waker().clone()));
+                step.as_mut().poll(context)
+            })
+            .await
+        };
         self.session.replace(Some(session));
         result.map(|updates| js::object(&updates.into())).map_err(|e| error::from_core(&e))
+    }
+
+    /// Lets a step that waits for the device return now, so that a request can be cancelled. A step may take long.
+    pub fn interrupt(&self) {
+        self.interrupted.set(true);
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
     }
 
     /// Writes some of what the cache holds to disk, while nothing runs; false if there is no more.
