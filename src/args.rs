@@ -192,6 +192,22 @@ const LONG_VERSION: &str = concat!(
     env!("SELKIE_PAGE")
 );
 
+impl Command {
+    /// The device of a command that loads one engine, so that its ranks can be processes.
+    pub fn one_engine(&self) -> Option<&BackendArgs> {
+        let model = match self {
+            Self::Generate(args) => &args.model,
+            Self::Chat(args) => &args.model,
+            Self::Batch(args) => &args.model,
+            #[cfg(feature = "serve")]
+            Self::Serve(args) => &args.model,
+            Self::Bench(BenchArgs { what: BenchCommand::Model(args) }) => &args.target.model,
+            _ => return None,
+        };
+        Some(&model.backend)
+    }
+}
+
 impl Cli {
     /// Parses the program's arguments. If the first argument is not a subcommand, `generate` is assumed; `bench` alone
     /// means `bench model`. Missing options come from the user's settings.

@@ -9,7 +9,7 @@ use selkie_core::{
     format::Products,
     model_dir::ModelFiles,
     models,
-    ranks::Ranks,
+    ranks::{self, Ranks, Rendezvous},
     session,
     step::Bucket,
     timer::Timer,
@@ -36,6 +36,8 @@ pub struct Place {
     pub ranks: usize,
     /// CUDA devices; several share the model.
     pub gpus: Vec<usize>,
+    /// Where the ranks that share the model meet if each is a process; `gpus` has at most the device of this one.
+    pub process: Option<Rendezvous>,
     /// Which engine of `replicas` this is: the number of its CUDA device, or it has its share of the CPU's threads.
     pub replica: usize,
     /// Engines of this process with the same model.
@@ -52,6 +54,7 @@ impl Default for Place {
             products: Products::default(),
             ranks: 1,
             gpus: Vec::new(),
+            process: None,
             replica: 0,
             replicas: 1,
         }
@@ -156,7 +159,7 @@ pub fn load(
     })
 }
 
-/// Opens the backend of `place`. Only [`Device::Auto`] tries another one if a backend has no usable device.
+/// Opens the backend of `place`; of processes, rank 0 waits for the others. Only [`Device::Auto`] tries another one if a backend has no usable device.
 ///
 /// # Errors
 /// [`Error::NoDevice`] with the reason; [`Error::BadRequest`] if the parts of `place` contradict each other.
@@ -180,16 +183,36 @@ pub fn open(place: &Place) -> Result<Opened> {
         (Device::Auto, None) if !place.bf16_state => auto(place),
         (Device::Cuda | Device::Auto, None) => {
             let options = selkie_cuda::Options { bf16_state: place.bf16_state, kv8: place.kv8, ..Default::default() };
+            if let Some(at) = &place.process {
+                let device = place.gpus.first().copied().unwrap_or(at.rank);
+                return Ranks::across::<Cuda>(at, options, device).map(Opened::Ranks);
+            }
             match place.gpus[..] {
                 [] => Cuda::open(selkie_cuda::Options { device: place.replica, ..options }).map(Opened::Cuda),
                 [device] => Cuda::open(selkie_cuda::Options { device, ..options }).map(Opened::Cuda),
                 _ => selkie_cuda::ranks(&place.gpus, options).map(Opened::Ranks),
             }
         }
-        (Device::Cpu, None) if place.ranks != 1 => {
-            Ranks::open(place.ranks, place.products).map(|ranks| Opened::Ranks(ranks.kv8(place.kv8)))
+        (Device::Cpu, None) if place.ranks != 1 || place.process.is_some() => {
+            let ranks = match &place.process {
+                Some(at) => Ranks::open_across(at, place.products),
+                None => Ranks::open(place.ranks, place.products),
+            };
+            Ok(Opened::Ranks(ranks?.kv8(place.kv8)))
         }
         (Device::Cpu, None) => Ok(cpu(place)),
+    }
+}
+
+/// Is a rank other than 0 of those that `place` says, until rank 0 ends. Only the device is this process' choice; the rest is rank
+/// 0's.
+///
+/// # Errors
+/// Those of [`ranks::follow`].
+pub fn follow(place: &Place, at: &Rendezvous) -> Result<()> {
+    match place.device {
+        Device::Cpu => ranks::follow::<CpuBackend>(at, 0),
+        _ => ranks::follow::<Cuda>(at, place.gpus.first().copied().unwrap_or(at.rank)),
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     args::{self, Cli, Command},
     batch, bench, bundle, chat, convert, devices,
     failure::Outcome,
-    generate, hub, inspect, logits, render, settings, shell, terminal,
+    generate, hub, inspect, logits, model, render, settings, shell, terminal,
 };
 
 /// As [`run`], within a program that is not selkie: chat templates are rendered in this process, as for users of the library.
@@ -34,6 +34,10 @@ pub fn run(args: Vec<OsString>) -> u8 {
         terminal::be_quiet();
     }
     log_to_stderr(cli.verbose);
+    match cli.command.one_engine().map_or(Ok(false), model::follow) {
+        Ok(false) => {}
+        done => return ended(done.map(drop)),
+    }
     ended(match cli.command {
         Command::Generate(args) => generate::run(&args),
         Command::Chat(args) => chat::run(&args),

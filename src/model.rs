@@ -19,6 +19,7 @@ use crate::{
     hub,
     open::Opener,
     render::Processes,
+    terminal,
 };
 
 /// Default number of sequences that run at a time, for commands with many requests.
@@ -96,6 +97,18 @@ pub fn backend(args: &BackendArgs) -> Outcome<Opened> {
     Ok(backend::open(&args.place()?)?)
 }
 
+/// Whether this process is a rank that follows rank 0 rather than one that answers: it does so until rank 0 ends.
+///
+/// # Errors
+/// As [`BackendArgs::place`]; those of the device and of rank 0.
+pub fn follow(args: &BackendArgs) -> Outcome<bool> {
+    let place = args.place()?;
+    let Some(at) = place.process.as_ref().filter(|at| at.rank > 0) else { return Ok(false) };
+    terminal::note(format_args!("rank {} of {}: follows rank 0 at {}", at.rank, at.ranks, at.address));
+    backend::follow(&place, at)?;
+    Ok(true)
+}
+
 /// Loads the engine alone, on this thread: for measurements.
 pub fn load_engine(backend: Opened, files: &Arc<ModelFiles>, options: &EngineOptions) -> Outcome<Box<dyn Loaded>> {
     let started = Instant::now();
@@ -135,7 +148,7 @@ pub fn warn_of_unused(checkpoint: &Checkpoint, head: bool) {
         tracing::warn!(
             "parts of the checkpoint that selkie does not run are skipped: {} ({tensors} tensors, {})",
             modules.join(", "),
-            crate::terminal::size(bytes)
+            terminal::size(bytes)
         );
     }
 }

@@ -68,7 +68,7 @@ mod wanted;
 /// How often signals and the engine's health are looked at.
 const TICK: Duration = Duration::from_millis(50);
 /// How long the server says that its engine has failed before it ends: probes are to see it.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const LAST_WORDS: Duration = Duration::from_secs(4);
 /// Connections at a time to the page alone.
 const PAGE_CONNECTIONS: usize = 256;
 

@@ -14,6 +14,8 @@ mod controls;
 mod crowd;
 #[path = "serve/handover.rs"]
 mod handover;
+#[path = "serve/processes.rs"]
+mod processes;
 #[path = "serve/replicas.rs"]
 mod replicas;
 #[path = "serve/soak.rs"]

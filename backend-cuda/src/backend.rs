@@ -13,6 +13,7 @@ use selkie_core::{
     tensor::{DType, Tensor},
     timer::Timer,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     arguments,
@@ -33,7 +34,7 @@ use crate::{
 };
 
 /// How to open a device.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Options {
     /// Index of the device.
     pub device: usize,
@@ -345,6 +346,10 @@ impl Backend for Cuda {
 
     fn free_memory(&self) -> Option<u64> {
         driver::memory().ok().map(|(free, _)| free)
+    }
+
+    fn look(&self) -> Result<()> {
+        self.stream.look("the steps before").map_err(|e| self.faults().name(e))
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {

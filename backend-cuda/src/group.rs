@@ -1,9 +1,8 @@
-//! Devices of one process that are the ranks of a model.
+//! Devices that are the ranks of a model, in one process or in several.
 
 use std::{
-    collections::HashMap,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    hash::{BuildHasher, RandomState},
+    sync::OnceLock,
 };
 
 use cudarc::{cublaslt::sys as blas, driver::sys};
@@ -11,7 +10,7 @@ use selkie_core::{
     Error, Result,
     backend::Backend,
     ops::Feature,
-    ranks::{Arriving, DEADLINE, Member, RankDevice, Ranks},
+    ranks::{Arriving, Member, RankDevice, Ranks},
     tensor::Tensor,
 };
 
@@ -24,28 +23,24 @@ use crate::{
     plan::ranks,
 };
 
-/// What the ranks of a process tell one another while they open and load.
-#[derive(Default)]
-pub(crate) struct Group {
-    told: Mutex<Told>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Told {
-    /// Address of each rank's area.
-    areas: HashMap<usize, u64>,
-    /// Algorithms of products as rank 0 has chosen them. Ranks that multiply equal values get equal bits.
-    algorithms: HashMap<Key, blas::cublasLtMatmulAlgo_t>,
-}
-
-/// A rank's place in the group.
+/// A rank's place in the group, through which ranks tell one another their areas and, rank 0 the others, the algorithms of
+/// products: ranks that multiply equal values get equal bits.
 #[derive(Clone)]
 pub(crate) struct Seat {
-    /// The CUDA devices of all ranks, in order.
-    devices: Arc<[usize]>,
-    group: Arc<Group>,
+    device: usize,
     member: Member,
+}
+
+/// Where a rank's area is, as the others are told.
+#[repr(C)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Area {
+    /// The same for all ranks of a process.
+    process: u64,
+    device: u64,
+    address: u64,
+    /// Of the area, for other processes.
+    handle: [u8; 64],
 }
 
 /// The memory of the others that this rank writes to, and its own.
@@ -53,41 +48,37 @@ pub(crate) struct Areas {
     /// Addresses of all areas.
     pub table: Buf,
     _own: Buf,
-    /// The contexts of the others, which this one reaches.
-    _peers: Vec<Retained>,
+    /// What keeps the others' within reach.
+    _peers: Vec<Peer>,
+}
+
+/// The way to the area of another rank.
+enum Peer {
+    /// Of this process: its context, which this one reaches.
+    Here { _context: Retained },
+    /// Of another process: the address at which its memory is mapped here.
+    Elsewhere(u64),
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        if let Self::Elsewhere(address) = self {
+            // SAFETY: it was mapped once, and what runs has been waited for.
+            let _ = unsafe { sys::cuIpcCloseMemHandle(*address) };
+        }
+    }
+}
+
+/// A number that the ranks of a process have in common, and no others.
+fn process() -> u64 {
+    static NUMBER: OnceLock<u64> = OnceLock::new();
+    *NUMBER.get_or_init(|| RandomState::new().hash_one(std::process::id()))
 }
 
 impl Seat {
     /// This rank and the number of ranks.
     pub fn rank(&self) -> (usize, usize) {
-        (self.member.rank(), self.devices.len())
-    }
-
-    fn told(&self) -> MutexGuard<'_, Told> {
-        self.group.told.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until the others have told it.
-    fn wait_for<T>(&self, what: &str, mut known: impl FnMut(&Told) -> Option<T>) -> Result<T> {
-        let began = Instant::now();
-        let mut told = self.told();
-        loop {
-            if let Some(it) = known(&told) {
-                return Ok(it);
-            }
-            self.member.check()?;
-            if began.elapsed() > DEADLINE {
-                let why = format!("{what} of another rank did not come within {DEADLINE:?}");
-                return Err(Error::Device { op: format!("rank {}", self.member.rank()), why });
-            }
-            let woken = self.group.changed.wait_timeout(told, Duration::from_millis(20));
-            told = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    fn tell(&self, f: impl FnOnce(&mut Told)) {
-        f(&mut self.told());
-        self.group.changed.notify_all();
+        (self.member.rank(), self.member.ranks())
     }
 
     /// The algorithm that rank 0 chooses; on rank 0 by `choose`.
@@ -96,47 +87,83 @@ impl Seat {
         key: &Key,
         choose: impl FnOnce() -> Result<blas::cublasLtMatmulAlgo_t>,
     ) -> Result<blas::cublasLtMatmulAlgo_t> {
+        let name = format!("the algorithm of the product {key:?}");
         if self.member.rank() > 0 {
-            return self.wait_for("the algorithm of a product", |told| told.algorithms.get(key).copied());
+            let words = self.member.learn(&name)?;
+            let data = bytemuck::try_pod_read_unaligned(&words).map_err(|e| self.error(&name, &e.to_string()))?;
+            return Ok(blas::cublasLtMatmulAlgo_t { data });
         }
         let algorithm = choose()?;
-        self.tell(|told| {
-            told.algorithms.insert(key.clone(), algorithm);
-        });
+        self.member.tell(name, bytemuck::bytes_of(&algorithm.data).to_vec());
         Ok(algorithm)
+    }
+
+    fn error(&self, what: &str, why: &str) -> Error {
+        Error::Device { op: format!("rank {}", self.member.rank()), why: format!("{what}: {why}") }
     }
 
     /// Allocates this rank's area, opens the way to those of the others, and learns their addresses.
     pub fn meet(&self, cuda: &Cuda) -> Result<Areas> {
         let (rank, count) = self.rank();
-        let mut peers = Vec::with_capacity(count);
-        for (other, &device) in self.devices.iter().enumerate().filter(|(other, _)| *other != rank) {
-            let peer = cuda.context.reach(device).map_err(|e| match e {
-                Error::Device { why, .. } => Error::Device {
-                    op: format!("rank {rank}"),
-                    why: format!("its device does not reach the memory of rank {other}'s: {why}"),
-                },
-                e => e,
-            })?;
-            peers.push(peer);
-        }
         let own = cuda.alloc("the exchange between ranks", ranks::area_bytes(count))?;
         // Zeroed before another rank writes to it.
         cuda.stream.wait("the exchange between ranks")?;
-        self.tell(|told| {
-            told.areas.insert(rank, own.address());
-        });
-        let all = self.wait_for("the memory", |told| {
-            (0..count).map(|rank| told.areas.get(&rank).copied()).collect::<Option<Vec<u64>>>()
-        })?;
+        let area_of = |rank: usize| format!("the memory of rank {rank}");
+        let area = self.area(&own)?;
+        self.member.tell(area_of(rank), bytemuck::bytes_of(&area).to_vec());
+        let (mut addresses, mut peers) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        for other in 0..count {
+            if other == rank {
+                addresses.push(own.address());
+                continue;
+            }
+            let bytes = self.member.learn(&area_of(other))?;
+            let theirs = bytemuck::try_pod_read_unaligned(&bytes);
+            let theirs: Area = theirs.map_err(|e| self.error(&area_of(other), &e.to_string()))?;
+            let reached = cuda.context.reach_area(&theirs).map_err(|e| match e {
+                Error::Device { why, .. } => {
+                    self.error(&format!("its device does not reach the memory of rank {other}'s"), &why)
+                }
+                e => e,
+            });
+            let (address, peer) = reached?;
+            addresses.push(address);
+            peers.push(peer);
+        }
         let table = cuda.alloc("addresses of the exchange", 8 * count as u64)?;
-        let bytes: Vec<u8> = all.iter().flat_map(|at| at.to_le_bytes()).collect();
+        let bytes: Vec<u8> = addresses.iter().flat_map(|at| at.to_le_bytes()).collect();
         cuda.write_to(&table, 0, &bytes)?;
         Ok(Areas { table, _own: own, _peers: peers })
+    }
+
+    fn area(&self, own: &Buf) -> Result<Area> {
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: the memory is allocated, `handle` is valid for the call.
+        let got = unsafe { sys::cuIpcGetMemHandle(&mut handle, own.address()) };
+        // Some systems have no such handles; ranks of one process need none.
+        let handle = match got {
+            sys::CUresult::CUDA_SUCCESS => handle.reserved.map(|byte| byte as u8),
+            _ => [0; 64],
+        };
+        Ok(Area { process: process(), device: self.device as u64, address: own.address(), handle })
     }
 }
 
 impl Context {
+    /// The address at which this device reaches the area of another rank.
+    fn reach_area(&self, area: &Area) -> Result<(u64, Peer)> {
+        if area.process == process() {
+            return Ok((area.address, Peer::Here { _context: self.reach(area.device as usize)? }));
+        }
+        let mut address = 0;
+        let handle = sys::CUipcMemHandle { reserved: area.handle.map(|byte| byte as _) };
+        let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        // SAFETY: this context is current, `address` is valid for the call; a handle that means nothing is an error.
+        let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, lazily) };
+        named("cuIpcOpenMemHandle", opened.result())?;
+        Ok((address, Peer::Elsewhere(address)))
+    }
+
     /// Lets this device read and write the memory of another one.
     fn reach(&self, device: usize) -> Result<Retained> {
         let other = Retained::open(device)?;
@@ -157,12 +184,13 @@ impl Context {
 }
 
 impl RankDevice for Cuda {
-    type Place = Place;
+    const NAME: &'static str = "cuda";
 
-    fn open_rank(place: Place, member: Member) -> Result<Self> {
-        let Place { devices, options, group } = place;
-        let options = Options { device: devices[member.rank()], ..options };
-        Self::open_seat(options, Some(Seat { devices, group, member }))
+    type Setting = Options;
+
+    fn open_rank(setting: Options, device: usize, member: Member) -> Result<Self> {
+        check_number(member.ranks())?;
+        Self::open_seat(Options { device, ..setting }, Some(Seat { device, member }))
     }
 
     fn ranks_have(feature: Feature) -> bool {
@@ -173,21 +201,19 @@ impl RankDevice for Cuda {
         self.settle_rank()
     }
 
-    fn look(&self) -> Result<()> {
-        self.stream.look("the steps before").map_err(|e| self.faults().name(e))
-    }
-
     fn start_read(&self, src: &Tensor<Buf>) -> Result<Box<dyn Arriving>> {
         assert!(src.is_contiguous(), "a read of a view with gaps");
         Read::start_for_any(self, address(src), src.len() * src.dtype.bytes())
     }
 }
 
-/// What opens the device of a rank.
-pub struct Place {
-    devices: Arc<[usize]>,
-    options: Options,
-    group: Arc<Group>,
+fn check_number(ranks: usize) -> Result<()> {
+    match ranks {
+        0..=ranks::MOST => Ok(()),
+        _ => {
+            Err(Error::BadRequest(format!("{ranks} CUDA devices for one model; at most {} are possible", ranks::MOST)))
+        }
+    }
 }
 
 /// Ranks on these CUDA devices of one host, which reach one another's memory. `options.device` counts for nothing.
@@ -195,14 +221,9 @@ pub struct Place {
 /// # Errors
 /// [`Error::NoDevice`] if one of them is not there or not usable; [`Error::BadRequest`] for one that comes twice or too many.
 pub fn ranks(devices_of_ranks: &[usize], options: Options) -> Result<Ranks> {
-    if devices_of_ranks.len() > ranks::MOST {
-        let why =
-            format!("{} CUDA devices for one model; at most {} are possible", devices_of_ranks.len(), ranks::MOST);
-        return Err(Error::BadRequest(why));
-    }
+    check_number(devices_of_ranks.len())?;
     let found = devices();
     let device_of = |index: usize| found.iter().find(|d| d.index == Some(index));
-    let first = devices_of_ranks.first().and_then(|first| device_of(*first));
     for (i, device) in devices_of_ranks.iter().enumerate() {
         if devices_of_ranks[..i].contains(device) {
             return Err(Error::BadRequest(format!("CUDA device {device} is named twice")));
@@ -214,14 +235,6 @@ pub fn ranks(devices_of_ranks: &[usize], options: Options) -> Result<Ranks> {
             _ => Err(format!("there is no CUDA device {device}, the last is {}", found.len().saturating_sub(1))),
         };
         usable.map_err(|why| Error::NoDevice { backend: "cuda", why })?;
-        if let (Some(device), Some(first)) = (there, first)
-            && device.name != first.name
-        {
-            let why = "CUDA devices of different kinds cannot share a model: their kernels round differently".into();
-            return Err(Error::BadRequest(why));
-        }
     }
-    let (devices, group) = (Arc::<[usize]>::from(devices_of_ranks), Arc::<Group>::default());
-    let place = |_| Place { devices: devices.clone(), options, group: group.clone() };
-    Ranks::on::<Cuda>(devices_of_ranks.iter().map(place).collect())
+    Ranks::on::<Cuda>(options, devices_of_ranks)
 }

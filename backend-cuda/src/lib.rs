@@ -25,6 +25,6 @@ mod record;
 pub mod spec;
 
 pub use backend::{Cuda, Options, devices};
-pub use group::{Place, ranks};
+pub use group::ranks;
 pub use memory::{Buf, Read};
 pub use record::{Rec, Tape};

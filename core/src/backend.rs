@@ -89,6 +89,13 @@ pub trait Backend: Sized + 'static {
     fn free_memory(&self) -> Option<u64> {
         None
     }
+    /// Whether the device has failed at what runs on it or ran last, without waiting.
+    ///
+    /// # Errors
+    /// Its failure.
+    fn look(&self) -> Result<()> {
+        Ok(())
+    }
     /// `bytes` zeroed bytes. `label` names them in errors and debuggers.
     fn alloc(&self, label: &str, bytes: u64) -> Result<Self::Buf>;
     /// Bytes of a buffer for coded rows: `dims` are `[n, bytes]` or, for experts, `[E, n, bytes]`. Not fewer than are stored.

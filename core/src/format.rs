@@ -4,11 +4,13 @@
 //! per 16 of them and an offset: `scale * code - offset`, rounded after the product and after the difference. That one form
 //! serves exact decoding and integer products alike.
 
+use serde::{Deserialize, Serialize};
+
 /// Elements of a [`Group`]; every block has a multiple of them.
 pub const GROUP: usize = 32;
 
 /// How the rows of a weight are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Format {
     /// Elements of the tensor's dtype.
     Plain,
@@ -64,7 +66,7 @@ impl Group {
 }
 
 /// How activations enter products with coded weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Products {
     /// As the backend does it best: on the CPU as [`round_group`] rounds them.
     #[default]

@@ -1,8 +1,8 @@
-//! Several ranks as one backend: tensor parallelism within a process.
+//! Several ranks as one backend: tensor parallelism.
 //!
 //! The engine records a step once. Its tensors have the sizes of one rank's share, and every rank has a buffer for each handle.
-//! A rank is a backend in a thread of its own, a CUDA device or the CPU with a team of helpers; it receives, in order, allocations,
-//! writes, steps and reads, and decides nothing. Ranks meet in three ops only: [`AllReduce`](crate::ops::AllReduce),
+//! A rank is a backend in a thread or a process of its own, a CUDA device or the CPU with a team of helpers; it receives, in order,
+//! allocations, writes, steps and reads, and decides nothing. Ranks meet in three ops only: [`AllReduce`](crate::ops::AllReduce),
 //! [`AllGather`](crate::ops::AllGather) and [`RankNorm`](crate::ops::RankNorm).
 //!
 //! What is not a share (activations of the stream, logits, sampled ids) is computed by every rank, with equal bits, and read from
@@ -26,7 +26,7 @@ use std::{
 
 use crate::{
     backend::{Backend, Caps, Handle, Ops},
-    cpu::{CpuBackend, par},
+    cpu::CpuBackend,
     error::{Error, Result},
     format::{Format, Products},
     ops::{Feature, Op, Rebind, RowBlock},
@@ -36,11 +36,14 @@ use crate::{
     timer::Timer,
 };
 
+mod process;
 mod rank;
 
-use rank::{Command, Started, spawn};
+use rank::{Answer, Command, Opened, Started, Told, spawn};
 
 pub use crate::cpu::{DEADLINE, Member};
+pub use process::{Rendezvous, follow};
+pub(crate) use rank::LOOK;
 pub use rank::{Arriving, RankDevice};
 
 /// Most ranks of a backend.
@@ -97,7 +100,7 @@ pub struct Reading {
 
 /// How far a read is.
 enum Asked {
-    Told(Receiver<Box<dyn Arriving>>),
+    Told(Receiver<Answer>),
     Arriving(Box<dyn Arriving>),
     Taken,
 }
@@ -125,7 +128,7 @@ struct Links {
 }
 
 struct Link {
-    commands: Sender<Command>,
+    commands: Sender<Told>,
     /// Commands and ops that it has completed.
     done: Arc<AtomicU64>,
 }
@@ -140,11 +143,22 @@ impl Ranks {
     }
 
     fn with_deadline(ranks: usize, products: Products, deadline: Duration) -> Result<Self> {
+        Ok(Self::start::<CpuBackend>(products, &vec![0; ranks], deadline)?.on_the_host(products))
+    }
+
+    /// [`Ranks::open`], with each rank in a process of its own; this one is rank 0, whatever `at` says. Waits for the others,
+    /// see [`follow`].
+    ///
+    /// # Errors
+    /// As [`Ranks::open`]; [`Error::Device`] for a rank that does not come.
+    pub fn open_across(at: &Rendezvous, products: Products) -> Result<Self> {
+        Ok(Self::across::<CpuBackend>(at, products, 0)?.on_the_host(products))
+    }
+
+    fn on_the_host(self, products: Products) -> Self {
         let host = CpuBackend::with(products);
         let free_at_start = host.free_memory();
-        let threads = (par::threads() / ranks.max(1)).max(1);
-        let opened = Self::start::<CpuBackend>(vec![(products, threads); ranks], deadline)?;
-        Ok(Self { memory: Memory::Host(host, free_at_start), ..opened })
+        Self { memory: Memory::Host(host, free_at_start), ..self }
     }
 
     /// Whether KV pages are in 8 bits, see [`crate::kv8`].
@@ -159,25 +173,58 @@ impl Ranks {
     ///
     /// # Errors
     /// As [`Ranks::open`]; those of the devices.
-    pub fn on<D: RankDevice>(places: Vec<D::Place>) -> Result<Self> {
-        Self::start::<D>(places, DEADLINE)
+    pub fn on<D: RankDevice>(setting: D::Setting, devices: &[usize]) -> Result<Self> {
+        Self::start::<D>(setting, devices, DEADLINE)
     }
 
-    fn start<D: RankDevice>(places: Vec<D::Place>, deadline: Duration) -> Result<Self> {
-        let ranks = places.len();
-        if ranks == 0 || ranks > MOST_RANKS {
-            return Err(Error::BadRequest(format!("{ranks} ranks; 1 to {MOST_RANKS} are possible")));
+    /// Ranks in processes of their own; this one is rank 0, whatever `at` says, on number `device` of its devices. Waits for the
+    /// others, see [`follow`].
+    ///
+    /// # Errors
+    /// As [`Ranks::open`]; those of the devices; [`Error::BadRequest`] if this process cannot listen at the rendezvous;
+    /// [`Error::Device`] for a rank that does not come.
+    pub fn across<D: RankDevice>(at: &Rendezvous, setting: D::Setting, device: usize) -> Result<Self> {
+        check_number(at.ranks)?;
+        let members = Member::group(at.ranks, DEADLINE);
+        let guests = process::gather::<D>(at, &setting, &members)?;
+        let own = spawn::<D>(members[0].clone(), setting, device)?;
+        Self::of::<D>(&members[0], std::iter::once(own).chain(guests), DEADLINE)
+    }
+
+    fn start<D: RankDevice>(setting: D::Setting, devices: &[usize], deadline: Duration) -> Result<Self> {
+        check_number(devices.len())?;
+        let members = Member::group(devices.len(), deadline);
+        let spawn = |(member, device): (&Member, &usize)| spawn::<D>(member.clone(), setting.clone(), *device);
+        let started: Result<Vec<_>> = members.iter().zip(devices).map(spawn).collect();
+        Self::of::<D>(&members[0], started?.into_iter(), deadline)
+    }
+
+    /// Ranks that have been started, once their devices are open.
+    fn of<D: RankDevice>(
+        member: &Member,
+        started: impl Iterator<Item = (Link, Started)>,
+        deadline: Duration,
+    ) -> Result<Self> {
+        let (mut ranks, mut threads, mut opening) = (Vec::new(), Vec::new(), Vec::new());
+        for (link, Started { threads: own, opened }) in started {
+            ranks.push(link);
+            threads.extend(own);
+            opening.push(opened);
         }
-        let members = Member::group(ranks, deadline);
-        let member = members[0].clone();
-        let started: Result<Vec<_>> = members.into_iter().zip(places).map(|(m, place)| spawn::<D>(m, place)).collect();
-        let (links, started): (Vec<Link>, Vec<Started>) = started?.into_iter().unzip();
-        let (threads, opened): (Vec<_>, Vec<_>) = started.into_iter().unzip();
         // Ranks that wait for one another give up first: they know for whom.
-        let links = Links { ranks: links, member, deadline: 2 * deadline, allocated: Cell::new(0), threads };
-        let caps: Result<Vec<Caps>> =
-            opened.iter().map(|caps| caps.recv().unwrap_or_else(|_| Err(links.ended()))).collect();
-        let first = caps?.swap_remove(0);
+        let links = Links { ranks, member: member.clone(), deadline: 2 * deadline, allocated: Cell::new(0), threads };
+        let opened: Result<Vec<Opened>> =
+            opening.iter().map(|opened| opened.recv().unwrap_or_else(|_| Err(links.ended()))).collect();
+        let mut opened = opened?;
+        let ranks = opened.len();
+        let first = opened.swap_remove(0).caps.expect("rank 0 is of this process");
+        // CPUs compute the same bits.
+        if let Some(other) = opened.iter().find(|o| first.backend != CpuBackend::NAME && o.device != first.device) {
+            return Err(Error::BadRequest(format!(
+                "{} and {} cannot share a model: their kernels round differently",
+                first.device, other.device
+            )));
+        }
         let device = format!("{}, {ranks} rank{}", first.device, if ranks == 1 { "" } else { "s" });
         Ok(Self {
             caps: Caps { device, ranks, ..first },
@@ -207,7 +254,7 @@ impl Ranks {
             self.unconfirmed.update(|sent| sent + bytes.len() as u64);
         }
         if self.unconfirmed.get() > WRITES_IN_FLIGHT {
-            self.links.ask_all(Command::Confirm)?;
+            self.links.ask_all(&Command::Confirm, |answer| matches!(answer, Answer::Done).then_some(()))?;
             self.unconfirmed.set(0);
         }
         Ok(())
@@ -230,29 +277,37 @@ impl Drop for Links {
 impl Links {
     /// Sends a command to some ranks.
     fn tell(&self, ranks: &[Link], command: &Command) -> Result<()> {
-        for rank in ranks {
-            rank.commands.send(command.clone()).map_err(|_| self.ended())?;
-        }
-        Ok(())
+        ranks.iter().try_for_each(|rank| self.send(rank, command, None))
+    }
+
+    fn send(&self, rank: &Link, command: &Command, to: Option<SyncSender<Answer>>) -> Result<()> {
+        rank.commands.send(Told { command: command.clone(), to }).map_err(|_| self.ended())
     }
 
     fn tell_all(&self, command: &Command) -> Result<()> {
         self.tell(&self.ranks, command)
     }
 
-    /// Asks every rank and waits for the answers, in the order of ranks.
-    fn ask_all<T>(&self, command: impl Fn(SyncSender<T>) -> Command) -> Result<Vec<T>> {
+    /// Asks every rank and waits for the answers, in the order of ranks. `of` takes the kind of answer that the command has.
+    fn ask_all<T>(&self, command: &Command, of: impl Fn(Answer) -> Option<T>) -> Result<Vec<T>> {
         let mut answers = Vec::with_capacity(self.ranks.len());
         for rank in &self.ranks {
             let (to, answer) = sync_channel(1);
-            self.tell(std::slice::from_ref(rank), &command(to))?;
+            self.send(rank, command, Some(to))?;
             answers.push(answer);
         }
-        answers.iter().enumerate().map(|(rank, answer)| self.wait(rank, answer)).collect()
+        let answers = answers.iter().enumerate().map(|(rank, answer)| self.wait(rank, answer));
+        answers.map(|answer| Ok(of(answer?).expect("the answer to this command"))).collect()
+    }
+
+    /// The largest number of bytes that a rank answers; 0 after an error, which comes again with the next command.
+    fn most_bytes(&self, command: &Command) -> u64 {
+        let of = |answer| if let Answer::Bytes(bytes) = answer { Some(bytes) } else { None };
+        self.ask_all(command, of).unwrap_or_default().into_iter().max().unwrap_or(0)
     }
 
     /// Waits for an answer of a rank for as long as it completes other work.
-    fn wait<T>(&self, rank: usize, answer: &Receiver<T>) -> Result<T> {
+    fn wait(&self, rank: usize, answer: &Receiver<Answer>) -> Result<Answer> {
         let mut patience = self.patience(rank);
         loop {
             match answer.recv_timeout(self.deadline) {
@@ -285,7 +340,7 @@ impl Links {
     fn read(self: &Rc<Self>, rank: usize, from: Tensor<u64>) -> Reading {
         let (to, answer) = sync_channel(1);
         // A rank that cannot be told has dropped the answer's other end.
-        let _ = self.tell(&self.ranks[rank..=rank], &Command::Read { from, to });
+        let _ = self.send(&self.ranks[rank], &Command::Read(from), Some(to));
         Reading { state: Asked::Told(answer), patience: self.patience(rank), rank, links: self.clone() }
     }
 
@@ -299,7 +354,7 @@ impl Links {
 impl Reading {
     fn wait(&mut self) -> Result<Vec<u8>> {
         if let Asked::Told(answer) = &self.state {
-            self.state = Asked::Arriving(self.links.wait(self.rank, answer)?);
+            self.state = arriving(self.links.wait(self.rank, answer)?);
         }
         self.patience = self.links.patience(self.rank);
         let mut polls = 0u32;
@@ -319,7 +374,7 @@ impl Reading {
     fn take(&mut self) -> Option<Result<Vec<u8>>> {
         if let Asked::Told(answer) = &self.state {
             match answer.try_recv() {
-                Ok(arriving) => self.state = Asked::Arriving(arriving),
+                Ok(answer) => self.state = arriving(answer),
                 Err(TryRecvError::Empty) => return None,
                 Err(TryRecvError::Disconnected) => return Some(Err(self.links.ended())),
             }
@@ -329,6 +384,21 @@ impl Reading {
         self.state = Asked::Taken;
         // What the others did since is worth nothing if one of them has failed.
         Some(self.links.member.check().and(bytes))
+    }
+}
+
+fn arriving(answer: Answer) -> Asked {
+    match answer {
+        Answer::Read(arriving) => Asked::Arriving(arriving),
+        _ => panic!("a read is answered by one"),
+    }
+}
+
+/// An error unless a model can have so many ranks.
+fn check_number(ranks: usize) -> Result<()> {
+    match ranks {
+        1..=MOST_RANKS => Ok(()),
+        _ => Err(Error::BadRequest(format!("{ranks} ranks; 1 to {MOST_RANKS} are possible"))),
     }
 }
 
@@ -416,10 +486,15 @@ impl Backend for Ranks {
                 Some(host.free_memory()?.min(left) / ranks)
             }
             Memory::Devices => {
-                let free: Option<Vec<u64>> = self.links.ask_all(Command::FreeMemory).ok()?.into_iter().collect();
+                let of = |answer| if let Answer::FreeMemory(free) = answer { Some(free) } else { None };
+                let free: Option<Vec<u64>> = self.links.ask_all(&Command::FreeMemory, of).ok()?.into_iter().collect();
                 free?.into_iter().min()
             }
         }
+    }
+
+    fn look(&self) -> Result<()> {
+        self.links.member.check()
     }
 
     fn alloc(&self, label: &str, bytes: u64) -> Result<Buf> {
@@ -428,17 +503,15 @@ impl Backend for Ranks {
         {
             return Err(Error::OutOfMemory { what: label.into(), asked: bytes, free });
         }
-        let (buf, label) = (self.handle(bytes), Arc::<str>::from(label));
-        let done = self.links.ask_all(|to| Command::Alloc { id: buf.0.id, label: label.clone(), bytes, to })?;
+        let buf = self.handle(bytes);
+        let of = |answer| if let Answer::Alloc(done) = answer { Some(done) } else { None };
+        let done = self.links.ask_all(&Command::Alloc { id: buf.0.id, label: label.into(), bytes }, of)?;
         done.into_iter().collect::<Result<()>>()?;
         Ok(buf)
     }
 
     fn coded_bytes(&self, format: Format, dims: &[usize]) -> u64 {
-        let dims = Arc::<[usize]>::from(dims);
-        // An error comes again with the next command.
-        let all = self.links.ask_all(|to| Command::CodedBytes { format, dims: dims.clone(), to }).unwrap_or_default();
-        all.into_iter().max().unwrap_or(0)
+        self.links.most_bytes(&Command::CodedBytes { format, dims: dims.into() })
     }
 
     fn arrange(&self, block: &RowBlock<Buf>) -> Result<()> {
@@ -452,11 +525,8 @@ impl Backend for Ranks {
     /// The same values on every rank, also where each has a share: good enough for benches.
     fn fill_random(&self, t: &Tensor<Buf>, seed: u32, half: f32) -> Result<bool> {
         let tensor = t.rebind(&mut |buf: &Buf| buf.0.id);
-        Ok(self
-            .links
-            .ask_all(|to| Command::Fill { tensor: tensor.clone(), seed, half, to })?
-            .into_iter()
-            .all(|filled| filled))
+        let of = |answer| if let Answer::Filled(filled) = answer { Some(filled) } else { None };
+        Ok(self.links.ask_all(&Command::Fill { tensor, seed, half }, of)?.into_iter().all(|filled| filled))
     }
 
     /// Ranks hold their shares, which lie scattered in the file.
@@ -473,10 +543,7 @@ impl Backend for Ranks {
     }
 
     fn scratch(&self, op: &Op<Buf>) -> u64 {
-        let op = Box::new(op.rebind(&mut |buf| buf.0.id));
-        // An error comes again with the next command.
-        let all = self.links.ask_all(|to| Command::Scratch { op: op.clone(), to }).unwrap_or_default();
-        all.into_iter().max().unwrap_or(0)
+        self.links.most_bytes(&Command::Scratch(Box::new(op.rebind(&mut |buf| buf.0.id))))
     }
 
     fn reserve(&self, bytes: u64) -> Result<()> {

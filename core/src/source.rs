@@ -48,6 +48,13 @@ impl Bytes {
     }
 }
 
+impl Default for Bytes {
+    /// None.
+    fn default() -> Self {
+        Self::from_static(&[])
+    }
+}
+
 impl std::ops::Deref for Bytes {
     type Target = [u8];
 

@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::tensor::{DType, Tensor};
 
 /// Tokens of one KV page, of one prefix-tree node and of the longest chunk: one number everywhere.
@@ -22,7 +24,7 @@ pub const CHUNK_WORDS: usize = 5;
 pub const ROW_WORDS: usize = 4;
 
 /// Sizes of a step, rounded up so that few distinct steps exist.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Bucket {
     /// Packed tokens T: a power of two up to 64, then a multiple of 64 (a prefill is not replayed, so its padding
     /// would cost more than a new size does).
@@ -93,7 +95,7 @@ impl Bucket {
 }
 
 /// The integers of the step being recorded, as ops receive them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Step<Buf> {
     /// `[words] u32`, laid out as `bucket` says.
     pub ints: Tensor<Buf>,

@@ -1,7 +1,9 @@
 //! A tensor is a counted buffer, a dtype, dims, an offset and a row stride: views are free, splits never copy.
 
+use serde::{Deserialize, Serialize};
+
 /// Element type of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum DType {
     /// IEEE single precision.
     F32,
@@ -44,7 +46,7 @@ impl DType {
 /// A view of a buffer: `dims` outermost first, rows `row_stride` elements apart, everything within a row contiguous.
 ///
 /// "Row" is the first dimension. For a rank-1 tensor the row stride is 1. Cloning clones the handle, not the bytes.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Tensor<Buf> {
     /// The buffer that holds the elements.
     pub buf: Buf,

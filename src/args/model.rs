@@ -6,7 +6,7 @@ use clap::{ArgGroup, Args, ValueEnum};
 use selkie_core::{
     engine::{MOST_BATCH, MOST_DRAFTS, MOST_STEP_TOKENS, Speculate},
     format::Products,
-    ranks::MOST_RANKS,
+    ranks::{MOST_RANKS, Rendezvous},
     session::{Overrides, WhenFull},
     tier::{ColdDtype, DiskOptions, TierOptions, Where},
 };
@@ -57,9 +57,54 @@ pub struct BackendArgs {
     /// not faster (needs --backend cpu; for GPUs see --gpus)
     #[arg(long, value_name = "N", default_value = "1", value_parser = one_to(MOST_RANKS))]
     pub ranks: usize,
+    /// Every rank as a process of its own
+    #[command(flatten)]
+    pub process: ProcessArgs,
     /// Products with quantised weights; exact ones take activations as they are
     #[arg(long, value_name = "KIND", value_enum, default_value = "fast")]
     pub products: ProductsArg,
+}
+
+/// Which rank of a model this process is.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ProcessArgs {
+    /// Rank of this process, if every rank that shares the model is one: each runs the same command with its number, from 0 on.
+    /// Rank 0 answers, the others follow it and end with it. torchrun's variables say the same (RANK, WORLD_SIZE, MASTER_ADDR,
+    /// and the port after MASTER_PORT). Of one host; --gpus names the device, else it is LOCAL_RANK or the rank
+    #[arg(long, value_name = "R", requires_all = ["world", "rendezvous"])]
+    pub rank: Option<usize>,
+    /// Number of ranks in processes of their own
+    #[arg(long, value_name = "W", requires = "rank", value_parser = one_to(MOST_RANKS))]
+    pub world: Option<usize>,
+    /// Where rank 0 listens for the others, unencrypted, such as 127.0.0.1:29500
+    #[arg(long, value_name = "HOST:PORT", requires = "rank")]
+    pub rendezvous: Option<String>,
+}
+
+impl ProcessArgs {
+    /// What they or torchrun's variables say, which `variable` looks up; `None` for a single process.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] for a rank that there is not.
+    fn rendezvous(&self, variable: impl Fn(&str) -> Option<String>) -> Outcome<Option<Rendezvous>> {
+        let number = |name: &str| variable(name)?.parse::<usize>().ok();
+        let at = match (self.rank, self.world, &self.rendezvous) {
+            (Some(rank), Some(ranks), Some(address)) => Rendezvous { address: address.clone(), rank, ranks },
+            _ => {
+                let told = (number("RANK"), number("WORLD_SIZE"), variable("MASTER_ADDR"), number("MASTER_PORT"));
+                let (Some(rank), Some(ranks), Some(host), Some(port)) = told else { return Ok(None) };
+                // torchrun itself listens at the port.
+                Rendezvous { address: format!("{host}:{}", port + 1), rank, ranks }
+            }
+        };
+        match at {
+            Rendezvous { rank, ranks, .. } if rank >= ranks => {
+                Err(Failure::Usage(format!("rank {rank} of {ranks}: ranks are counted from 0")))
+            }
+            Rendezvous { ranks: 1, .. } => Ok(None),
+            at => Ok(Some(at)),
+        }
+    }
 }
 
 /// How activations enter products with quantised weights.
@@ -83,7 +128,7 @@ impl From<ProductsArg> for Products {
 impl BackendArgs {
     /// Whether several ranks share the model.
     pub fn divided(&self) -> bool {
-        self.ranks > 1 || self.gpus.len() > 1
+        self.ranks > 1 || self.gpus.len() > 1 || self.process.rank.is_some()
     }
 
     /// What they mean.
@@ -92,8 +137,19 @@ impl BackendArgs {
     /// [`Failure::Usage`] if they contradict each other.
     pub fn place(&self) -> Outcome<Place> {
         let (bf16_state, adapter) = (self.state_dtype == StateType::Bf16, self.adapter.clone());
+        let variable = |name: &str| std::env::var(name).ok();
+        let process = self.process.rendezvous(variable)?;
+        let gpus = match (&process, &self.gpus[..]) {
+            (Some(_), [_, _, ..]) => {
+                return Err(Failure::Usage("--gpus names the one device of each rank if ranks are processes".into()));
+            }
+            (Some(at), []) if matches!(self.name, BackendName::Auto | BackendName::Cuda) => {
+                vec![variable("LOCAL_RANK").and_then(|rank| rank.parse().ok()).unwrap_or(at.rank)]
+            }
+            (_, gpus) => gpus.to_vec(),
+        };
         let device = match self.name {
-            BackendName::Auto if !self.gpus.is_empty() => Device::Cuda,
+            BackendName::Auto if !gpus.is_empty() => Device::Cuda,
             BackendName::Auto => Device::Auto,
             BackendName::Cuda => Device::Cuda,
             BackendName::Wgpu => Device::Wgpu,
@@ -109,7 +165,13 @@ impl BackendArgs {
             (device, _) if self.ranks > 1 && device != Device::Cpu => Err(Failure::Usage(
                 "--ranks divides a model over the CPU: add --backend cpu, or name CUDA devices with --gpus 0,1".into(),
             )),
-            (device, _) if !self.gpus.is_empty() && device != Device::Cuda => {
+            (Device::Wgpu, _) if process.is_some() => {
+                Err(Failure::Usage("ranks are CUDA devices, or of the CPU: add --backend cuda or cpu".into()))
+            }
+            _ if process.is_some() && self.ranks > 1 => {
+                Err(Failure::Usage("--ranks are threads of one process: leave it out where every rank is one".into()))
+            }
+            (device, _) if !gpus.is_empty() && device != Device::Cuda => {
                 Err(Failure::Usage("--gpus names CUDA devices: leave --backend out, or add --backend cuda".into()))
             }
             _ => Ok(Place {
@@ -119,7 +181,8 @@ impl BackendArgs {
                 kv8: self.kv_dtype == KvType::Int8,
                 products: self.products.into(),
                 ranks: self.ranks,
-                gpus: self.gpus.clone(),
+                gpus,
+                process,
                 ..Place::default()
             }),
         }

@@ -212,7 +212,7 @@ fn a_rank_that_panics_ends_the_service() {
         assert!(text.starts_with("HTTP/1.1 503") && text.contains("rank 1: it panicked"), "{text}");
     }
     assert_eq!(server.child.wait().unwrap().code(), Some(1));
-    // Probes are told for 5 s why, then the process ends.
+    // Probes are told for 4 s why, then the process ends.
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     fs::remove_file(&fault).unwrap();
 }

@@ -21,6 +21,8 @@ mod weight;
 
 pub use backend::{CpuBackend, Rec, Tape};
 pub use buf::Buf;
+#[cfg(not(target_arch = "wasm32"))]
+pub(crate) use group::Group;
 pub use group::{DEADLINE, Member};
 
 #[cfg(test)]

@@ -34,6 +34,11 @@ pub trait AnyEngine {
     fn cancel(&mut self, id: SeqId);
     /// See [`Engine::is_idle`].
     fn is_idle(&self) -> bool;
+    /// See [`Backend::look`].
+    ///
+    /// # Errors
+    /// Those of that method.
+    fn look(&self) -> Result<()>;
     /// See [`Engine::step`].
     fn step(&mut self) -> Stepping<'_>;
     /// See [`Engine::retire`].
@@ -89,6 +94,9 @@ impl<B: Backend> AnyEngine for Engine<B> {
     }
     fn is_idle(&self) -> bool {
         self.is_idle()
+    }
+    fn look(&self) -> Result<()> {
+        self.runner().backend().look()
     }
     fn step(&mut self) -> Stepping<'_> {
         Box::pin(self.step())

@@ -1,11 +1,13 @@
 //! Pointwise activations of MLPs and gates: `out = act(gate) * up * sigmoid(row_gate)`.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, expect, moved};
 use crate::backend::Handle;
 use crate::tensor::Tensor;
 
 /// A pointwise function, computed in f32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Act {
     /// `x`.
     Identity,
@@ -20,7 +22,7 @@ pub enum Act {
 }
 
 /// Activation, optionally gated and scaled per row.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Activation<Buf> {
     /// `[T, I]`.
     pub gate: Tensor<Buf>,

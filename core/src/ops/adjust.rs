@@ -1,5 +1,7 @@
 //! The rules of requests over their logits, before sampling.
 
+use serde::{Deserialize, Serialize};
+
 use super::rules::RuleWords;
 use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
@@ -16,7 +18,7 @@ use crate::tensor::{DType, Tensor};
 /// 4. `(x - frequency * n) - presence` with the flag [`RuleWords::COUNTED`], if the lane has sampled v n times, n > 0.
 ///
 /// Padding outputs write nothing. A lane has at most one output: those of drafts are shown one after the other, each with its mask.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Adjust<Buf> {
     /// Output tokens, lanes and positions.
     pub step: Step<Buf>,

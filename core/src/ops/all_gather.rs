@@ -1,11 +1,13 @@
 //! The columns of all ranks side by side: `out = [x_0 | x_1 | ..]`. So every rank gets all logits.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, size};
 use crate::backend::Handle;
 use crate::tensor::Tensor;
 
 /// Joins the columns of all ranks, in ascending order of ranks.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AllGather<Buf> {
     /// `[T, N]`: this rank's columns.
     pub x: Tensor<Buf>,

@@ -1,12 +1,14 @@
 //! The sum over ranks: `out = Σ x_r`, or `out += Σ x_r`. What a mixer's ranks compute of its output is added to the stream here.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, expect, moved};
 use crate::backend::Handle;
 use crate::tensor::Tensor;
 
 /// Adds up the `x` of all ranks, in ascending order of ranks, so that every rank gets the same bits every time. The residual add
 /// comes after the sum.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AllReduce<Buf> {
     /// `[T, D]`: what this rank has of the sum.
     pub x: Tensor<Buf>,

@@ -1,5 +1,7 @@
 //! Causal grouped-query attention over KV pages: prefill, decode and verification in one op.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, KvPool, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::{PAGE, Step};
@@ -8,7 +10,7 @@ use crate::tensor::Tensor;
 /// Query head `i` attends with KV head `i / (H / KH)` to all positions of its row up to its own, the last `window` of
 /// them if there is a window, and of those before `first` its own only. Softmax in f32. Works from the row table, not from the chunks. Keys are walked in absolute blocks
 /// of 64 (a page each), so that a query's result depends on its position only. No keys give 0.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Attention<Buf> {
     /// Row table, positions, page tables.
     pub step: Step<Buf>,

@@ -4,13 +4,15 @@
 //! (`architectures`: cross-correlation, no flip). Taps reach back through the packed tokens of the same row, then into
 //! the state of the row's first chunk's `src`. A chunk's `dst` receives the K-1 raw inputs that end with its last token.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Act, Cost, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
 /// Convolution of some channels. See the module for the formula, `crate::step` for the tables.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Conv1d<Buf> {
     /// Chunk, row and token tables.
     pub step: Step<Buf>,

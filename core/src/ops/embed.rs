@@ -1,5 +1,7 @@
 //! Token embedding: `out[t] = scale * table[id(t)]`.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, Weight, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
@@ -8,7 +10,7 @@ use crate::tensor::Tensor;
 /// Looks up the rows of the step's token ids. The output row is not written for a padding token, and not for a token
 /// whose lane sampled none ([`crate::step::NONE`], see [`crate::ops::Sample`]): its sequence has ended and its results
 /// are not used.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Embed<Buf> {
     /// Token ids of the step; an id with [`crate::step::FROM_DEVICE`] names a lane of `last`.
     pub step: Step<Buf>,

@@ -1,11 +1,13 @@
 //! Grouped matrix products over the experts that the router chose.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, RowBlock, ensure, expect, moved};
 use crate::backend::Handle;
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive experts whose weights lie in the same row blocks.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ExpertRange<Buf> {
     /// First expert.
     pub first: usize,
@@ -20,7 +22,7 @@ pub struct ExpertRange<Buf> {
 /// Without `combine`: `out[t * k + j] = x[t] W(ids[t, j])ᵀ`, one output row per (token, choice).
 /// With `combine`: `out[t] (+)= Σ_j weights[t, j] * (x[t * k + j] W(ids[t, j])ᵀ)`, summed in ascending j.
 /// Choices with id [`crate::step::NONE`] are skipped: their rows are not written, and they add nothing.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ExpertMatmul<Buf> {
     /// `[T, K]`, or `[T * k, K]` with `combine`.
     pub x: Tensor<Buf>,

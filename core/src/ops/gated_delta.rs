@@ -4,13 +4,15 @@
 //! `g = a_neg softplus(a + dt_bias)`: `S ← exp(g) S; δ = β (v - kᵀS); S ← S + k ⊗ δ; o = qᵀS`. State and arithmetic f32.
 //! With G gates per head, g is a number (G = 1) or a vector along the keys (G = dk), each row of S with its own decay.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
 /// The recurrence of some value heads. A chunk starts from its `src` slot (or carries on) and leaves its state in `dst`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GatedDelta<Buf> {
     /// Chunk, row and token tables.
     pub step: Step<Buf>,

@@ -1,12 +1,14 @@
 //! Picks the rows whose logits are wanted.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::Tensor;
 
 /// `out[o] = x[output_token[o]]`; rows of padding outputs receive 0.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Gather<Buf> {
     /// Names the output tokens.
     pub step: Step<Buf>,

@@ -1,11 +1,13 @@
 //! A small product per head: `out[t, h] = W_h x[t, h]`.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
 use crate::tensor::{DType, Tensor};
 
 /// Multiplies the first K elements of each head of a token by the head's own matrix.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HeadMatmul<Buf> {
     /// `[T, H * W]`, W at least K.
     pub x: Tensor<Buf>,

@@ -1,6 +1,8 @@
 //! Causal attention over latents: a page holds one latent per token, which is key and value of every head, and a part of the
 //! key that all heads share.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, KvPool, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::{PAGE, Step};
@@ -9,7 +11,7 @@ use crate::tensor::Tensor;
 /// `out[t, h] = Σ_s softmax_s(scale (q[t, h] · k[s] + tail[t, h] · v[s])) k[s]` over all positions s of the token's row up to
 /// its own, where k are the latents, v the shared parts and `tail` the last S elements of a head of `queries`. Softmax in
 /// f32; keys are walked in absolute blocks of 64, as in [`super::Attention`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LatentAttention<Buf> {
     /// Row table, positions, page tables.
     pub step: Step<Buf>,

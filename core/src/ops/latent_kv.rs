@@ -1,5 +1,7 @@
 //! The write of latents into their pages: an RMS norm of the latent, and the part of the keys that all heads share as it is.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, KvPool, ensure, expect};
 use crate::backend::Handle;
 use crate::step::{PAGE, Step};
@@ -7,7 +9,7 @@ use crate::tensor::{DType, Tensor};
 
 /// For every token of the step: `k = norm(kv[..R])`, `v = kv[R..]` in its page. Padding tokens are skipped, as are page 0 and
 /// full pages of other sequences.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LatentKv<Buf> {
     /// Positions and page tables.
     pub step: Step<Buf>,

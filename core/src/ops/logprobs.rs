@@ -1,5 +1,7 @@
 //! What is kept and reported of a sampled token: its count, and log probabilities.
 
+use serde::{Deserialize, Serialize};
+
 use super::rules::{REPORT_WORDS, RuleWords};
 use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
@@ -17,7 +19,7 @@ use crate::tensor::{DType, Tensor};
 ///
 /// Ids are numbers, exact in f32, so that one read brings everything. Numbers beyond 1 + 2 n stay as they are. Padding outputs and
 /// those whose id is [`crate::step::NONE`] write nothing. A lane has at most one output.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Logprobs<Buf> {
     /// Output tokens and lanes.
     pub step: Step<Buf>,

@@ -1,12 +1,14 @@
 //! `out = scale * columns * x Wᵀ (+ bias) (+ out)`: every linear layer.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
 use crate::format::Format;
 use crate::tensor::{DType, Tensor};
 
 /// Consecutive output rows of a weight: a view of stored bytes, and the output column of its first row.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RowBlock<Buf> {
     /// `[n, K]` f32, bf16 or f16, or the bytes of coded rows, `[n, bytes] u8`; on the CPU the mapped file, at any alignment. For
     /// experts `[E, n, ..]`.
@@ -46,7 +48,7 @@ impl<Buf: Clone> RowBlock<Buf> {
 /// A weight `[N, K]` as row blocks that together cover the N output columns once.
 ///
 /// Fusion (q, k, v), de-interleaving (Qwen3-Next) and splits at binding limits are lists of blocks, not copies.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Weight<Buf> {
     /// The blocks, ascending by column where the device gathered them, in file order where it could not.
     pub blocks: Vec<RowBlock<Buf>>,
@@ -77,7 +79,7 @@ impl<Buf: Handle> Weight<Buf> {
 }
 
 /// A matrix product with its epilogue. Every dot product has one summation order, independent of the number of rows.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Matmul<Buf> {
     /// `[M, K]`, activation dtype (or f32).
     pub x: Tensor<Buf>,

@@ -53,6 +53,8 @@ pub use rules::{ENTRY_WORDS, MOST_ENTRIES, MOST_TOP, REPORT_WORDS, RuleWords};
 pub use sample::{LANE_WORDS, Sample};
 pub use selective_scan::{ScanForm, SelectiveScan};
 
+use serde::{Deserialize, Serialize};
+
 use crate::backend::Handle;
 use crate::tensor::Tensor;
 
@@ -106,7 +108,7 @@ const MAX_BINDINGS: usize = 8;
 macro_rules! ops {
     ($($name:ident $label:literal),* $(,)?) => {
         /// One recorded op with its arguments.
-        #[derive(Clone, Debug)]
+        #[derive(Clone, Debug, Serialize, Deserialize)]
         pub enum Op<Buf> {
             $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name<Buf>),)*
         }

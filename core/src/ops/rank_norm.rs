@@ -1,12 +1,14 @@
 //! An RMS norm whose rows lie on several ranks: each has some columns, and the mean is over those of all.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, RmsNorm, ensure};
 use crate::backend::Handle;
 use crate::tensor::Tensor;
 
 /// [`RmsNorm`] with the mean over the rows of `ranks` consecutive ranks. Their sums of squares are added in ascending order of
 /// ranks, so all of these ranks get the same factor. `norm` has one group, the columns of this rank, and no `add`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankNorm<Buf> {
     /// The norm of this rank's columns.
     pub norm: RmsNorm<Buf>,

@@ -2,12 +2,14 @@
 //!
 //! `x += add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight`, the mean over each of `groups` equal parts of a row.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Act, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
 use crate::tensor::{DType, Tensor};
 
 /// A gate on a norm: `act(z)` multiplies the norm's input (Mamba-2) or its output (Gated DeltaNet).
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Gate<Buf> {
     /// `[T, D]`.
     pub z: Tensor<Buf>,
@@ -18,7 +20,7 @@ pub struct Gate<Buf> {
 }
 
 /// RMS norm over rows. Statistics in f32. `weight` has the `1 + w` of zero-centred norms folded in at load.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RmsNorm<Buf> {
     /// `[T, D]`; written back (in place) only with `add`.
     pub x: Tensor<Buf>,

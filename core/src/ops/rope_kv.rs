@@ -1,6 +1,8 @@
 //! Rotary position embedding of q and k (half-split convention), per-head norms before it, and the write of k and v
 //! into their pages.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
 use crate::kv8;
@@ -9,7 +11,7 @@ use crate::tensor::{DType, Tensor};
 
 /// The KV pages of some heads of one layer. In a layer with latents there is one head: k is the latent, and v the part of the
 /// keys that is not made from it. Pages in 8 bits, see [`kv8`], have `hd + 4` bytes in place of `hd` elements.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct KvPool<Buf> {
     /// `[pages, KH, 64, hd]`, or `[pages, 1, 64, R]`.
     pub k: Tensor<Buf>,
@@ -27,7 +29,7 @@ impl<Buf: Handle> KvPool<Buf> {
 
 /// For every token of the step: norm, rotate and store. Padding tokens are skipped, and no real token has page 0, so it
 /// is never written. Full pages of other sequences are never written.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RopeKv<Buf> {
     /// Positions and page tables.
     pub step: Step<Buf>,

@@ -1,12 +1,14 @@
 //! Mixture-of-experts routing: the experts of each token and their weights.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect, moved, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
 /// How logits become experts and weights. All of it in f32; ties go to the lower expert.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Router {
     /// Softmax over all experts, then top-k; divided by the sum of the k if `renorm` (Qwen; Jamba without).
     SoftmaxTopK {
@@ -32,7 +34,7 @@ pub enum Router {
 }
 
 /// Routing of every token. A padding token gets no expert: its ids are [`crate::step::NONE`], its weights 0.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Route<Buf> {
     /// Says which tokens are padding.
     pub step: Step<Buf>,

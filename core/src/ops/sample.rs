@@ -1,5 +1,7 @@
 //! Sampling on the device: one token per output row.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect};
 use crate::backend::Handle;
 use crate::step::Step;
@@ -15,7 +17,7 @@ pub const LANE_WORDS: usize = 8;
 /// The random number is a hash of (seed, absolute position of the new token), so batching, pre-emption and the cache
 /// never change a text. The rule is that of `crate::sample`. Padding outputs write nothing. Where that rule finds no token,
 /// because the logits are not finite, `ids[o]` and `last[lane]` become [`crate::step::NONE`] and `seen[lane]` stays as it is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Sample<Buf> {
     /// Output tokens, lanes and positions.
     pub step: Step<Buf>,

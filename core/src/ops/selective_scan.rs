@@ -3,13 +3,15 @@
 //! With `dt = clamp(softplus(dt_raw + dt_bias))`, per head h of group g:
 //! `S ← exp(dt A) S + (dt x) ⊗ B;  y = S C + D x`. State and arithmetic are f32.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Access, Cost, ensure, expect, size};
 use crate::backend::Handle;
 use crate::step::Step;
 use crate::tensor::{DType, Tensor};
 
 /// Which parameters a head has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ScanForm {
     /// Mamba-2: one A, D and dt per head; `par` is `[3, H] f32`: A (negative), D, dt_bias.
     PerHead,
@@ -18,7 +20,7 @@ pub enum ScanForm {
 }
 
 /// The scan of some heads. A chunk starts from its `src` slot (or carries on) and leaves its state in `dst`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SelectiveScan<Buf> {
     /// Chunk, row and token tables.
     pub step: Step<Buf>,

@@ -12,6 +12,8 @@ use std::{
     time::Duration,
 };
 
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
 use super::{Link, Member};
 use crate::{
     backend::{Backend, Caps, Ops},
@@ -25,20 +27,23 @@ use crate::{
     timer::Timer,
 };
 
-/// How often an idle rank looks whether its device still works: others may wait on theirs for what it does not send any more.
-const LOOK: Duration = Duration::from_millis(250);
+/// How often whoever waits looks whether devices still work: others may wait on theirs for what one does not send any more.
+pub(crate) const LOOK: Duration = Duration::from_millis(250);
 
 /// A device that can be one of several ranks. It is opened, used and dropped on the rank's thread.
 pub trait RankDevice: Timer {
-    /// What opens one.
-    type Place: Send + 'static;
+    /// Name of the backend.
+    const NAME: &'static str;
 
-    /// Opens the device of a rank. All ranks open theirs concurrently and may wait for one another, as long as
-    /// [`Member::check`] lets them.
+    /// What the devices of all ranks have in common.
+    type Setting: Clone + Send + Serialize + DeserializeOwned + 'static;
+
+    /// Opens the device of a rank: number `device` of those that there are. All ranks open theirs concurrently and may wait
+    /// for one another, as long as [`Member::check`] lets them.
     ///
     /// # Errors
     /// Those of the device.
-    fn open_rank(place: Self::Place, member: Member) -> Result<Self>;
+    fn open_rank(setting: Self::Setting, device: usize, member: Member) -> Result<Self>;
 
     /// Whether ranks of such devices have kernels for it, as [`Backend::has`].
     fn ranks_have(feature: Feature) -> bool;
@@ -48,14 +53,6 @@ pub trait RankDevice: Timer {
     /// # Errors
     /// Those of the device.
     fn settle(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Whether the device has failed at what runs on it, without waiting.
-    ///
-    /// # Errors
-    /// Its failure.
-    fn look(&self) -> Result<()> {
         Ok(())
     }
 
@@ -72,45 +69,41 @@ pub trait Arriving: Send {
     fn take(&mut self) -> Option<Result<Vec<u8>>>;
 }
 
-impl Arriving for Option<Vec<u8>> {
+impl Arriving for Option<Result<Vec<u8>>> {
     fn take(&mut self) -> Option<Result<Vec<u8>>> {
-        self.take().map(Ok)
+        self.take()
     }
 }
 
-/// What a rank is told, in the order of the calls. Buffers and tapes go by numbers. Answers go to `to`.
-#[derive(Clone)]
+/// What a rank is told, in the order of the calls. Buffers and tapes go by numbers.
+#[derive(Clone, Serialize, Deserialize)]
 pub(super) enum Command {
     Alloc {
         id: u64,
         label: Arc<str>,
         bytes: u64,
-        to: SyncSender<Result<()>>,
     },
     Fill {
         tensor: Tensor<u64>,
         seed: u32,
         half: f32,
-        to: SyncSender<bool>,
     },
-    FreeMemory(SyncSender<Option<u64>>),
-    Scratch {
-        op: Box<Op<u64>>,
-        to: SyncSender<u64>,
-    },
+    FreeMemory,
+    Scratch(Box<Op<u64>>),
     Reserve(u64),
     CodedBytes {
         format: Format,
         dims: Arc<[usize]>,
-        to: SyncSender<u64>,
     },
     Arrange(RowBlock<u64>),
     /// Answered when everything before it is done, as far as the host does it.
-    Confirm(SyncSender<()>),
+    Confirm,
     Expect(Arc<[Op<u64>]>),
     Write {
         id: u64,
         at: u64,
+        /// Another process gets them beside the command.
+        #[serde(skip)]
         bytes: Bytes,
     },
     /// Forgets a buffer or a tape.
@@ -121,22 +114,48 @@ pub(super) enum Command {
         ops: Arc<[Op<u64>]>,
     },
     Play(u64),
-    Read {
-        from: Tensor<u64>,
-        to: SyncSender<Box<dyn Arriving>>,
-    },
+    Read(Tensor<u64>),
     Flush,
 }
 
-/// A rank's thread, and what its device is, once it is open.
-pub(super) type Started = (thread::JoinHandle<()>, Receiver<Result<Caps>>);
+/// What a rank answers.
+pub(super) enum Answer {
+    Done,
+    Alloc(Result<()>),
+    Filled(bool),
+    FreeMemory(Option<u64>),
+    Bytes(u64),
+    Read(Box<dyn Arriving>),
+}
+
+/// A command, and who waits for the answer.
+pub(super) struct Told {
+    pub command: Command,
+    pub to: Option<SyncSender<Answer>>,
+}
+
+/// What a rank's device is, once it is open.
+pub(super) struct Opened {
+    /// Its name for people.
+    pub device: String,
+    /// Of a device of this process.
+    pub caps: Option<Caps>,
+}
+
+/// The threads of a rank, and what its device is.
+pub(super) struct Started {
+    pub threads: Vec<thread::JoinHandle<()>>,
+    pub opened: Receiver<Result<Opened>>,
+}
 
 impl RankDevice for CpuBackend {
-    /// Helpers of a rank.
-    type Place = (Products, usize);
+    const NAME: &'static str = "cpu";
 
-    fn open_rank((products, threads): Self::Place, member: Member) -> Result<Self> {
-        par::own_team(threads);
+    type Setting = Products;
+
+    /// The ranks divide the threads of a process' pool.
+    fn open_rank(products: Products, _: usize, member: Member) -> Result<Self> {
+        par::own_team((par::threads() / member.ranks()).max(1));
         Ok(Self::of_rank(products, member))
     }
 
@@ -145,20 +164,21 @@ impl RankDevice for CpuBackend {
     }
 
     fn start_read(&self, src: &Tensor<Self::Buf>) -> Result<Box<dyn Arriving>> {
-        Ok(Box::new(Some(self.read(src).into_inner()?)))
+        Ok(Box::new(Some(self.read(src).into_inner())))
     }
 }
 
-/// Starts a rank, which says what its device is.
-pub(super) fn spawn<D: RankDevice>(member: Member, place: D::Place) -> Result<(Link, Started)> {
+/// Starts a rank in a thread of its own, which says what its device is.
+pub(super) fn spawn<D: RankDevice>(member: Member, setting: D::Setting, device: usize) -> Result<(Link, Started)> {
     let (commands, told) = channel();
-    let (opened, caps) = sync_channel(1);
+    let (say, opened) = sync_channel(1);
     let done = Arc::new(AtomicU64::new(0));
     let (name, counter) = (format!("rank {}", member.rank()), done.clone());
     let life = move || {
-        let work = || match D::open_rank(place, member.clone()) {
+        let work = || match D::open_rank(setting, device, member.clone()) {
             Ok(device) => {
-                let _ = opened.send(Ok(device.caps().clone()));
+                let caps = device.caps().clone();
+                let _ = say.send(Ok(Opened { device: caps.device.clone(), caps: Some(caps) }));
                 let mut rank = Rank::new(device, counter);
                 // Said before the device is closed, which may wait for the others.
                 if let Err(e) = rank.follow(&told) {
@@ -167,7 +187,7 @@ pub(super) fn spawn<D: RankDevice>(member: Member, place: D::Place) -> Result<(L
             }
             Err(e) => {
                 member.fail(e.to_string());
-                let _ = opened.send(Err(e));
+                let _ = say.send(Err(e));
             }
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(work)) {
@@ -176,7 +196,7 @@ pub(super) fn spawn<D: RankDevice>(member: Member, place: D::Place) -> Result<(L
     };
     let started = thread::Builder::new().name(name.clone()).spawn(life);
     let thread = started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })?;
-    Ok((Link { commands, done }, (thread, caps)))
+    Ok((Link { commands, done }, Started { threads: vec![thread], opened }))
 }
 
 /// A rank: its backend, and its buffers and tapes by number.
@@ -194,10 +214,14 @@ impl<D: RankDevice> Rank<D> {
     }
 
     /// Does what it is told until nobody can tell it any more.
-    fn follow(&mut self, told: &Receiver<Command>) -> Result<()> {
+    fn follow(&mut self, told: &Receiver<Told>) -> Result<()> {
         loop {
             match told.recv_timeout(LOOK) {
-                Ok(command) => self.obey(command)?,
+                Ok(Told { command, to }) => {
+                    let answer = self.obey(command)?;
+                    // Whoever asked may have given up.
+                    to.map(|to| to.send(answer));
+                }
                 Err(RecvTimeoutError::Timeout) => {
                     self.device.look()?;
                     continue;
@@ -212,31 +236,23 @@ impl<D: RankDevice> Rank<D> {
         self.done.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn obey(&mut self, command: Command) -> Result<()> {
-        // Whoever asked may have given up, so nobody need take an answer.
+    fn obey(&mut self, command: Command) -> Result<Answer> {
         match command {
-            Command::Alloc { id, label, bytes, to } => {
-                let _ = to.send(self.device.alloc(&label, bytes).map(|buf| {
+            Command::Alloc { id, label, bytes } => {
+                return Ok(Answer::Alloc(self.device.alloc(&label, bytes).map(|buf| {
                     self.bufs.insert(id, buf);
-                }));
+                })));
             }
-            Command::Fill { tensor, seed, half, to } => {
-                let _ = to.send(self.device.fill_random(&self.own_tensor(&tensor), seed, half)?);
+            Command::Fill { tensor, seed, half } => {
+                return Ok(Answer::Filled(self.device.fill_random(&self.own_tensor(&tensor), seed, half)?));
             }
-            Command::FreeMemory(to) => {
-                let _ = to.send(self.device.free_memory());
-            }
-            Command::Scratch { op, to } => {
-                let _ = to.send(self.device.scratch(&self.own(&op)));
-            }
+            Command::FreeMemory => return Ok(Answer::FreeMemory(self.device.free_memory())),
+            Command::Scratch(op) => return Ok(Answer::Bytes(self.device.scratch(&self.own(&op)))),
+            Command::CodedBytes { format, dims } => return Ok(Answer::Bytes(self.device.coded_bytes(format, &dims))),
+            Command::Read(from) => return Ok(Answer::Read(self.device.start_read(&self.own_tensor(&from))?)),
+            Command::Confirm => {}
             Command::Reserve(bytes) => self.device.reserve(bytes)?,
-            Command::CodedBytes { format, dims, to } => {
-                let _ = to.send(self.device.coded_bytes(format, &dims));
-            }
             Command::Arrange(block) => self.device.arrange(&block.rebind(&mut |id| self.bufs[id].clone()))?,
-            Command::Confirm(to) => {
-                let _ = to.send(());
-            }
             Command::Write { id, at, bytes } => self.device.write(&self.bufs[&id], at, &bytes)?,
             Command::Free(id) => {
                 self.device.settle()?;
@@ -256,12 +272,9 @@ impl<D: RankDevice> Rank<D> {
                 self.tapes.insert(id, tape);
             }
             Command::Play(id) => self.device.play(&self.tapes[&id])?,
-            Command::Read { from, to } => {
-                let _ = to.send(self.device.start_read(&self.own_tensor(&from))?);
-            }
             Command::Flush => self.device.flush()?,
         }
-        Ok(())
+        Ok(Answer::Done)
     }
 
     /// An op on this rank's buffers.

@@ -25,6 +25,16 @@ pub(super) fn on<T>(future: impl Future<Output = T>) -> T {
     until(future, None).expect("without a limit it becomes ready")
 }
 
+/// The result of `future`, which is polled `every` so often even if nothing wakes it.
+pub(super) fn on_often<T>(future: impl Future<Output = T>, every: Duration) -> T {
+    let mut future = pin!(future);
+    loop {
+        if let Some(value) = on_for(future.as_mut(), every) {
+            return value;
+        }
+    }
+}
+
 /// The result of `future` if it is ready within `at_most`.
 pub(super) fn on_for<T>(future: impl Future<Output = T>, at_most: Duration) -> Option<T> {
     // A time beyond the clock's range is no limit.

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    future::poll_fn,
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::pin,
@@ -124,10 +125,16 @@ impl Driver {
         }
     }
 
-    /// Waits for an order if there is nothing else to do, then makes a turn. False: nobody needs the engine any more.
+    /// Waits for an order if there is nothing else to do, then makes a turn. False: nobody needs the engine any more. Each time
+    /// that it is polled while it waits it looks whether the device has failed.
     async fn wait_and_turn(&mut self) -> Result<bool> {
         if self.engine.is_idle() {
-            let Ok(order) = self.orders.recv().await else { return Ok(false) };
+            let mut next = pin!(self.orders.recv());
+            let order = poll_fn(|context| match self.engine.look() {
+                Ok(()) => next.as_mut().poll(context).map(Ok),
+                Err(e) => Poll::Ready(Err(e)),
+            });
+            let Ok(order) = order.await? else { return Ok(false) };
             self.take(order);
         }
         self.turn().await
@@ -273,7 +280,7 @@ impl Driver {
 /// The result of a future, or the message of its panic. Where panics end the process they still do.
 async fn caught<T>(future: impl Future<Output = T>) -> std::result::Result<T, String> {
     let mut future = pin!(future);
-    std::future::poll_fn(|context| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
+    poll_fn(|context| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
         Ok(Poll::Ready(value)) => Poll::Ready(Ok(value)),
         Ok(Poll::Pending) => Poll::Pending,
         Err(payload) => Poll::Ready(Err(panic_text(&*payload))),

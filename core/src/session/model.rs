@@ -373,6 +373,7 @@ mod thread {
     use crate::{
         Error, Result,
         engine::AnyEngine,
+        ranks::LOOK,
         session::{Chat, Text, block},
         survive::panic_text,
     };
@@ -396,7 +397,11 @@ mod thread {
                     // The caller waits for it.
                     let _ = send.send(Ok(model));
                     drop(send);
-                    block::on(driver.run());
+                    match driver.engine().caps().ranks {
+                        1 => block::on(driver.run()),
+                        // One of them may fail while there is nothing to do.
+                        _ => block::on_often(driver.run(), LOOK),
+                    }
                 }
                 Err(e) => drop(send.send(Err(e))),
             };

@@ -1,0 +1,631 @@
+//! Ranks in processes of their own.
+//!
+//! Rank 0 listens at the rendezvous. The process of every other rank connects to it twice: for the commands that its rank follows,
+//! with their answers, and for what the ranks tell one another. So on rank 0's side a rank elsewhere looks like one in a thread,
+//! and there is one group of ranks, in rank 0's process.
+//!
+//! Each side says now and then that it is there. Nothing is encrypted, and a rank does what rank 0 says.
+
+use std::{
+    collections::VecDeque,
+    io::{self, Read, Write},
+    net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, channel, sync_channel},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::{
+    Arriving, DEADLINE, Link, Member, RankDevice, check_number,
+    rank::{Answer, Command, LOOK, Opened, Started, Told, spawn},
+};
+use crate::{
+    cpu::Group,
+    error::{Error, Result},
+};
+
+/// How long a side may be silent that says every [`LOOK`] that it is there, or not read what it is sent.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// How long a stranger at the rendezvous may take to say who it is.
+const GREETING: Duration = Duration::from_secs(2);
+
+/// Bytes of the largest head of a message: the ops of a step.
+const LONGEST_HEAD: u32 = 256 << 20;
+
+/// Where ranks meet, and which of them this process is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendezvous {
+    /// Host and port at which rank 0 listens.
+    pub address: String,
+    /// The rank of this process.
+    pub rank: usize,
+    /// Ranks of the model, one in each process.
+    pub ranks: usize,
+}
+
+/// The first message of a connection.
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    program: String,
+    backend: String,
+    rank: usize,
+    ranks: usize,
+    way: Way,
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+enum Way {
+    Commands,
+    Meeting,
+}
+
+/// From rank 0 to a rank.
+#[derive(Serialize, Deserialize)]
+enum Order {
+    Alive,
+    Do(Command),
+    Ask(Command),
+    /// Nothing comes after it: rank 0 needs the rank no more, or why it cannot use it.
+    End(Option<Fault>),
+}
+
+/// From a rank to rank 0. The first one is its device or why there is none; then the answers in the order of the questions.
+#[derive(Serialize, Deserialize)]
+enum Reply {
+    Alive,
+    Opened(String),
+    Failed(Fault),
+    Done,
+    Alloc(Option<Fault>),
+    Filled(bool),
+    FreeMemory(Option<u64>),
+    Bytes(u64),
+    Read(Option<Fault>),
+}
+
+/// From a rank to its group.
+#[derive(Serialize, Deserialize)]
+enum Say {
+    Exchange,
+    Tell(String),
+    Learn(String),
+    Fail(String),
+}
+
+/// An error on its way.
+#[derive(Clone, Serialize, Deserialize)]
+enum Fault {
+    OutOfMemory { what: String, asked: u64, free: u64 },
+    Device { op: String, why: String },
+    Other(String),
+}
+
+impl From<Error> for Fault {
+    fn from(e: Error) -> Self {
+        match e {
+            Error::OutOfMemory { what, asked, free } => Self::OutOfMemory { what, asked, free },
+            Error::Device { op, why } => Self::Device { op, why },
+            e => Self::Other(e.to_string()),
+        }
+    }
+}
+
+impl Fault {
+    fn error(self) -> Error {
+        match self {
+            Self::OutOfMemory { what, asked, free } => Error::OutOfMemory { what, asked, free },
+            Self::Device { op, why } => Error::Device { op, why },
+            Self::Other(why) => Error::BadRequest(why),
+        }
+    }
+}
+
+/// Which program speaks: another one may have other ops.
+fn program() -> String {
+    format!("selkie {}", env!("CARGO_PKG_VERSION"))
+}
+
+/// Sends a head and the bytes that belong to it.
+fn send(mut to: &TcpStream, head: &impl Serialize, bytes: &[u8]) -> io::Result<()> {
+    let head = rmp_serde::to_vec(head).map_err(io::Error::other)?;
+    let length = u32::try_from(head.len()).ok().filter(|n| *n <= LONGEST_HEAD);
+    let length = length.ok_or_else(|| io::Error::other(format!("a message with a head of {} bytes", head.len())))?;
+    let mut first = [&length.to_le_bytes()[..], &(bytes.len() as u64).to_le_bytes(), &head].concat();
+    // One packet if it is small.
+    if bytes.len() <= 1 << 16 {
+        first.extend_from_slice(bytes);
+        return to.write_all(&first);
+    }
+    to.write_all(&first)?;
+    to.write_all(bytes)
+}
+
+/// The next head with its bytes. Memory is taken as they come, whatever was announced.
+fn receive<T: DeserializeOwned>(mut from: &TcpStream) -> io::Result<(T, Vec<u8>)> {
+    let (mut head_length, mut length) = ([0; 4], [0; 8]);
+    from.read_exact(&mut head_length)?;
+    from.read_exact(&mut length)?;
+    let head_length = u32::from_le_bytes(head_length);
+    if head_length > LONGEST_HEAD {
+        return Err(io::Error::other(format!("a message with a head of {head_length} bytes")));
+    }
+    let part = |length: u64| {
+        let mut bytes = Vec::new();
+        match from.take(length).read_to_end(&mut bytes)? as u64 == length {
+            true => Ok(bytes),
+            false => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
+        }
+    };
+    let head = part(u64::from(head_length))?;
+    let bytes = part(u64::from_le_bytes(length))?;
+    Ok((rmp_serde::from_slice(&head).map_err(io::Error::other)?, bytes))
+}
+
+/// Why a connection ended.
+fn lost(e: &io::Error) -> String {
+    match e.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => format!("its process said nothing for {SILENCE:?}"),
+        _ => format!("its process ended or its connection broke: {e}"),
+    }
+}
+
+/// A rank in another process, as rank 0 sees it.
+pub(super) type Guest = (Link, Started);
+
+/// Listens at the rendezvous until all other ranks have come, and sends each the setting. `members` are those of all ranks.
+///
+/// # Errors
+/// [`Error::BadRequest`] if it cannot listen there; [`Error::Device`] for a rank that does not come.
+pub(super) fn gather<D: RankDevice>(at: &Rendezvous, setting: &D::Setting, members: &[Member]) -> Result<Vec<Guest>> {
+    let listener = TcpListener::bind(&at.address)
+        .and_then(|l| l.set_nonblocking(true).map(|()| l))
+        .map_err(|e| unusable(at, &e))?;
+    let mut found: Vec<[Option<TcpStream>; 2]> = (1..at.ranks).map(|_| [None, None]).collect();
+    let (greeted, heard) = channel();
+    let began = Instant::now();
+    while let Some(missing) = found.iter().position(|ways| ways.iter().any(Option::is_none)) {
+        match listener.accept() {
+            Ok((stream, peer)) => {
+                let greeted = greeted.clone();
+                // Whoever says nothing, or slowly, keeps nobody waiting.
+                thread::spawn(move || greeted.send((hear(&stream), stream, peer)));
+            }
+            Err(_) if began.elapsed() < DEADLINE => thread::sleep(Duration::from_millis(5)),
+            Err(_) => {
+                let why = format!("it did not come to {} within {DEADLINE:?}", at.address);
+                return Err(Error::Device { op: format!("rank {}", missing + 1), why });
+            }
+        }
+        for (hello, stream, peer) in heard.try_iter() {
+            if let Err(e) = hello.and_then(|hello| welcome::<D>(&hello, stream, at, setting, &mut found)) {
+                tracing::warn!("{peer} is no rank of this model: {e}");
+            }
+        }
+    }
+    let ways = found.into_iter().map(|ways| ways.map(|way| way.expect("all have come")));
+    ways.zip(&members[1..]).map(|([commands, meeting], member)| guest(commands, meeting, member.clone())).collect()
+}
+
+fn unusable(at: &Rendezvous, e: &io::Error) -> Error {
+    Error::BadRequest(format!("the rendezvous {}: {e}; it is a host and a port, such as 127.0.0.1:29500", at.address))
+}
+
+/// Hears who a connection is from.
+fn hear(stream: &TcpStream) -> io::Result<Hello> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(GREETING))?;
+    stream.set_write_timeout(Some(SILENCE))?;
+    Ok(receive(stream)?.0)
+}
+
+/// Keeps a connection, or says why not.
+fn welcome<D: RankDevice>(
+    hello: &Hello,
+    stream: TcpStream,
+    at: &Rendezvous,
+    setting: &D::Setting,
+    found: &mut [[Option<TcpStream>; 2]],
+) -> io::Result<()> {
+    let place = match hello.rank.checked_sub(1).and_then(|i| found.get_mut(i)) {
+        _ if hello.program != program() => Err(format!("it is {}, rank 0 is {}", hello.program, program())),
+        _ if hello.backend != D::NAME => {
+            Err(format!("its backend is {}, that of rank 0 is {}", hello.backend, D::NAME))
+        }
+        _ if hello.ranks != at.ranks => Err(format!("it is of {} ranks, rank 0 of {}", hello.ranks, at.ranks)),
+        None => Err(format!("rank {} of {}", hello.rank, at.ranks)),
+        Some(ways) => match &mut ways[hello.way as usize] {
+            Some(_) => Err(format!("another process is rank {} already", hello.rank)),
+            place => Ok(place),
+        },
+    };
+    match place {
+        Ok(place) => {
+            send(&stream, &Ok::<_, String>(setting), &[])?;
+            *place = Some(stream);
+            Ok(())
+        }
+        Err(why) => {
+            send(&stream, &Err::<D::Setting, _>(&why), &[])?;
+            Err(io::Error::other(why))
+        }
+    }
+}
+
+/// Starts the threads that stand for a rank of another process.
+fn guest(commands: TcpStream, meeting: TcpStream, member: Member) -> Result<Guest> {
+    let broken = |e: io::Error| Error::Device { op: format!("rank {}", member.rank()), why: lost(&e) };
+    commands.set_read_timeout(Some(SILENCE)).map_err(broken)?;
+    meeting.set_read_timeout(None).map_err(broken)?;
+    let (told, orders) = channel();
+    let (opened, device) = sync_channel(1);
+    let done = Arc::new(AtomicU64::new(0));
+    let waiting = Arc::new(Mutex::new(VecDeque::new()));
+    let ended = Arc::new(AtomicBool::new(false));
+    let to = commands.try_clone().map_err(broken)?;
+    let start = |what: &str, work: Box<dyn FnOnce() + Send>| {
+        let name = format!("rank {} {what}", member.rank());
+        let started = thread::Builder::new().name(name.clone()).spawn(work);
+        started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })
+    };
+    let told_last = meeting.try_clone().map_err(broken)?;
+    let of = member.clone();
+    let meeting = start("meeting", Box::new(move || stand_in(&meeting, &of)))?;
+    let (of, all, end) = (member.clone(), waiting.clone(), ended.clone());
+    let orders = start(
+        "orders",
+        Box::new(move || {
+            if let Err(e) = pass_on(&to, &orders, &all) {
+                of.fail(lost(&e));
+            }
+            end.store(true, Ordering::Relaxed);
+            let _ = send(&to, &Order::End(of.check().err().map(Fault::from)), &[]);
+            let _ = to.shutdown(Shutdown::Write);
+        }),
+    )?;
+    let (of, count) = (member.clone(), done.clone());
+    let answers = start(
+        "answers",
+        Box::new(move || {
+            let Err(e) = take_answers(&commands, &opened, &waiting, &count);
+            // A rank says why it fails before its process ends.
+            let _ = told_last.shutdown(Shutdown::Read);
+            let _ = meeting.join();
+            if !ended.load(Ordering::Relaxed) {
+                of.fail(lost(&e));
+            }
+            // Whoever waits for an answer learns that none comes.
+            lock(&waiting).clear();
+        }),
+    )?;
+    Ok((Link { commands: told, done }, Started { threads: vec![orders, answers], opened: device }))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Sends what a rank is told, until nobody tells it anything.
+fn pass_on(to: &TcpStream, told: &Receiver<Told>, waiting: &Mutex<VecDeque<SyncSender<Answer>>>) -> io::Result<()> {
+    loop {
+        match told.recv_timeout(LOOK) {
+            Ok(Told { command, to: asker }) => {
+                let bytes = match &command {
+                    Command::Write { bytes, .. } => bytes.clone(),
+                    _ => Default::default(),
+                };
+                let order = match asker {
+                    None => Order::Do(command),
+                    Some(asker) => {
+                        lock(waiting).push_back(asker);
+                        Order::Ask(command)
+                    }
+                };
+                send(to, &order, &bytes)?;
+            }
+            Err(RecvTimeoutError::Timeout) => send(to, &Order::Alive, &[])?,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
+}
+
+/// Hands the answers of a rank to those that wait for them. `done` follows the rank's count.
+fn take_answers(
+    from: &TcpStream,
+    opened: &SyncSender<Result<Opened>>,
+    waiting: &Mutex<VecDeque<SyncSender<Answer>>>,
+    done: &AtomicU64,
+) -> io::Result<std::convert::Infallible> {
+    loop {
+        let ((count, reply), bytes) = receive::<(u64, Reply)>(from)?;
+        done.store(count, Ordering::Relaxed);
+        let result = |fault: Option<Fault>| fault.map_or(Ok(()), |fault| Err(fault.error()));
+        let answer = match reply {
+            Reply::Alive => continue,
+            Reply::Opened(device) => {
+                let _ = opened.send(Ok(Opened { device, caps: None }));
+                continue;
+            }
+            Reply::Failed(fault) => {
+                let _ = opened.send(Err(fault.error()));
+                continue;
+            }
+            Reply::Done => Answer::Done,
+            Reply::Alloc(fault) => Answer::Alloc(result(fault)),
+            Reply::Filled(filled) => Answer::Filled(filled),
+            Reply::FreeMemory(free) => Answer::FreeMemory(free),
+            Reply::Bytes(bytes) => Answer::Bytes(bytes),
+            Reply::Read(fault) => Answer::Read(Box::new(Some(result(fault).map(|()| bytes)))),
+        };
+        if let Some(asker) = lock(waiting).pop_front() {
+            // Whoever asked may have given up.
+            let _ = asker.send(answer);
+        }
+    }
+}
+
+/// Is a rank of another process in the group, until that ends.
+fn stand_in(with: &TcpStream, member: &Member) {
+    let step = || -> io::Result<()> {
+        let (say, bytes) = receive::<Say>(with)?;
+        let answer = match say {
+            Say::Tell(key) => {
+                member.tell(key, bytes);
+                return Ok(());
+            }
+            Say::Fail(why) => {
+                member.fail(why);
+                return Ok(());
+            }
+            Say::Learn(key) => member.learn(&key).map(|value| (vec![value.len()], value)),
+            Say::Exchange => {
+                let (mut lengths, mut all) = (Vec::new(), Vec::new());
+                let met = member.exchange(
+                    |own| own.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+                    |_, values| {
+                        lengths.push(4 * values.len());
+                        all.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+                    },
+                );
+                met.map(|()| (lengths, all))
+            }
+        };
+        match answer {
+            Ok((lengths, bytes)) => send(with, &Ok::<_, Fault>(lengths), &bytes),
+            Err(e) => send(with, &Err::<Vec<usize>, _>(Fault::from(e)), &[]),
+        }
+    };
+    loop {
+        if let Err(e) = step() {
+            return member.fail(lost(&e));
+        }
+    }
+}
+
+/// The way from a rank's process to its group.
+struct There {
+    to: TcpStream,
+    /// Held from a question to its answer.
+    from: Mutex<TcpStream>,
+    failed: Mutex<Option<Fault>>,
+}
+
+impl There {
+    fn say(&self, say: &Say, bytes: &[u8]) -> Result<()> {
+        send(&self.to, say, bytes).map_err(|e| self.broken(&e))
+    }
+
+    /// What the group answers: the bytes of several values, one after the other, and their lengths.
+    fn ask(&self, say: &Say, bytes: &[u8]) -> Result<(Vec<usize>, Vec<u8>)> {
+        self.check()?;
+        let from = lock(&self.from);
+        self.say(say, bytes)?;
+        let (answer, bytes) = receive::<std::result::Result<Vec<usize>, Fault>>(&from).map_err(|e| self.broken(&e))?;
+        match answer {
+            Ok(lengths) if lengths.iter().sum::<usize>() == bytes.len() => Ok((lengths, bytes)),
+            Ok(_) => Err(self.broken(&io::Error::other("an answer of another length"))),
+            Err(fault) => Err(self.note(fault)),
+        }
+    }
+
+    fn broken(&self, e: &io::Error) -> Error {
+        self.note(Fault::Device { op: "rank 0".into(), why: lost(e) })
+    }
+
+    /// Keeps the first fault, which it returns.
+    fn note(&self, fault: Fault) -> Error {
+        lock(&self.failed).get_or_insert(fault).clone().error()
+    }
+}
+
+impl Group for There {
+    fn exchange(
+        &self,
+        _: usize,
+        fill: &mut dyn FnMut(&mut Vec<f32>),
+        read: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        let mut own = Vec::new();
+        fill(&mut own);
+        let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let (lengths, all) = self.ask(&Say::Exchange, &bytes)?;
+        let mut rest = &all[..];
+        for (rank, length) in lengths.into_iter().enumerate() {
+            let (values, after) = rest.split_at(length);
+            let values: Vec<f32> = values.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+            read(rank, &values);
+            rest = after;
+        }
+        Ok(())
+    }
+
+    fn fail(&self, rank: usize, why: String) {
+        self.note(Fault::Device { op: format!("rank {rank}"), why: why.clone() });
+        // If it does not arrive, the connection's end tells the others.
+        let _ = self.say(&Say::Fail(why), &[]);
+    }
+
+    fn check(&self) -> Result<()> {
+        lock(&self.failed).clone().map_or(Ok(()), |fault| Err(fault.error()))
+    }
+
+    fn tell(&self, _: usize, key: String, value: Vec<u8>) {
+        // An error is kept, and comes with the next question.
+        let _ = self.say(&Say::Tell(key), &value);
+    }
+
+    fn learn(&self, _: usize, key: &str) -> Result<Vec<u8>> {
+        Ok(self.ask(&Say::Learn(key.into()), &[])?.1)
+    }
+}
+
+/// Connects to rank 0, which may not listen yet, and says who this is; the setting of all ranks.
+fn greet<D: RankDevice>(at: &Rendezvous, way: Way) -> Result<(TcpStream, D::Setting)> {
+    let named = |why: String| Error::Device { op: format!("rank 0 at {}", at.address), why };
+    let places: Vec<_> = at.address.to_socket_addrs().map_err(|e| unusable(at, &e))?.collect();
+    let began = Instant::now();
+    let stream = loop {
+        match TcpStream::connect(&places[..]) {
+            Ok(stream) => break stream,
+            Err(_) if began.elapsed() < DEADLINE => thread::sleep(Duration::from_millis(50)),
+            Err(e) => return Err(named(format!("it was not there within {DEADLINE:?}: {e}"))),
+        }
+    };
+    let Rendezvous { rank, ranks, .. } = *at;
+    let hello = Hello { program: program(), backend: D::NAME.into(), rank, ranks, way };
+    let answer = || -> io::Result<std::result::Result<D::Setting, String>> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(DEADLINE))?;
+        stream.set_write_timeout(Some(SILENCE))?;
+        send(&stream, &hello, &[])?;
+        Ok(receive(&stream)?.0)
+    };
+    match answer() {
+        Ok(Ok(setting)) => Ok((stream, setting)),
+        Ok(Err(why)) => Err(Error::BadRequest(format!("rank 0 does not take rank {rank}: {why}"))),
+        Err(e) => Err(named(lost(&e))),
+    }
+}
+
+/// Is a rank other than 0: opens device number `device` and does what rank 0 says, until that ends.
+///
+/// # Errors
+/// [`Error::BadRequest`] for a rank that there is not; those of the device; [`Error::Device`] with the reason of the rank that failed
+/// first, or if rank 0's process is gone.
+pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
+    check_number(at.ranks)?;
+    if !(1..at.ranks).contains(&at.rank) {
+        return Err(Error::BadRequest(format!("rank {} of {} ranks", at.rank, at.ranks)));
+    }
+    let (commands, setting) = greet::<D>(at, Way::Commands)?;
+    let (meeting, _) = greet::<D>(at, Way::Meeting)?;
+    let broken = |e: io::Error| Error::Device { op: "rank 0".into(), why: lost(&e) };
+    // The others are waited for until the deadline, so their answer may take longer.
+    meeting.set_read_timeout(Some(DEADLINE + SILENCE)).map_err(broken)?;
+    commands.set_read_timeout(Some(SILENCE)).map_err(broken)?;
+    let group = There { to: meeting.try_clone().map_err(broken)?, from: Mutex::new(meeting), failed: Mutex::default() };
+    let member = Member::of(at.rank, at.ranks, Arc::new(group));
+    let (link, Started { threads, opened }) = spawn::<D>(member.clone(), setting, device)?;
+    let (questions, asked) = channel();
+    let (to, done) = (commands.try_clone().map_err(broken)?, link.done.clone());
+    let writer = thread::Builder::new().name("answers".into()).spawn(move || answer(&to, &opened, &asked, &done));
+    let writer = writer.map_err(|e| Error::Device { op: "start of a thread".into(), why: e.to_string() })?;
+    loop {
+        let (order, bytes) = receive::<Order>(&commands).map_err(|e| member.check().err().unwrap_or(broken(e)))?;
+        // What it says last is said before it ends.
+        member.check()?;
+        let (mut command, to) = match order {
+            Order::Alive => continue,
+            Order::End(None) => break,
+            Order::End(Some(fault)) => return Err(fault.error()),
+            Order::Do(command) => (command, None),
+            Order::Ask(command) => {
+                let (to, answer) = sync_channel(1);
+                let _ = questions.send(answer);
+                (command, Some(to))
+            }
+        };
+        if let Command::Write { bytes: place, .. } = &mut command {
+            *place = bytes.into();
+        }
+        if link.commands.send(Told { command, to }).is_err() {
+            // It has failed, and says why.
+            let _ = threads.into_iter().try_for_each(JoinHandle::join);
+            return member.check();
+        }
+    }
+    drop((link, questions));
+    for thread in threads.into_iter().chain([writer]) {
+        let _ = thread.join();
+    }
+    member.check()
+}
+
+/// Sends what a rank's device is, then the answers to `asked` in order, and in between that it is there.
+fn answer(to: &TcpStream, opened: &Receiver<Result<Opened>>, asked: &Receiver<Receiver<Answer>>, done: &AtomicU64) {
+    let reply = |reply: Reply, bytes: &[u8]| send(to, &(done.load(Ordering::Relaxed), reply), bytes);
+    let all = || -> io::Result<()> {
+        match patiently(opened, || reply(Reply::Alive, &[]))? {
+            Some(Ok(opened)) => reply(Reply::Opened(opened.device), &[])?,
+            Some(Err(e)) => return reply(Reply::Failed(e.into()), &[]),
+            None => return Ok(()),
+        }
+        while let Some(question) = patiently(asked, || reply(Reply::Alive, &[]))? {
+            let Some(answer) = patiently(&question, || reply(Reply::Alive, &[]))? else { return Ok(()) };
+            match answer {
+                Answer::Done => reply(Reply::Done, &[])?,
+                Answer::Alloc(result) => reply(Reply::Alloc(result.err().map(Fault::from)), &[])?,
+                Answer::Filled(filled) => reply(Reply::Filled(filled), &[])?,
+                Answer::FreeMemory(free) => reply(Reply::FreeMemory(free), &[])?,
+                Answer::Bytes(bytes) => reply(Reply::Bytes(bytes), &[])?,
+                Answer::Read(mut arriving) => match arrived(&mut *arriving, || reply(Reply::Alive, &[]))? {
+                    Ok(bytes) => reply(Reply::Read(None), &bytes)?,
+                    Err(e) => reply(Reply::Read(Some(e.into())), &[])?,
+                },
+            }
+        }
+        Ok(())
+    };
+    // A connection that is broken is noticed by whoever reads from it.
+    let _ = all();
+}
+
+/// The next value, or `None` if none comes any more; `alive` is called while it is waited for.
+fn patiently<T>(from: &Receiver<T>, alive: impl Fn() -> io::Result<()>) -> io::Result<Option<T>> {
+    loop {
+        match from.recv_timeout(LOOK) {
+            Ok(value) => return Ok(Some(value)),
+            Err(RecvTimeoutError::Timeout) => alive()?,
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+        }
+    }
+}
+
+/// The bytes of a read, which is waited for as the engine waits: without sleeping.
+fn arrived(arriving: &mut dyn Arriving, alive: impl Fn() -> io::Result<()>) -> io::Result<Result<Vec<u8>>> {
+    let mut said = Instant::now();
+    loop {
+        for _ in 0..1 << 12 {
+            if let Some(bytes) = arriving.take() {
+                return Ok(bytes);
+            }
+            std::hint::spin_loop();
+        }
+        if said.elapsed() > LOOK {
+            alive()?;
+            said = Instant::now();
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "process_tests.rs"]
+mod tests;
