@@ -2,7 +2,9 @@
 //! key channel, a norm per head that the sigmoid of z gates, and the output projection. The decays' inputs and z are
 //! projections of the narrow f and g.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, conv, undivided};
+use std::ops::Range;
+
+use super::{ALIGN, Out, Pass, Scratch, Widths, conv, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -48,8 +50,8 @@ impl Plan {
         format!("{} heads of {}, a decay per channel", self.heads, self.head_dim)
     }
 
-    pub(super) fn share(&self, _: usize) -> Result<Self, String> {
-        undivided("Kimi Delta Attention")
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        Ok(Self { heads: divided("heads", self.heads, ranks)?, ..self.clone() })
     }
 
     pub(super) fn state(&self) -> LayerState {
@@ -60,9 +62,9 @@ impl Plan {
         }
     }
 
-    /// Not divided: every rank would have all of it.
-    pub(super) fn state_share(&self, _: Rank) -> StateShare {
-        StateShare::whole(self.state())
+    pub(super) fn state_share(&self, rank: Rank) -> StateShare {
+        let recurrent = vec![rank.share(self.heads)];
+        StateShare { conv: self.own_channels(rank), recurrent, ..StateShare::default() }
     }
 
     pub(super) fn parameters(&self) -> u64 {
@@ -79,6 +81,32 @@ impl Plan {
         w.want(Scratch::GATED, self.inner());
     }
 
+    /// Columns of the heads that a rank has.
+    fn own(&self, rank: Rank) -> Range<usize> {
+        rank.share_of(self.heads, self.head_dim)
+    }
+
+    /// The channels of the convolution that a rank has: q, k, v.
+    fn own_channels(&self, rank: Rank) -> Vec<Range<usize>> {
+        let own = self.own(rank);
+        (0..3).map(|i| i * self.inner()).map(|first| first + own.start..first + own.end).collect()
+    }
+
+    /// Rows of the stored projections that a rank has, by output column. It has all of f and g.
+    fn parts(&self, prefix: &str, rank: Rank) -> Vec<Part> {
+        let (d, inner) = (self.head_dim, self.inner());
+        let leaf = |name: &'static str, of: usize, own: Range<usize>| (name, of, own);
+        let heads = ["q_proj", "k_proj", "v_proj"].map(|name| leaf(name, inner, self.own(rank)));
+        let narrow = ["f_a_proj", "g_a_proj"].map(|name| leaf(name, d, 0..d));
+        let all = heads.into_iter().chain(narrow).chain([leaf("b_proj", self.heads, rank.share(self.heads))]);
+        let mut col = 0;
+        let part = |(name, of, own): (&str, usize, Range<usize>)| {
+            col += own.len();
+            Part::rows(format!("{prefix}{name}.weight"), of, own.clone(), col - own.len())
+        };
+        all.map(part).collect()
+    }
+
     pub(super) async fn load<B: Backend>(
         &self,
         mine: Self,
@@ -86,27 +114,26 @@ impl Plan {
         prefix: &str,
         scale: f32,
     ) -> Result<DeltaAttention<B::Buf>> {
-        let (heads, d, inner) = (self.heads, self.head_dim, self.inner());
+        let (d, inner) = (self.head_dim, self.inner());
         let name = |leaf: &str| format!("{prefix}{leaf}");
-        let whole = |leaf: &str, rows: usize, col: usize| Part::whole(name(leaf), rows, col);
-        let mut col = 0;
-        let leaves = [("q", inner), ("k", inner), ("v", inner), ("f_a", d), ("g_a", d), ("b", heads)];
-        let parts = leaves.map(|(leaf, rows)| {
-            col += rows;
-            whole(&format!("{leaf}_proj.weight"), rows, col - rows)
-        });
+        let rows = |leaf: &str, rank: Rank| vec![Part::rows(name(leaf), inner, self.own(rank), 0)];
+        let output = |rank: Rank| {
+            let whole = Part::whole(name("o_proj.weight"), self.width, 0).scaled(scale);
+            vec![whole.columns(self.own(rank), inner)]
+        };
         let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d"].map(|leaf| (name(leaf), inner));
-        let a_log = l.elements(&name("A_log"), heads).await?;
-        let mut par: Vec<f32> = a_log.iter().flat_map(|a| std::iter::repeat_n(-a.exp(), d)).collect();
-        par.extend(l.elements(&name("dt_bias"), inner).await?);
+        let a_log = l.elements(&name("A_log"), self.heads).await?;
+        let a: Vec<f32> = a_log.iter().flat_map(|a| std::iter::repeat_n(-a.exp(), d)).collect();
+        let dt = l.elements(&name("dt_bias"), inner).await?;
+        let par = |rank: Rank| [&a, &dt].into_iter().flat_map(|p| &p[self.own(rank)]).copied().collect();
         Ok(DeltaAttention {
-            input: l.linear(self.width, &parts, false, 1.0).await?,
-            decays: l.linear(d, &[whole("f_b_proj.weight", inner, 0)], false, 1.0).await?,
-            gate: l.linear(d, &[whole("g_b_proj.weight", inner, 0)], false, 1.0).await?,
-            conv: conv::load(l, &convolutions, self.kernel, false, |rank| vec![rank.share(3 * inner)]).await?,
-            par: l.upload(&name("A_log"), &par, &[2, inner])?,
+            input: l.linear_on(self.width, |rank| self.parts(prefix, rank), false, 1.0).await?,
+            decays: l.linear_on(d, |rank| rows("f_b_proj.weight", rank), false, 1.0).await?,
+            gate: l.linear_on(d, |rank| rows("g_b_proj.weight", rank), false, 1.0).await?,
+            conv: conv::load(l, &convolutions, self.kernel, false, |rank| self.own_channels(rank)).await?,
+            par: l.upload_on(&name("A_log"), &[2, mine.inner()], par)?,
             norm: l.vector(&name("o_norm.weight"), d, |w| w).await?,
-            output: l.linear(inner, &[whole("o_proj.weight", self.width, 0).scaled(scale)], false, 1.0).await?,
+            output: l.linear_on(mine.inner(), output, false, 1.0).await?,
             plan: mine,
         })
     }
@@ -115,6 +142,7 @@ impl Plan {
 /// A layer of Kimi Delta Attention on a device.
 #[derive(Clone, Debug)]
 pub struct DeltaAttention<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
     input: Linear<Buf>,
     /// From f.

@@ -2,7 +2,7 @@
 //! pages hold, besides a part of the keys that all heads share. Queries are brought into the space of the latents instead,
 //! and results out of it, for prompts as for decode.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, undivided};
+use super::{ALIGN, Out, Pass, Scratch, Widths, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -67,8 +67,8 @@ impl Plan {
         format!("{heads} heads of {key_dim} + {shared}, values of {value_dim}, latents of {latent}, no positions")
     }
 
-    pub(super) fn share(&self, _: usize) -> Result<Self, String> {
-        undivided("attention over latents")
+    pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
+        Ok(Self { heads: divided("heads", self.heads, ranks)?, ..self.clone() })
     }
 
     pub(super) fn state(&self) -> LayerState {
@@ -76,7 +76,7 @@ impl Plan {
         LayerState { kv: Some(kv), ..LayerState::default() }
     }
 
-    /// Not divided: every rank would have all of it.
+    /// Every rank has the latents of all tokens.
     pub(super) fn state_share(&self, _: Rank) -> StateShare {
         StateShare::whole(self.state())
     }
@@ -107,27 +107,38 @@ impl Plan {
         scale: f32,
     ) -> Result<LatentAttention<B::Buf>> {
         let name = |leaf: &str| format!("{prefix}{leaf}.weight");
-        let first = if self.query_latent.is_some() { "q_a_proj" } else { "q_proj" };
-        let kv = Part::whole(name("kv_a_proj_with_mqa"), self.latent + self.shared, self.first_width());
-        let parts = [Part::whole(name(first), self.first_width(), 0), kv];
-        let queries = match self.query_latent {
+        let queries = |leaf: &str, rank: Rank| {
+            Part::rows(name(leaf), self.q_width(), rank.share_of(self.heads, self.query_dim()), 0)
+        };
+        let input = |rank: Rank| {
+            let first = match self.query_latent {
+                Some(latent) => Part::whole(name("q_a_proj"), latent, 0),
+                None => queries("q_proj", rank),
+            };
+            vec![first, Part::whole(name("kv_a_proj_with_mqa"), self.latent + self.shared, mine.first_width())]
+        };
+        let second = match self.query_latent {
             Some(latent) => {
                 let norm = l.vector(&name("q_a_layernorm"), latent, |w| w).await?;
-                let product = [Part::whole(name("q_b_proj"), self.q_width(), 0)];
-                Some((norm, l.linear(latent, &product, false, 1.0).await?))
+                Some((norm, l.linear_on(latent, |rank| vec![queries("q_b_proj", rank)], false, 1.0).await?))
             }
             None => None,
         };
         let kv_b = l.values(&name("kv_b_proj"), &[self.heads * self.expanded(), self.latent]).await?;
         let [keys, values] = self.expansions(&kv_b);
-        let output = Part::whole(name("o_proj"), self.width, 0).scaled(scale);
+        let of = |all: &[f32], rank: Rank| all[rank.share_of(self.heads, all.len() / self.heads)].to_vec();
+        let output = |rank: Rank| {
+            let whole = Part::whole(name("o_proj"), self.width, 0).scaled(scale);
+            vec![whole.columns(rank.share_of(self.heads, self.value_dim), self.heads * self.value_dim)]
+        };
+        let (key_rows, value_rows) = (mine.heads * self.latent, mine.heads * self.value_dim);
         Ok(LatentAttention {
-            input: l.linear(self.width, &parts, false, 1.0).await?,
-            queries,
+            input: l.linear_on(self.width, input, false, 1.0).await?,
+            queries: second,
             norm: l.vector(&name("kv_a_layernorm"), self.latent, |w| w).await?,
-            keys: l.upload(&name("kv_b_proj"), &keys, &[self.heads * self.latent, self.key_dim])?,
-            values: l.upload(&name("kv_b_proj"), &values, &[self.heads * self.value_dim, self.latent])?,
-            output: l.linear(self.heads * self.value_dim, &[output], false, 1.0).await?,
+            keys: l.upload_on(&name("kv_b_proj"), &[key_rows, self.key_dim], |rank| of(&keys, rank))?,
+            values: l.upload_on(&name("kv_b_proj"), &[value_rows, self.latent], |rank| of(&values, rank))?,
+            output: l.linear_on(value_rows, output, false, 1.0).await?,
             plan: mine,
         })
     }
@@ -148,6 +159,7 @@ impl Plan {
 /// A layer of attention over latents on a device.
 #[derive(Clone, Debug)]
 pub struct LatentAttention<Buf> {
+    /// With the sizes of one rank.
     plan: Plan,
     input: Linear<Buf>,
     /// Norm of the queries' latent and their product.

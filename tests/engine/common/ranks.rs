@@ -19,10 +19,8 @@ use crate::{
 
 /// Folder, ranks and the reason of each refusal.
 const REFUSED: &[(&str, usize, &str)] = &[
-    ("kimi_linear", 2, "`layers.0.self_attn.`: Kimi Delta Attention is not split over ranks yet; possible are 1"),
-    ("kimi_linear", 4, "`layers.0.self_attn.`: Kimi Delta Attention is not split over ranks yet; possible are 1"),
-    ("kimi_linear_groups", 2, "`layers.0.self_attn.`: attention over latents is not split over ranks yet"),
-    ("kimi_linear_groups", 4, "`layers.0.self_attn.`: attention over latents is not split over ranks yet"),
+    ("kimi_linear_groups", 2, "`layers.0.self_attn.`: 5 heads do not divide over 2 ranks; possible are 1"),
+    ("kimi_linear_groups", 4, "`layers.0.self_attn.`: 5 heads do not divide over 4 ranks; possible are 1"),
     ("zamba2", 2, "`layers.1.shared_transformer.feed_forward.`: an MLP with an adapter is not split over ranks yet"),
     ("zamba2", 4, "`layers.1.shared_transformer.feed_forward.`: an MLP with an adapter is not split over ranks yet"),
     (
