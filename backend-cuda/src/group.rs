@@ -193,8 +193,8 @@ impl RankDevice for Cuda {
         Self::open_seat(Options { device, ..setting }, Some(Seat { device, member }))
     }
 
-    fn ranks_have(_: Feature) -> bool {
-        true
+    fn ranks_have(feature: Feature) -> bool {
+        feature == Feature::Ranks
     }
 
     fn settle(&self) -> Result<()> {
