@@ -528,9 +528,9 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
     let (commands, setting) = greet::<D>(at, Way::Commands)?;
     let (meeting, _) = greet::<D>(at, Way::Meeting)?;
     let broken = |e: io::Error| Error::Device { op: "rank 0".into(), why: lost(&e) };
-    // The others are waited for until the deadline, so their answer may take longer.
+    // Rank 0 says nothing before all have come. Those who meet are waited for until the deadline, so the answer may take longer.
     meeting.set_read_timeout(Some(DEADLINE + SILENCE)).map_err(broken)?;
-    commands.set_read_timeout(Some(SILENCE)).map_err(broken)?;
+    commands.set_read_timeout(Some(DEADLINE + SILENCE)).map_err(broken)?;
     let group = There { to: meeting.try_clone().map_err(broken)?, from: Mutex::new(meeting), failed: Mutex::default() };
     let member = Member::of(at.rank, at.ranks, Arc::new(group));
     let (link, Started { threads, opened }) = spawn::<D>(member.clone(), setting, device)?;
@@ -540,6 +540,7 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
     let writer = writer.map_err(|e| Error::Device { op: "start of a thread".into(), why: e.to_string() })?;
     loop {
         let (order, bytes) = receive::<Order>(&commands).map_err(|e| member.check().err().unwrap_or(broken(e)))?;
+        commands.set_read_timeout(Some(SILENCE)).map_err(broken)?;
         // What it says last is said before it ends.
         member.check()?;
         let (mut command, to) = match order {
