@@ -194,17 +194,17 @@ const LONG_VERSION: &str = concat!(
 
 impl Command {
     /// The device of a command that loads one engine, so that its ranks can be processes.
-    pub fn one_engine(&self) -> Option<&BackendArgs> {
+    pub fn one_engine(&mut self) -> Option<&mut BackendArgs> {
         let model = match self {
-            Self::Generate(args) => &args.model,
-            Self::Chat(args) => &args.model,
-            Self::Batch(args) => &args.model,
+            Self::Generate(args) => &mut args.model,
+            Self::Chat(args) => &mut args.model,
+            Self::Batch(args) => &mut args.model,
             #[cfg(feature = "serve")]
-            Self::Serve(args) => &args.model,
-            Self::Bench(BenchArgs { what: BenchCommand::Model(args) }) => &args.target.model,
+            Self::Serve(args) => &mut args.model,
+            Self::Bench(BenchArgs { what: BenchCommand::Model(args) }) => &mut args.target.model,
             _ => return None,
         };
-        Some(&model.backend)
+        Some(&mut model.backend)
     }
 }
 

@@ -184,8 +184,7 @@ pub fn open(place: &Place) -> Result<Opened> {
         (Device::Cuda | Device::Auto, None) => {
             let options = selkie_cuda::Options { bf16_state: place.bf16_state, kv8: place.kv8, ..Default::default() };
             if let Some(at) = &place.process {
-                let device = place.gpus.first().copied().unwrap_or(at.rank);
-                return Ranks::across::<Cuda>(at, options, device).map(Opened::Ranks);
+                return Ranks::across::<Cuda>(at, options, own_device(place, at)).map(Opened::Ranks);
             }
             match place.gpus[..] {
                 [] => Cuda::open(selkie_cuda::Options { device: place.replica, ..options }).map(Opened::Cuda),
@@ -212,8 +211,13 @@ pub fn open(place: &Place) -> Result<Opened> {
 pub fn follow(place: &Place, at: &Rendezvous) -> Result<()> {
     match place.device {
         Device::Cpu => ranks::follow::<CpuBackend>(at, 0),
-        _ => ranks::follow::<Cuda>(at, place.gpus.first().copied().unwrap_or(at.rank)),
+        _ => ranks::follow::<Cuda>(at, own_device(place, at)),
     }
+}
+
+/// The CUDA device of a rank in a process of its own.
+fn own_device(place: &Place, at: &Rendezvous) -> usize {
+    place.gpus.first().copied().unwrap_or(at.rank)
 }
 
 fn wgpu(adapter: Option<&str>, kv8: bool) -> Result<WgpuBackend> {

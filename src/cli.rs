@@ -22,7 +22,7 @@ pub fn run(args: Vec<OsString>) -> u8 {
     if args.get(1).is_some_and(|first| first == args::RENDER) {
         return ended(render::run());
     }
-    let cli = match Cli::read(args) {
+    let mut cli = match Cli::read(args) {
         Ok(cli) => cli,
         Err(e) => {
             // Help goes to standard output, errors to standard error. Either may be closed.
@@ -34,9 +34,12 @@ pub fn run(args: Vec<OsString>) -> u8 {
         terminal::be_quiet();
     }
     log_to_stderr(cli.verbose);
-    match cli.command.one_engine().map_or(Ok(false), model::follow) {
-        Ok(false) => {}
-        done => return ended(done.map(drop)),
+    if let Some(backend) = cli.command.one_engine() {
+        backend.process.possible = true;
+        match model::follow(backend) {
+            Ok(false) => {}
+            done => return ended(done.map(drop)),
+        }
     }
     ended(match cli.command {
         Command::Generate(args) => generate::run(&args),

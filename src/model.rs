@@ -17,6 +17,7 @@ use crate::{
     embedded,
     failure::Outcome,
     hub,
+    interrupt::Interrupt,
     open::Opener,
     render::Processes,
     terminal,
@@ -103,7 +104,13 @@ pub fn backend(args: &BackendArgs) -> Outcome<Opened> {
 /// As [`BackendArgs::place`]; those of the device and of rank 0.
 pub fn follow(args: &BackendArgs) -> Outcome<bool> {
     let place = args.place()?;
-    let Some(at) = place.process.as_ref().filter(|at| at.rank > 0) else { return Ok(false) };
+    let Some(at) = &place.process else { return Ok(false) };
+    if at.rank == 0 {
+        terminal::note(format_args!("rank 0 of {}: the others are to come to {}", at.ranks, at.address));
+        return Ok(false);
+    }
+    // Signals go to all ranks. Rank 0 decides what the first one means.
+    let _listening = Interrupt::listen()?;
     terminal::note(format_args!("rank {} of {}: follows rank 0 at {}", at.rank, at.ranks, at.address));
     backend::follow(&place, at)?;
     Ok(true)

@@ -145,6 +145,7 @@ fn check_replicas(args: &ServeArgs) -> Outcome {
         1 => return Ok(()),
         _ if !matches!(backend.name, BackendName::Cpu | BackendName::Cuda) => "name the backend: --backend cpu or cuda",
         _ if backend.ranks > 1 || !backend.gpus.is_empty() => "--ranks and --gpus are of one engine: leave them out",
+        _ if backend.place()?.process.is_some() => "a rank is of one engine: start a server without ranks",
         _ if args.handover.role != Role::Both => "--role is for servers with one engine",
         _ if args.server.kv_events.is_some() => "--kv-events tells of one engine's cache: start a server for each",
         _ if args.pool.tiers.options().disk.is_some() => {

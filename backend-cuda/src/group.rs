@@ -37,7 +37,10 @@ pub(crate) struct Seat {
 struct Area {
     /// The same for all ranks of a process.
     process: u64,
+    /// Number of the device there.
     device: u64,
+    /// Where the device is in the host: numbers differ by process.
+    slot: [i32; 4],
     address: u64,
     /// Of the area, for other processes.
     handle: [u8; 64],
@@ -47,9 +50,9 @@ struct Area {
 pub(crate) struct Areas {
     /// Addresses of all areas.
     pub table: Buf,
-    _own: Buf,
-    /// What keeps the others' within reach.
+    /// What keeps the others' within reach. Left before this rank's own goes.
     _peers: Vec<Peer>,
+    _own: Buf,
 }
 
 /// The way to the area of another rank.
@@ -63,7 +66,7 @@ enum Peer {
 impl Drop for Peer {
     fn drop(&mut self) {
         if let Self::Elsewhere(address) = self {
-            // SAFETY: it was mapped once, and what runs has been waited for.
+            // SAFETY: it was mapped once; unmapping waits for what uses it.
             let _ = unsafe { sys::cuIpcCloseMemHandle(*address) };
         }
     }
@@ -109,7 +112,7 @@ impl Seat {
         // Zeroed before another rank writes to it.
         cuda.stream.wait("the exchange between ranks")?;
         let area_of = |rank: usize| format!("the memory of rank {rank}");
-        let area = self.area(&own)?;
+        let area = self.area(cuda, &own)?;
         self.member.tell(area_of(rank), bytemuck::bytes_of(&area).to_vec());
         let (mut addresses, mut peers) = (Vec::with_capacity(count), Vec::with_capacity(count));
         for other in 0..count {
@@ -120,6 +123,10 @@ impl Seat {
             let bytes = self.member.learn(&area_of(other))?;
             let theirs = bytemuck::try_pod_read_unaligned(&bytes);
             let theirs: Area = theirs.map_err(|e| self.error(&area_of(other), &e.to_string()))?;
+            if theirs.slot == area.slot {
+                let why = format!("ranks {rank} and {other} have the same CUDA device: --gpus gives each its own");
+                return Err(Error::BadRequest(why));
+            }
             let reached = cuda.context.reach_area(&theirs).map_err(|e| match e {
                 Error::Device { why, .. } => {
                     self.error(&format!("its device does not reach the memory of rank {other}'s"), &why)
@@ -136,7 +143,15 @@ impl Seat {
         Ok(Areas { table, _own: own, _peers: peers })
     }
 
-    fn area(&self, own: &Buf) -> Result<Area> {
+    fn area(&self, cuda: &Cuda, own: &Buf) -> Result<Area> {
+        use sys::CUdevice_attribute as Of;
+        let at = |what| cuda.context.attribute(what);
+        let slot = [
+            at(Of::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,
+            at(Of::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?,
+            at(Of::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?,
+            0,
+        ];
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the memory is allocated, `handle` is valid for the call.
         let got = unsafe { sys::cuIpcGetMemHandle(&mut handle, own.address()) };
@@ -145,7 +160,7 @@ impl Seat {
             sys::CUresult::CUDA_SUCCESS => handle.reserved.map(|byte| byte as u8),
             _ => [0; 64],
         };
-        Ok(Area { process: process(), device: self.device as u64, address: own.address(), handle })
+        Ok(Area { process: process(), device: self.device as u64, slot, address: own.address(), handle })
     }
 }
 

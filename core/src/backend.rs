@@ -4,7 +4,7 @@
 //! and no graph compiler: an [`Op`] is a semantic step (a convolution with its state, attention over pages) that
 //! writes into tensors that exist already. Inside a step nothing is allocated, compiled or awaited.
 
-use std::future::Future;
+use std::{future::Future, time::Duration};
 
 use crate::error::Result;
 use crate::format::Format;
@@ -71,6 +71,9 @@ pub trait Ops<Buf: Handle> {
     /// Adds `op`. Errors name the op.
     fn op(&mut self, op: Op<Buf>) -> Result<()>;
 }
+
+/// How often whoever waits asks [`Backend::look`] of a device on which others wait.
+pub const LOOK: Duration = Duration::from_millis(250);
 
 /// A device that runs ops.
 pub trait Backend: Sized + 'static {

@@ -25,7 +25,7 @@ use std::{
 };
 
 use crate::{
-    backend::{Backend, Caps, Handle, Ops},
+    backend::{Backend, Caps, Handle, LOOK, Ops},
     cpu::CpuBackend,
     error::{Error, Result},
     format::{Format, Products},
@@ -43,7 +43,6 @@ use rank::{Answer, Command, Opened, Started, Told, spawn};
 
 pub use crate::cpu::{DEADLINE, Member};
 pub use process::{Rendezvous, follow};
-pub(crate) use rank::LOOK;
 pub use rank::{Arriving, RankDevice};
 
 /// Most ranks of a backend.
@@ -310,7 +309,7 @@ impl Links {
     fn wait(&self, rank: usize, answer: &Receiver<Answer>) -> Result<Answer> {
         let mut patience = self.patience(rank);
         loop {
-            match answer.recv_timeout(self.deadline) {
+            match answer.recv_timeout(LOOK.min(self.deadline)) {
                 Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
                 Err(RecvTimeoutError::Timeout) => self.check(rank, &mut patience)?,

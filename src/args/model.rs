@@ -79,14 +79,21 @@ pub struct ProcessArgs {
     /// Where rank 0 listens for the others, unencrypted, such as 127.0.0.1:29500
     #[arg(long, value_name = "HOST:PORT", requires = "rank")]
     pub rendezvous: Option<String>,
+    /// The command loads one engine.
+    #[arg(skip)]
+    pub possible: bool,
 }
 
 impl ProcessArgs {
     /// What they or torchrun's variables say, which `variable` looks up; `None` for a single process.
     ///
     /// # Errors
-    /// [`Failure::Usage`] for a rank that there is not.
+    /// [`Failure::Usage`] for a rank that there is not, and for a command that has none.
     fn rendezvous(&self, variable: impl Fn(&str) -> Option<String>) -> Outcome<Option<Rendezvous>> {
+        if !self.possible {
+            let only = "--rank is for commands that load one engine: generate, chat, batch, serve and bench model";
+            return if self.rank.is_some() { Err(Failure::Usage(only.into())) } else { Ok(None) };
+        }
         let number = |name: &str| variable(name)?.parse::<usize>().ok();
         let at = match (self.rank, self.world, &self.rendezvous) {
             (Some(rank), Some(ranks), Some(address)) => Rendezvous { address: address.clone(), rank, ranks },
@@ -128,7 +135,7 @@ impl From<ProductsArg> for Products {
 impl BackendArgs {
     /// Whether several ranks share the model.
     pub fn divided(&self) -> bool {
-        self.ranks > 1 || self.gpus.len() > 1 || self.process.rank.is_some()
+        self.ranks > 1 || self.gpus.len() > 1
     }
 
     /// What they mean.

@@ -128,6 +128,8 @@ fn wrong_ranks_are_refused() {
         let out = run(&[&["generate", "Hello!"], backend, options].concat());
         assert!(out.status.code() == Some(2) && stderr(&out).contains(why), "{options:?}: {}", stderr(&out));
     }
+    let bench = run(&["bench", "speculate", "--rank", "1", "--world", "2", at[0], at[1]]);
+    assert!(bench.status.code() == Some(2) && stderr(&bench).contains("bench model"), "{}", stderr(&bench));
     let nowhere = run(&["Hello!", "--backend", "cpu", "--rank", "1", "--world", "2", "--rendezvous", "nowhere"]);
     assert!(nowhere.status.code() == Some(1) && stderr(&nowhere).contains("a host and a port"), "{}", stderr(&nowhere));
 }

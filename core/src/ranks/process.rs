@@ -8,6 +8,7 @@
 
 use std::{
     collections::VecDeque,
+    convert::Infallible,
     io::{self, Read, Write},
     net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
@@ -23,9 +24,10 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
     Arriving, DEADLINE, Link, Member, RankDevice, check_number,
-    rank::{Answer, Command, LOOK, Opened, Started, Told, spawn},
+    rank::{Answer, Command, Opened, Started, Told, spawn},
 };
 use crate::{
+    backend::LOOK,
     cpu::Group,
     error::{Error, Result},
 };
@@ -33,8 +35,13 @@ use crate::{
 /// How long a side may be silent that says every [`LOOK`] that it is there, or not read what it is sent.
 const SILENCE: Duration = Duration::from_secs(20);
 
-/// How long a stranger at the rendezvous may take to say who it is.
+/// How long whoever comes to the rendezvous may take to say who it is, in how many bytes, and how many may do so at a time.
 const GREETING: Duration = Duration::from_secs(2);
+const LONGEST_GREETING: usize = 1 << 10;
+const GREETINGS: usize = 64;
+
+/// How long rank 0 is waited for, which may fetch the model first.
+const BEFORE_RANK_0: Duration = Duration::from_secs(30 * 60);
 
 /// Bytes of the largest head of a message: the ops of a step.
 const LONGEST_HEAD: u32 = 256 << 20;
@@ -133,6 +140,22 @@ fn program() -> String {
     format!("selkie {}", env!("CARGO_PKG_VERSION"))
 }
 
+/// How long the parts of a message are: its head, and the bytes that belong to it.
+struct Head {
+    head: u32,
+    bytes: u64,
+}
+
+impl Head {
+    const BYTES: usize = 12;
+
+    /// What a message begins with; `None` before it is there.
+    fn of(message: &[u8]) -> Option<Self> {
+        let (head, rest) = message.split_first_chunk()?;
+        Some(Self { head: u32::from_le_bytes(*head), bytes: u64::from_le_bytes(*rest.first_chunk()?) })
+    }
+}
+
 /// Sends a head and the bytes that belong to it.
 fn send(mut to: &TcpStream, head: &impl Serialize, bytes: &[u8]) -> io::Result<()> {
     let head = rmp_serde::to_vec(head).map_err(io::Error::other)?;
@@ -150,12 +173,11 @@ fn send(mut to: &TcpStream, head: &impl Serialize, bytes: &[u8]) -> io::Result<(
 
 /// The next head with its bytes. Memory is taken as they come, whatever was announced.
 fn receive<T: DeserializeOwned>(mut from: &TcpStream) -> io::Result<(T, Vec<u8>)> {
-    let (mut head_length, mut length) = ([0; 4], [0; 8]);
-    from.read_exact(&mut head_length)?;
-    from.read_exact(&mut length)?;
-    let head_length = u32::from_le_bytes(head_length);
-    if head_length > LONGEST_HEAD {
-        return Err(io::Error::other(format!("a message with a head of {head_length} bytes")));
+    let mut lengths = [0; Head::BYTES];
+    from.read_exact(&mut lengths)?;
+    let lengths = Head::of(&lengths).expect("it is complete");
+    if lengths.head > LONGEST_HEAD {
+        return Err(io::Error::other(format!("a message with a head of {} bytes", lengths.head)));
     }
     let part = |length: u64| {
         let mut bytes = Vec::new();
@@ -164,15 +186,16 @@ fn receive<T: DeserializeOwned>(mut from: &TcpStream) -> io::Result<(T, Vec<u8>)
             false => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
         }
     };
-    let head = part(u64::from(head_length))?;
-    let bytes = part(u64::from_le_bytes(length))?;
+    let head = part(u64::from(lengths.head))?;
+    let bytes = part(lengths.bytes)?;
     Ok((rmp_serde::from_slice(&head).map_err(io::Error::other)?, bytes))
 }
 
 /// Why a connection ended.
 fn lost(e: &io::Error) -> String {
     match e.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => format!("its process said nothing for {SILENCE:?}"),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "its process said nothing for too long".into(),
+        io::ErrorKind::Other => format!("its process is not understood: {e}"),
         _ => format!("its process ended or its connection broke: {e}"),
     }
 }
@@ -190,19 +213,30 @@ pub(super) fn gather<D: RankDevice>(at: &Rendezvous, setting: &D::Setting, membe
         .map_err(|e| unusable(at, &e))?;
     let mut found: Vec<[Option<TcpStream>; 2]> = (1..at.ranks).map(|_| [None, None]).collect();
     let (greeted, heard) = channel();
+    let greetings = Arc::new(());
     let began = Instant::now();
     while let Some(missing) = found.iter().position(|ways| ways.iter().any(Option::is_none)) {
+        if began.elapsed() > DEADLINE {
+            let why = format!("it did not come to {} within {DEADLINE:?}", at.address);
+            let fault = Fault::Device { op: format!("rank {}", missing + 1), why };
+            for way in found.iter().filter_map(|ways| ways[Way::Commands as usize].as_ref()) {
+                let _ = send(way, &Order::End(Some(fault.clone())), &[]);
+            }
+            return Err(fault.error());
+        }
         match listener.accept() {
-            Ok((stream, peer)) => {
-                let greeted = greeted.clone();
-                // Whoever says nothing, or slowly, keeps nobody waiting.
-                thread::spawn(move || greeted.send((hear(&stream), stream, peer)));
+            // Whoever says nothing, or slowly, keeps nobody waiting.
+            Ok((stream, peer)) if Arc::strong_count(&greetings) <= GREETINGS => {
+                let (greeted, one) = (greeted.clone(), greetings.clone());
+                let hear = move || {
+                    let _ = greeted.send((hear(&stream), stream, peer));
+                    drop(one);
+                };
+                // One that is not heard is not kept.
+                let _ = thread::Builder::new().name("greeting".into()).spawn(hear);
             }
-            Err(_) if began.elapsed() < DEADLINE => thread::sleep(Duration::from_millis(5)),
-            Err(_) => {
-                let why = format!("it did not come to {} within {DEADLINE:?}", at.address);
-                return Err(Error::Device { op: format!("rank {}", missing + 1), why });
-            }
+            Ok(_) => {}
+            Err(_) => thread::sleep(Duration::from_millis(5)),
         }
         for (hello, stream, peer) in heard.try_iter() {
             if let Err(e) = hello.and_then(|hello| welcome::<D>(&hello, stream, at, setting, &mut found)) {
@@ -219,12 +253,32 @@ fn unusable(at: &Rendezvous, e: &io::Error) -> Error {
 }
 
 /// Hears who a connection is from.
-fn hear(stream: &TcpStream) -> io::Result<Hello> {
+fn hear(mut stream: &TcpStream) -> io::Result<Hello> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(GREETING))?;
     stream.set_write_timeout(Some(SILENCE))?;
-    Ok(receive(stream)?.0)
+    let end = Instant::now() + GREETING;
+    let mut bytes = Vec::new();
+    loop {
+        match Head::of(&bytes) {
+            Some(head) if head.head > LONGEST_GREETING as u32 || head.bytes > 0 => {
+                return Err(io::Error::other("this is no greeting"));
+            }
+            Some(head) if bytes.len() >= Head::BYTES + head.head as usize => break,
+            _ => {}
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        let mut some = [0; LONGEST_GREETING];
+        match stream.read(&mut some)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            n => bytes.extend_from_slice(&some[..n]),
+        }
+    }
+    rmp_serde::from_slice(&bytes[Head::BYTES..]).map_err(io::Error::other)
 }
 
 /// Keeps a connection, or says why not.
@@ -277,13 +331,21 @@ fn guest(commands: TcpStream, meeting: TcpStream, member: Member) -> Result<Gues
         started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })
     };
     let told_last = meeting.try_clone().map_err(broken)?;
-    let of = member.clone();
-    let meeting = start("meeting", Box::new(move || stand_in(&meeting, &of)))?;
+    let (of, end) = (member.clone(), ended.clone());
+    let standing = start(
+        "meeting",
+        Box::new(move || {
+            let Err(e) = stand_in(&meeting, &of);
+            if !end.load(Ordering::Relaxed) {
+                of.fail(lost(&e));
+            }
+        }),
+    )?;
     let (of, all, end) = (member.clone(), waiting.clone(), ended.clone());
     let orders = start(
         "orders",
         Box::new(move || {
-            if let Err(e) = pass_on(&to, &orders, &all) {
+            if let Err(e) = pass_on(&to, &orders, &all, &of) {
                 of.fail(lost(&e));
             }
             end.store(true, Ordering::Relaxed);
@@ -298,7 +360,7 @@ fn guest(commands: TcpStream, meeting: TcpStream, member: Member) -> Result<Gues
             let Err(e) = take_answers(&commands, &opened, &waiting, &count);
             // A rank says why it fails before its process ends.
             let _ = told_last.shutdown(Shutdown::Read);
-            let _ = meeting.join();
+            let _ = standing.join();
             if !ended.load(Ordering::Relaxed) {
                 of.fail(lost(&e));
             }
@@ -313,9 +375,14 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sends what a rank is told, until nobody tells it anything.
-fn pass_on(to: &TcpStream, told: &Receiver<Told>, waiting: &Mutex<VecDeque<SyncSender<Answer>>>) -> io::Result<()> {
-    loop {
+/// Sends what a rank is told, until nobody tells it anything or a rank has failed.
+fn pass_on(
+    to: &TcpStream,
+    told: &Receiver<Told>,
+    waiting: &Mutex<VecDeque<SyncSender<Answer>>>,
+    member: &Member,
+) -> io::Result<()> {
+    while member.check().is_ok() {
         match told.recv_timeout(LOOK) {
             Ok(Told { command, to: asker }) => {
                 let bytes = match &command {
@@ -332,9 +399,10 @@ fn pass_on(to: &TcpStream, told: &Receiver<Told>, waiting: &Mutex<VecDeque<SyncS
                 send(to, &order, &bytes)?;
             }
             Err(RecvTimeoutError::Timeout) => send(to, &Order::Alive, &[])?,
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Disconnected) => break,
         }
     }
+    Ok(())
 }
 
 /// Hands the answers of a rank to those that wait for them. `done` follows the rank's count.
@@ -343,7 +411,7 @@ fn take_answers(
     opened: &SyncSender<Result<Opened>>,
     waiting: &Mutex<VecDeque<SyncSender<Answer>>>,
     done: &AtomicU64,
-) -> io::Result<std::convert::Infallible> {
+) -> io::Result<Infallible> {
     loop {
         let ((count, reply), bytes) = receive::<(u64, Reply)>(from)?;
         done.store(count, Ordering::Relaxed);
@@ -373,41 +441,41 @@ fn take_answers(
 }
 
 /// Is a rank of another process in the group, until that ends.
-fn stand_in(with: &TcpStream, member: &Member) {
-    let step = || -> io::Result<()> {
+fn stand_in(with: &TcpStream, member: &Member) -> io::Result<Infallible> {
+    loop {
         let (say, bytes) = receive::<Say>(with)?;
         let answer = match say {
             Say::Tell(key) => {
                 member.tell(key, bytes);
-                return Ok(());
+                continue;
             }
             Say::Fail(why) => {
                 member.fail(why);
-                return Ok(());
+                continue;
             }
             Say::Learn(key) => member.learn(&key).map(|value| (vec![value.len()], value)),
             Say::Exchange => {
                 let (mut lengths, mut all) = (Vec::new(), Vec::new());
                 let met = member.exchange(
-                    |own| own.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+                    |own| own.extend(floats(&bytes)),
                     |_, values| {
-                        lengths.push(4 * values.len());
-                        all.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+                        lengths.push(size_of_val(values));
+                        all.extend_from_slice(bytemuck::cast_slice(values));
                     },
                 );
                 met.map(|()| (lengths, all))
             }
         };
         match answer {
-            Ok((lengths, bytes)) => send(with, &Ok::<_, Fault>(lengths), &bytes),
-            Err(e) => send(with, &Err::<Vec<usize>, _>(Fault::from(e)), &[]),
-        }
-    };
-    loop {
-        if let Err(e) = step() {
-            return member.fail(lost(&e));
+            Ok((lengths, bytes)) => send(with, &Ok::<_, Fault>(lengths), &bytes)?,
+            Err(e) => send(with, &Err::<Vec<usize>, _>(Fault::from(e)), &[])?,
         }
     }
+}
+
+/// Processes of one host have bytes in the same order.
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytemuck::pod_collect_to_vec(bytes)
 }
 
 /// The way from a rank's process to its group.
@@ -455,22 +523,20 @@ impl Group for There {
     ) -> Result<()> {
         let mut own = Vec::new();
         fill(&mut own);
-        let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let (lengths, all) = self.ask(&Say::Exchange, &bytes)?;
+        let (lengths, all) = self.ask(&Say::Exchange, bytemuck::cast_slice(&own))?;
         let mut rest = &all[..];
         for (rank, length) in lengths.into_iter().enumerate() {
             let (values, after) = rest.split_at(length);
-            let values: Vec<f32> = values.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-            read(rank, &values);
+            read(rank, &floats(values));
             rest = after;
         }
         Ok(())
     }
 
     fn fail(&self, rank: usize, why: String) {
-        self.note(Fault::Device { op: format!("rank {rank}"), why: why.clone() });
-        // If it does not arrive, the connection's end tells the others.
-        let _ = self.say(&Say::Fail(why), &[]);
+        // Said first, since the process ends once it is noted. If it does not arrive, the connection's end tells the others.
+        let _ = send(&self.to, &Say::Fail(why.clone()), &[]);
+        self.note(Fault::Device { op: format!("rank {rank}"), why });
     }
 
     fn check(&self) -> Result<()> {
@@ -495,8 +561,8 @@ fn greet<D: RankDevice>(at: &Rendezvous, way: Way) -> Result<(TcpStream, D::Sett
     let stream = loop {
         match TcpStream::connect(&places[..]) {
             Ok(stream) => break stream,
-            Err(_) if began.elapsed() < DEADLINE => thread::sleep(Duration::from_millis(50)),
-            Err(e) => return Err(named(format!("it was not there within {DEADLINE:?}: {e}"))),
+            Err(_) if began.elapsed() < BEFORE_RANK_0 => thread::sleep(Duration::from_millis(50)),
+            Err(e) => return Err(named(format!("it was not there within {BEFORE_RANK_0:?}: {e}"))),
         }
     };
     let Rendezvous { rank, ranks, .. } = *at;
@@ -529,7 +595,7 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
     let (meeting, _) = greet::<D>(at, Way::Meeting)?;
     let broken = |e: io::Error| Error::Device { op: "rank 0".into(), why: lost(&e) };
     // Rank 0 says nothing before all have come. Those who meet are waited for until the deadline, so the answer may take longer.
-    meeting.set_read_timeout(Some(DEADLINE + SILENCE)).map_err(broken)?;
+    meeting.set_read_timeout(Some(2 * DEADLINE + SILENCE)).map_err(broken)?;
     commands.set_read_timeout(Some(DEADLINE + SILENCE)).map_err(broken)?;
     let group = There { to: meeting.try_clone().map_err(broken)?, from: Mutex::new(meeting), failed: Mutex::default() };
     let member = Member::of(at.rank, at.ranks, Arc::new(group));
@@ -538,6 +604,7 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
     let (to, done) = (commands.try_clone().map_err(broken)?, link.done.clone());
     let writer = thread::Builder::new().name("answers".into()).spawn(move || answer(&to, &opened, &asked, &done));
     let writer = writer.map_err(|e| Error::Device { op: "start of a thread".into(), why: e.to_string() })?;
+    let mut worked = false;
     loop {
         let (order, bytes) = receive::<Order>(&commands).map_err(|e| member.check().err().unwrap_or(broken(e)))?;
         commands.set_read_timeout(Some(SILENCE)).map_err(broken)?;
@@ -545,7 +612,11 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
         member.check()?;
         let (mut command, to) = match order {
             Order::Alive => continue,
-            Order::End(None) => break,
+            Order::End(None) if worked => break,
+            Order::End(None) => {
+                let why = "it ended before the first step, and says why".to_owned();
+                return Err(Error::Device { op: "rank 0".into(), why });
+            }
             Order::End(Some(fault)) => return Err(fault.error()),
             Order::Do(command) => (command, None),
             Order::Ask(command) => {
@@ -554,8 +625,10 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
                 (command, Some(to))
             }
         };
-        if let Command::Write { bytes: place, .. } = &mut command {
-            *place = bytes.into();
+        match &mut command {
+            Command::Write { bytes: place, .. } => *place = bytes.into(),
+            Command::Run(_) | Command::Play(_) => worked = true,
+            _ => {}
         }
         if link.commands.send(Told { command, to }).is_err() {
             // It has failed, and says why.

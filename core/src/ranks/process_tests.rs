@@ -67,7 +67,7 @@ fn processes_add_and_join_what_they_have_as_threads_do() {
 
 #[test]
 fn long_writes_arrive_whole_and_states_are_saved_by_rank() {
-    across(&meeting(2), |b| {
+    let _ = across(&meeting(2), |b| {
         let n = 1 << 20;
         let x = row(&b, n);
         let own = |rank: usize| (0..n).map(|i| (i + rank) as f32).collect::<Vec<_>>();
@@ -93,6 +93,14 @@ fn a_rank_that_fails_ends_all_with_its_reason() {
     assert!(error.contains("rank 2: it panicked"), "{error}");
     for end in ends {
         assert!(end.unwrap_err().to_string().contains("rank 2: it panicked"));
+    }
+}
+
+#[test]
+fn a_rank_does_not_end_well_if_rank_0_gives_up_before_the_first_step() {
+    let ((), ends) = across(&meeting(3), |b| drop(row(&b, 1)));
+    for end in ends {
+        assert!(end.unwrap_err().to_string().contains("before the first step"));
     }
 }
 
@@ -132,16 +140,21 @@ fn strangers_and_ranks_of_something_else_are_sent_away() {
             };
             connect().write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
             connect().write_all(&[0xff; 64]).unwrap();
+            // It announces more than there is, and stays.
+            let announced = [&4u32.to_le_bytes()[..], &u64::MAX.to_le_bytes(), &[0; 100]].concat();
+            let stays = connect();
+            (&stays).write_all(&announced).unwrap();
             drop(connect());
             let of_three = follow::<CpuBackend>(&other(1, 3), 0).unwrap_err().to_string();
             assert!(of_three.contains("it is of 3 ranks, rank 0 of 2"), "{of_three}");
             follow::<CpuBackend>(&other(1, 2), 0).unwrap();
         });
         let b = Ranks::open_across(&at, Products::default()).unwrap();
-        let x = row(&b, 1);
+        let (x, sum) = (row(&b, 1), row(&b, 1));
         write(&b, 1, &x, &[3.0]);
-        assert_eq!(values(&b, 1, &x).unwrap(), [3.0]);
-        drop((x, b));
+        b.run(|ops| ops.op(AllReduce { x, out: sum.clone(), accumulate: false }.into())).unwrap();
+        assert_eq!(values(&b, 1, &sum).unwrap(), [3.0]);
+        drop((sum, b));
         strangers.join().unwrap();
     });
 }

@@ -9,14 +9,13 @@ use std::{
         mpsc::{Receiver, RecvTimeoutError, SyncSender, channel, sync_channel},
     },
     thread,
-    time::Duration,
 };
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{Link, Member};
 use crate::{
-    backend::{Backend, Caps, Ops},
+    backend::{Backend, Caps, LOOK, Ops},
     cpu::{CpuBackend, par},
     error::{Error, Result},
     format::{Format, Products},
@@ -26,9 +25,6 @@ use crate::{
     tensor::Tensor,
     timer::Timer,
 };
-
-/// How often whoever waits looks whether devices still work: others may wait on theirs for what one does not send any more.
-pub(crate) const LOOK: Duration = Duration::from_millis(250);
 
 /// A device that can be one of several ranks. It is opened, used and dropped on the rank's thread.
 pub trait RankDevice: Timer {

@@ -372,8 +372,8 @@ mod thread {
     use super::{CacheEvent, CacheEvents, Facts, Inner, Model, Reply};
     use crate::{
         Error, Result,
+        backend::LOOK,
         engine::AnyEngine,
-        ranks::LOOK,
         session::{Chat, Text, block},
         survive::panic_text,
     };
