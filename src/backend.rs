@@ -159,7 +159,8 @@ pub fn load(
     })
 }
 
-/// Opens the backend of `place`; of processes, rank 0 waits for the others. Only [`Device::Auto`] tries another one if a backend has no usable device.
+/// Opens the backend of `place`. Only [`Device::Auto`] tries another one if a backend has no usable device. If ranks are
+/// processes, rank 0 waits here for the others.
 ///
 /// # Errors
 /// [`Error::NoDevice`] with the reason; [`Error::BadRequest`] if the parts of `place` contradict each other.

@@ -38,6 +38,7 @@ use crate::{
 
 mod process;
 mod rank;
+mod wire;
 
 use rank::{Answer, Command, Opened, Started, Told, spawn};
 

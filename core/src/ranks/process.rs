@@ -9,7 +9,7 @@
 use std::{
     collections::VecDeque,
     convert::Infallible,
-    io::{self, Read, Write},
+    io::{self, Read},
     net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc, Mutex, PoisonError,
@@ -20,11 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
-
 use super::{
     Arriving, DEADLINE, Link, Member, RankDevice, check_number,
-    rank::{Answer, Command, Opened, Started, Told, spawn},
+    rank::{Answer, Command, Opened, Started, Told, spawn, start},
+    wire::{Fault, Head, Hello, Order, Reply, Say, Way, lost, program, receive, send},
 };
 use crate::{
     backend::LOOK,
@@ -43,9 +42,6 @@ const GREETINGS: usize = 64;
 /// How long rank 0 is waited for, which may fetch the model first.
 const BEFORE_RANK_0: Duration = Duration::from_secs(30 * 60);
 
-/// Bytes of the largest head of a message: the ops of a step.
-const LONGEST_HEAD: u32 = 256 << 20;
-
 /// Where ranks meet, and which of them this process is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
@@ -55,149 +51,6 @@ pub struct Rendezvous {
     pub rank: usize,
     /// Ranks of the model, one in each process.
     pub ranks: usize,
-}
-
-/// The first message of a connection.
-#[derive(Serialize, Deserialize)]
-struct Hello {
-    program: String,
-    backend: String,
-    rank: usize,
-    ranks: usize,
-    way: Way,
-}
-
-/// What a connection is for.
-#[derive(Clone, Copy, Serialize, Deserialize)]
-enum Way {
-    Commands,
-    Meeting,
-}
-
-/// From rank 0 to a rank.
-#[derive(Serialize, Deserialize)]
-enum Order {
-    Alive,
-    Do(Command),
-    Ask(Command),
-    /// Nothing comes after it: rank 0 needs the rank no more, or why it cannot use it.
-    End(Option<Fault>),
-}
-
-/// From a rank to rank 0. The first one is its device or why there is none; then the answers in the order of the questions.
-#[derive(Serialize, Deserialize)]
-enum Reply {
-    Alive,
-    Opened(String),
-    Failed(Fault),
-    Done,
-    Alloc(Option<Fault>),
-    Filled(bool),
-    FreeMemory(Option<u64>),
-    Bytes(u64),
-    Read(Option<Fault>),
-}
-
-/// From a rank to its group.
-#[derive(Serialize, Deserialize)]
-enum Say {
-    Exchange,
-    Tell(String),
-    Learn(String),
-    Fail(String),
-}
-
-/// An error on its way.
-#[derive(Clone, Serialize, Deserialize)]
-enum Fault {
-    OutOfMemory { what: String, asked: u64, free: u64 },
-    Device { op: String, why: String },
-    Other(String),
-}
-
-impl From<Error> for Fault {
-    fn from(e: Error) -> Self {
-        match e {
-            Error::OutOfMemory { what, asked, free } => Self::OutOfMemory { what, asked, free },
-            Error::Device { op, why } => Self::Device { op, why },
-            e => Self::Other(e.to_string()),
-        }
-    }
-}
-
-impl Fault {
-    fn error(self) -> Error {
-        match self {
-            Self::OutOfMemory { what, asked, free } => Error::OutOfMemory { what, asked, free },
-            Self::Device { op, why } => Error::Device { op, why },
-            Self::Other(why) => Error::BadRequest(why),
-        }
-    }
-}
-
-/// Which program speaks: another one may have other ops.
-fn program() -> String {
-    format!("selkie {}", env!("CARGO_PKG_VERSION"))
-}
-
-/// How long the parts of a message are: its head, and the bytes that belong to it.
-struct Head {
-    head: u32,
-    bytes: u64,
-}
-
-impl Head {
-    const BYTES: usize = 12;
-
-    /// What a message begins with; `None` before it is there.
-    fn of(message: &[u8]) -> Option<Self> {
-        let (head, rest) = message.split_first_chunk()?;
-        Some(Self { head: u32::from_le_bytes(*head), bytes: u64::from_le_bytes(*rest.first_chunk()?) })
-    }
-}
-
-/// Sends a head and the bytes that belong to it.
-fn send(mut to: &TcpStream, head: &impl Serialize, bytes: &[u8]) -> io::Result<()> {
-    let head = rmp_serde::to_vec(head).map_err(io::Error::other)?;
-    let length = u32::try_from(head.len()).ok().filter(|n| *n <= LONGEST_HEAD);
-    let length = length.ok_or_else(|| io::Error::other(format!("a message with a head of {} bytes", head.len())))?;
-    let mut first = [&length.to_le_bytes()[..], &(bytes.len() as u64).to_le_bytes(), &head].concat();
-    // One packet if it is small.
-    if bytes.len() <= 1 << 16 {
-        first.extend_from_slice(bytes);
-        return to.write_all(&first);
-    }
-    to.write_all(&first)?;
-    to.write_all(bytes)
-}
-
-/// The next head with its bytes. Memory is taken as they come, whatever was announced.
-fn receive<T: DeserializeOwned>(mut from: &TcpStream) -> io::Result<(T, Vec<u8>)> {
-    let mut lengths = [0; Head::BYTES];
-    from.read_exact(&mut lengths)?;
-    let lengths = Head::of(&lengths).expect("it is complete");
-    if lengths.head > LONGEST_HEAD {
-        return Err(io::Error::other(format!("a message with a head of {} bytes", lengths.head)));
-    }
-    let part = |length: u64| {
-        let mut bytes = Vec::new();
-        match from.take(length).read_to_end(&mut bytes)? as u64 == length {
-            true => Ok(bytes),
-            false => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
-        }
-    };
-    let head = part(u64::from(lengths.head))?;
-    let bytes = part(lengths.bytes)?;
-    Ok((rmp_serde::from_slice(&head).map_err(io::Error::other)?, bytes))
-}
-
-/// Why a connection ended.
-fn lost(e: &io::Error) -> String {
-    match e.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "its process said nothing for too long".into(),
-        io::ErrorKind::Other => format!("its process is not understood: {e}"),
-        _ => format!("its process ended or its connection broke: {e}"),
-    }
 }
 
 /// A rank in another process, as rank 0 sees it.
@@ -325,49 +178,36 @@ fn guest(commands: TcpStream, meeting: TcpStream, member: Member) -> Result<Gues
     let waiting = Arc::new(Mutex::new(VecDeque::new()));
     let ended = Arc::new(AtomicBool::new(false));
     let to = commands.try_clone().map_err(broken)?;
-    let start = |what: &str, work: Box<dyn FnOnce() + Send>| {
-        let name = format!("rank {} {what}", member.rank());
-        let started = thread::Builder::new().name(name.clone()).spawn(work);
-        started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })
-    };
+    let named = |what: &str| format!("rank {} {what}", member.rank());
     let told_last = meeting.try_clone().map_err(broken)?;
     let (of, end) = (member.clone(), ended.clone());
-    let standing = start(
-        "meeting",
-        Box::new(move || {
-            let Err(e) = stand_in(&meeting, &of);
-            if !end.load(Ordering::Relaxed) {
-                of.fail(lost(&e));
-            }
-        }),
-    )?;
+    let standing = start(named("meeting"), move || {
+        let Err(e) = stand_in(&meeting, &of);
+        if !end.load(Ordering::Relaxed) {
+            of.fail(lost(&e));
+        }
+    })?;
     let (of, all, end) = (member.clone(), waiting.clone(), ended.clone());
-    let orders = start(
-        "orders",
-        Box::new(move || {
-            if let Err(e) = pass_on(&to, &orders, &all, &of) {
-                of.fail(lost(&e));
-            }
-            end.store(true, Ordering::Relaxed);
-            let _ = send(&to, &Order::End(of.check().err().map(Fault::from)), &[]);
-            let _ = to.shutdown(Shutdown::Write);
-        }),
-    )?;
+    let orders = start(named("orders"), move || {
+        if let Err(e) = pass_on(&to, &orders, &all, &of) {
+            of.fail(lost(&e));
+        }
+        end.store(true, Ordering::Relaxed);
+        let _ = send(&to, &Order::End(of.check().err().map(Fault::from)), &[]);
+        let _ = to.shutdown(Shutdown::Write);
+    })?;
     let (of, count) = (member.clone(), done.clone());
-    let answers = start(
-        "answers",
-        Box::new(move || {
-            let Err(e) = take_answers(&commands, &opened, &waiting, &count);
-            // A rank says why it fails before its process ends.
-            let _ = told_last.shutdown(Shutdown::Read);
-            let _ = standing.join();
-            if !ended.load(Ordering::Relaxed) {
-                of.fail(lost(&e));
-            }
-            // Whoever waits for an answer learns that none comes.
-            lock(&waiting).clear();
-        }),
-    )?;
+    let answers = start(named("answers"), move || {
+        let Err(e) = take_answers(&commands, &opened, &waiting, &count);
+        // A rank says why it fails before its process ends.
+        let _ = told_last.shutdown(Shutdown::Read);
+        let _ = standing.join();
+        if !ended.load(Ordering::Relaxed) {
+            of.fail(lost(&e));
+        }
+        // Whoever waits for an answer learns that none comes.
+        lock(&waiting).clear();
+    })?;
     Ok((Link { commands: told, done }, Started { threads: vec![orders, answers], opened: device }))
 }
 
@@ -602,8 +442,7 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
     let (link, Started { threads, opened }) = spawn::<D>(member.clone(), setting, device)?;
     let (questions, asked) = channel();
     let (to, done) = (commands.try_clone().map_err(broken)?, link.done.clone());
-    let writer = thread::Builder::new().name("answers".into()).spawn(move || answer(&to, &opened, &asked, &done));
-    let writer = writer.map_err(|e| Error::Device { op: "start of a thread".into(), why: e.to_string() })?;
+    let writer = start("answers".into(), move || answer(&to, &opened, &asked, &done))?;
     let mut worked = false;
     loop {
         let (order, bytes) = receive::<Order>(&commands).map_err(|e| member.check().err().unwrap_or(broken(e)))?;

@@ -1,4 +1,4 @@
-use std::net::Ipv4Addr;
+use std::{io::Write, net::Ipv4Addr};
 
 use pollster::block_on;
 

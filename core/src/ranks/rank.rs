@@ -98,7 +98,7 @@ pub(super) enum Command {
     Write {
         id: u64,
         at: u64,
-        /// Another process gets them beside the command.
+        /// Sent to another process after the command.
         #[serde(skip)]
         bytes: Bytes,
     },
@@ -164,6 +164,12 @@ impl RankDevice for CpuBackend {
     }
 }
 
+/// Starts a thread.
+pub(super) fn start(name: String, work: impl FnOnce() + Send + 'static) -> Result<thread::JoinHandle<()>> {
+    let started = thread::Builder::new().name(name.clone()).spawn(work);
+    started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })
+}
+
 /// Starts a rank in a thread of its own, which says what its device is.
 pub(super) fn spawn<D: RankDevice>(member: Member, setting: D::Setting, device: usize) -> Result<(Link, Started)> {
     let (commands, told) = channel();
@@ -190,8 +196,7 @@ pub(super) fn spawn<D: RankDevice>(member: Member, setting: D::Setting, device: 
             member.fail(format!("it panicked: {}", panic_text(&*panic)));
         }
     };
-    let started = thread::Builder::new().name(name.clone()).spawn(life);
-    let thread = started.map_err(|e| Error::Device { op: format!("start of {name}"), why: e.to_string() })?;
+    let thread = start(name, life)?;
     Ok((Link { commands, done }, Started { threads: vec![thread], opened }))
 }
 
