@@ -234,7 +234,7 @@ pub fn check_exact(exact_only: bool, options: &EngineOptions) -> Outcome {
 
 /// Reads a bundle, whose head was read, into the empty namespace of the model with this identity.
 pub fn read(model: &Model, identity: Identity, mut bundle: Reader<'static>, exact_only: bool) -> Outcome<Imported> {
-    let into = Import { model: identity, namespace: String::new(), exact_only };
+    let into = Import { model: identity, namespace: String::new(), exact_only, pieces: false };
     let work = model.with(move |engine| engine.import(&mut bundle, &into));
     Ok(work.wait()??)
 }
@@ -301,7 +301,7 @@ fn facts(head: &Head) -> Value {
 }
 
 fn verify(args: &VerifyArgs) -> Outcome {
-    let bundle = open(&args.file)?;
+    let mut bundle = open(&args.file)?;
     let mut checked = "all checksums are right".to_owned();
     if args.model.model.is_some() {
         let files = model::open(&args.model)?;

@@ -12,7 +12,7 @@ use axum::{
     middleware,
     routing::{MethodRouter, get, post},
 };
-use selkie_core::session::Model;
+use selkie_core::{engine::EngineOptions, session::Model};
 use tokio::time::{sleep, timeout};
 
 use crate::{
@@ -88,6 +88,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
         names => names.to_vec(),
     };
     let options = model::engine_options_of_long_runs(&args.pool, model::DEFAULT_MAX_BATCH);
+    let options = EngineOptions { outgoing: handover::pieces(&args.handover), ..options };
     let replicas = args.server.replicas;
     let places = options.max_batch.saturating_mul(replicas).saturating_add(args.server.max_queue);
     let limits = Limits {

@@ -118,8 +118,12 @@ impl Bench<'_> {
         let file = File::open(file).map_err(|e| Error::io("the bundle", e))?;
         let mut bundle = Reader::open(file, "the bundle")?;
         self.imports += 1;
-        let into =
-            Import { model: self.what.model.clone(), namespace: format!("tenant {}", self.imports), exact_only: true };
+        let into = Import {
+            model: self.what.model.clone(),
+            namespace: format!("tenant {}", self.imports),
+            exact_only: true,
+            pieces: false,
+        };
         self.engine.import(&mut bundle, &into)?;
         Ok(())
     }

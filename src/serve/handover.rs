@@ -1,7 +1,7 @@
 //! Hand-over: a worker computes prompts (`--role prefill`), another one answers them (`--role decode`). A router such as SGLang's
 //! sends the same request to both, with `bootstrap_host`, `bootstrap_port` and `bootstrap_room`. Of its prompt the first worker
-//! computes one token and opens a [room](rooms); the second one comes there, see [`wire`], and puts what it gets, a bundle, into
-//! its prefix cache. It then computes only what follows. Whatever goes wrong, it computes the prompt itself.
+//! computes one token and opens a [room](rooms); the second one comes there, see [`wire`], and puts what it gets, bundles, into its
+//! prefix cache: pages while the prompt is computed, then its state. It then computes only what follows. Whatever goes wrong, it computes the prompt itself.
 
 mod decode;
 mod prefill;
@@ -73,6 +73,14 @@ impl Part {
             (wanted.n, wanted.max_tokens, wanted.controls.min_tokens) = (1, Some(1), 0);
         }
     }
+}
+
+/// Pieces of prompts that may be on their way at a time.
+const PIECES: usize = 4;
+
+/// Those of a server with this role.
+pub fn pieces(args: &HandoverArgs) -> usize {
+    if args.role == Role::Prefill { PIECES } else { 0 }
 }
 
 /// A socket for those who fetch prompts, if this server hands some over.

@@ -12,8 +12,6 @@ use selkie_core::{
     session::Model,
 };
 
-use tokio::sync::watch;
-
 use super::refusal::Refusal;
 use crate::bundle;
 
@@ -25,25 +23,13 @@ pub const PIECE: usize = 1 << 20;
 /// # Errors
 /// 500 if there can be none.
 pub fn spool() -> Result<File, Refusal> {
-    pair().map(|(file, _)| file)
-}
-
-/// The same, and once more for one who reads while it is written.
-///
-/// # Errors
-/// As [`spool`].
-pub fn pair() -> Result<(File, File), Refusal> {
     let path = std::env::temp_dir().join(format!("selkie-{:016x}.bundle", RandomState::new().hash_one("a name")));
     let mut options = OpenOptions::new();
     options.read(true).write(true).create_new(true);
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let files = options.open(&path).and_then(|file| {
-        let again = File::open(&path);
-        fs::remove_file(&path)?;
-        Ok((file, again?))
-    });
-    files.map_err(on_disk)
+    let file = options.open(&path).and_then(|file| fs::remove_file(&path).map(|()| file));
+    file.map_err(on_disk)
 }
 
 /// Has the engine write a bundle of at most `most` bytes; `name` is the bundle's in messages. The file is at its start.
@@ -51,29 +37,14 @@ pub fn pair() -> Result<(File, File), Refusal> {
 /// # Errors
 /// Those of the engine; 413 for more bytes.
 pub fn export(model: &Model, what: Export, name: &'static str, most: u64) -> Result<(File, Exported), Refusal> {
-    let (mut file, saved) = export_into(model, what, name, most, spool()?, watch::Sender::default())?;
-    file.seek(SeekFrom::Start(0)).map_err(on_disk)?;
-    Ok((file, saved))
-}
-
-/// The same into `file`, which is at its end then. `written` gets the bytes that are there, and is dropped after the last of them.
-///
-/// # Errors
-/// As [`export`].
-pub fn export_into(
-    model: &Model,
-    what: Export,
-    name: &'static str,
-    most: u64,
-    file: File,
-    written: watch::Sender<u64>,
-) -> Result<(File, Exported), Refusal> {
-    let mut out = Limited { file, left: most, written };
+    let mut out = Limited { file: spool()?, left: most };
     let work = model.with(move |engine| {
         let saved = bundle::export_to(engine, what, name, &mut out);
         saved.map(|saved| (out.file, saved))
     });
-    work.wait().map_err(|e| Refusal::from(&*e))?.map_err(|e| too_large(e, most))
+    let (mut file, saved) = work.wait().map_err(|e| Refusal::from(&*e))?.map_err(|e| too_large(e, most))?;
+    file.seek(SeekFrom::Start(0)).map_err(on_disk)?;
+    Ok((file, saved))
 }
 
 /// A refusal for a disk that does not take a bundle.
@@ -99,8 +70,6 @@ fn too_large(e: Error, most: u64) -> Refusal {
 struct Limited {
     file: File,
     left: u64,
-    /// The bytes that it has.
-    written: watch::Sender<u64>,
 }
 
 impl Write for Limited {
@@ -108,7 +77,6 @@ impl Write for Limited {
         let left = self.left.checked_sub(bytes.len() as u64).ok_or(io::ErrorKind::FileTooLarge)?;
         let written = self.file.write(bytes)?;
         self.left = left + (bytes.len() - written) as u64;
-        self.written.send_modify(|bytes| *bytes += written as u64);
         Ok(written)
     }
 

@@ -126,7 +126,7 @@ async fn attempt_load(app: Arc<App>, request: Request) -> Result<Response<Body>,
     let _transfer = transfer().await?;
     let file = arrive(body, most).await?;
     let imported = blocking(move || {
-        let into = Import { model: identity(&files)?, namespace: caller.namespace, exact_only: true };
+        let into = Import { model: identity(&files)?, namespace: caller.namespace, exact_only: true, pieces: false };
         let models = app.replicas.get().into_iter().flat_map(Replicas::models);
         // Each engine has a cache of its own.
         let load = |model| import(model, file.try_clone().map_err(on_disk)?, into.clone());

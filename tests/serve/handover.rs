@@ -169,6 +169,71 @@ fn a_prompt_that_ends_on_the_grid_leaves_its_last_block_to_compute() {
     }
 }
 
+/// The next `bytes` bytes of a connection.
+fn take(line: &mut TcpStream, bytes: usize) -> Vec<u8> {
+    let mut all = vec![0; bytes];
+    line.read_exact(&mut all).unwrap();
+    all
+}
+
+/// The next length, and so many bytes `each` after it.
+fn take_all(line: &mut TcpStream, each: usize) -> usize {
+    let count = u32::from_le_bytes(take(line, 4).try_into().unwrap()) as usize;
+    take(line, each * count);
+    count
+}
+
+/// The marks before the bundles of a prompt, in order.
+fn marks(port: u16, room: u64) -> Vec<u8> {
+    let mut line = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    line.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    line.write_all(&[&b"selkieH3"[..], &room.to_le_bytes()].concat()).unwrap();
+    assert_eq!(take(&mut line, 1), [1]);
+    take_all(&mut line, 1);
+    take_all(&mut line, 4);
+    line.write_all(&[0; 4]).unwrap();
+    let mut marks = Vec::new();
+    while marks.last() != Some(&4) {
+        let mark = take(&mut line, 1)[0];
+        if mark != 0 {
+            marks.push(mark);
+            while take_all(&mut line, 1) > 0 {}
+        }
+    }
+    marks
+}
+
+#[test]
+fn pages_leave_while_the_prompt_is_computed() {
+    let prefill = Prefill::start(&["--step-tokens", "64"]);
+    let ids: Vec<u32> = (0..1500).map(|i| 4 + i * 7 % 900).collect();
+    let body = meeting(&json!({ "prompt": ids, "max_tokens": 3 }), "127.0.0.1", prefill.port);
+    let marks = thread::scope(|scope| {
+        scope.spawn(|| prefill.server.post("/v1/completions", &body));
+        marks(prefill.port, body["bootstrap_room"].as_u64().unwrap())
+    });
+    assert!(marks.len() > 2 && marks[..marks.len() - 1].iter().all(|mark| *mark == 2), "{marks:?}");
+    // Nobody takes the rest of another prompt; the engine has room for the next ones again.
+    for start in 0..6 {
+        let ids: Vec<u32> = (0..700).map(|i| 4 + (start + i * 11) % 900).collect();
+        let body = meeting(&json!({ "prompt": ids, "max_tokens": 3 }), "127.0.0.1", prefill.port);
+        thread::scope(|scope| {
+            scope.spawn(|| prefill.server.post("/v1/completions", &body));
+            let mut leaves = TcpStream::connect(("127.0.0.1", prefill.port)).unwrap();
+            let room = body["bootstrap_room"].as_u64().unwrap();
+            leaves.write_all(&[&b"selkieH3"[..], &room.to_le_bytes()].concat()).unwrap();
+            leaves.read_exact(&mut [0; 9]).unwrap();
+            leaves.write_all(&[0; 4]).unwrap();
+        });
+    }
+    let body = meeting(&ask(QUESTION), "127.0.0.1", prefill.port);
+    let decode = decode(&[]);
+    thread::scope(|scope| {
+        scope.spawn(|| prefill.server.post(PATH, &body));
+        assert!(reused(&decode.post(PATH, &body)) > 0);
+    });
+}
+
 #[test]
 fn keys_keep_their_namespaces() {
     let dir = TempDir::new("serve_handover_keys");
@@ -302,7 +367,7 @@ fn a_request_that_leaves_fails_its_room_and_strangers_get_nothing() {
     }
     let mut guess = TcpStream::connect(("127.0.0.1", prefill.port)).unwrap();
     guess.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    guess.write_all(&[&b"selkieH2"[..], &7u64.to_le_bytes()].concat()).unwrap();
+    guess.write_all(&[&b"selkieH3"[..], &7u64.to_le_bytes()].concat()).unwrap();
     let mut said = Vec::new();
     guess.read_to_end(&mut said).unwrap();
     assert_eq!(said[0], 3, "{said:?}");

@@ -3,6 +3,7 @@
 use std::{borrow::Cow, collections::VecDeque, ops::Range};
 
 use crate::{
+    backend::Caps,
     kv8,
     layer::{LayerState, StateShare},
     state::GRID,
@@ -189,6 +190,13 @@ pub struct Dtypes {
     pub conv: DType,
     /// Of recurrent states.
     pub state: DType,
+}
+
+impl Dtypes {
+    /// Those of a device.
+    pub fn of(caps: &Caps) -> Self {
+        Self { kv: caps.kv, conv: caps.conv, state: caps.state }
+    }
 }
 
 impl Default for Dtypes {

@@ -86,6 +86,8 @@ pub struct Reader<'a> {
     values: u64,
     /// Of each part.
     sums: Vec<Digest>,
+    /// All values were compared with them.
+    verified: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -133,7 +135,7 @@ impl<'a> Reader<'a> {
             None => None,
         };
         head.check().map_err(bad)?;
-        Ok(Self { input: Box::new(input), file: file.to_owned(), head, values, sums: of_parts })
+        Ok(Self { input: Box::new(input), file: file.to_owned(), head, values, sums: of_parts, verified: false })
     }
 
     /// Everything but the values.
@@ -146,13 +148,17 @@ impl<'a> Reader<'a> {
         &self.file
     }
 
-    /// Reads all values and compares the checksums, of several parts at once.
+    /// Reads all values and compares the checksums, of several parts at once; nothing the second time.
     ///
     /// # Errors
     /// [`Error::BadModel`] naming the first tensor that was altered; [`Error::Io`].
-    pub fn verify(&self) -> Result<()> {
-        let parts: Vec<(&Part, u64, &Digest)> = self.parts().collect();
-        each(parts, |part| self.verify_part(part))
+    pub fn verify(&mut self) -> Result<()> {
+        if !self.verified {
+            let parts: Vec<(&Part, u64, &Digest)> = self.parts().collect();
+            each(parts, |part| self.verify_part(part))?;
+            self.verified = true;
+        }
+        Ok(())
     }
 
     fn verify_part(&self, (part, mut at, sum): (&Part, u64, &Digest)) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use std::{io::Write, pin::Pin};
 
-use super::{Engine, Event, Export, Exported, Import, Imported, Request, Scheduler, SeqId, Sizes, Stats};
+use super::{Arrived, Engine, Event, Export, Exported, Import, Imported, Request, Scheduler, SeqId, Sizes, Stats};
 use crate::{
     backend::{Backend, Caps},
     bundle::Reader,
@@ -78,6 +78,11 @@ pub trait AnyEngine {
     fn numerics(&self) -> String;
     /// See [`Engine::export`].
     fn export<'a>(&'a self, what: Export, file: &'a str, out: &'a mut dyn Write) -> Exporting<'a>;
+    /// See [`Engine::copy_out`].
+    ///
+    /// # Errors
+    /// Those of that method.
+    fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<bool>;
     /// See [`Engine::import`].
     ///
     /// # Errors
@@ -151,6 +156,9 @@ impl<B: Backend> AnyEngine for Engine<B> {
     }
     fn export<'a>(&'a self, what: Export, file: &'a str, out: &'a mut dyn Write) -> Exporting<'a> {
         Box::pin(self.export(what, file, out))
+    }
+    fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<bool> {
+        self.copy_out(what, whole, arrived)
     }
     fn import(&mut self, bundle: &mut Reader<'_>, into: &Import) -> Result<Imported> {
         self.import(bundle, into)

@@ -195,6 +195,20 @@ impl Scheduler {
         (Path { depth: found.hit * GRID, pages, states: kept }, origin.clone())
     }
 
+    /// All pages that the tree has of `tokens` in this realm, without states: those that are being computed too.
+    pub(super) fn known(&self, realm: &Realm, tokens: &[u32]) -> Path {
+        let mut hash = self.cache.root_hash(realm);
+        let pages = tokens.chunks_exact(GRID).map(|page| {
+            hash = hash.child(page);
+            (hash, page)
+        });
+        // Names are computed as far as they are found.
+        let nodes = self.cache.find(realm, pages, self.step + 1).nodes;
+        let tree = self.cache.tree();
+        let pages = if self.rules.has_pages { nodes.iter().map(|id| tree[*id].page).collect() } else { Vec::new() };
+        Path { depth: nodes.len() * GRID, pages, states: Vec::new() }
+    }
+
     /// What the tree has of the whole pages of `tokens`, and the names of all of them.
     fn follow(&self, realm: &Realm, tokens: &[u32]) -> (Match, Vec<PrefixHash>) {
         let mut hash = self.cache.root_hash(realm);

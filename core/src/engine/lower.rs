@@ -14,7 +14,7 @@ use super::{
     way::{Reach, Source, Way},
 };
 use crate::{
-    backend::Backend,
+    backend::{Backend, Caps},
     bundle::{Dtypes, Kind, Part, numerics, parts},
     error::{Error, Result},
     layer::LayerState,
@@ -64,8 +64,19 @@ pub(super) struct Lower {
 
 /// The tensors of a value, in order.
 pub(super) struct Layout {
-    parts: Vec<Part>,
+    pub parts: Vec<Part>,
+    /// Of all ranks, one after the other.
     pub bytes: u64,
+}
+
+impl Layout {
+    /// That of a page, or of a state.
+    pub fn new(layers: &[LayerState], caps: &Caps, paged: bool) -> Self {
+        let all = parts(layers, Dtypes::of(caps), 1, &[GRID]).into_iter();
+        let parts: Vec<Part> = all.filter(|p| p.kind.is_paged() == paged).collect();
+        let bytes = caps.ranks as u64 * parts.iter().map(|p| p.row_bytes() as u64).sum::<u64>();
+        Self { parts, bytes }
+    }
 }
 
 /// A copy from the device in flight.
@@ -102,15 +113,7 @@ impl Lower {
             return Ok(None);
         }
         let caps = backend.caps();
-        let dtypes = Dtypes { kv: caps.kv, conv: caps.conv, state: caps.state };
-        let layout = |paged: bool| {
-            let parts: Vec<Part> =
-                parts(layers, dtypes, 1, &[GRID]).into_iter().filter(|p| p.kind.is_paged() == paged).collect();
-            // Of all ranks, one after the other.
-            let bytes = caps.ranks as u64 * parts.iter().map(|p| p.row_bytes() as u64).sum::<u64>();
-            Layout { parts, bytes }
-        };
-        let (page, state) = (layout(true), layout(false));
+        let (page, state) = (Layout::new(layers, caps, true), Layout::new(layers, caps, false));
         let coding =
             Some(options.cold).filter(|cold| *cold == ColdDtype::Int8).and_then(|_| coding(&state.parts, caps.ranks));
         let coder = coding.map(Coder::start).transpose().map_err(no_threads)?;
@@ -409,8 +412,11 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Takes the copies that have arrived, and tells subscribers.
+    /// Takes the copies that have arrived, hands them on and tells subscribers.
     pub(super) fn collect(&mut self) -> Result<()> {
+        if let Some(outgoing) = &mut self.outgoing {
+            outgoing.collect()?;
+        }
         let Some(lower) = &mut self.lower else { return Ok(()) };
         lower.collect()?;
         // The device holds what it restores until that is counted.
@@ -423,8 +429,11 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Waits for the lower tiers, if something is on its way that a request waits for.
+    /// Waits for what leaves the device, and for the lower tiers if something is on its way that a request waits for.
     pub(super) async fn settle(&mut self) -> Result<()> {
+        if let Some(outgoing) = &mut self.outgoing {
+            outgoing.settle().await?;
+        }
         match &mut self.lower {
             Some(lower) if lower.is_busy() => lower.settle().await,
             _ => Ok(()),

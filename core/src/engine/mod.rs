@@ -22,6 +22,7 @@ mod load;
 mod lower;
 mod news;
 mod options;
+mod outgoing;
 pub mod plan;
 pub mod pools;
 mod results;
@@ -44,6 +45,7 @@ pub use draft::{Drafter, MOST_DRAFTS, Mtp, Ngram, Speculate};
 pub use landing::Coverage;
 pub use news::{Event, FinishReason, Finished, Timing};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
+pub use outgoing::{Arrived, Piece};
 pub use plan::{Plan, PlanRow, SeqId};
 pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};
@@ -68,6 +70,7 @@ use self::ahead::Looking;
 use self::flight::{Flight, Incoming, Output};
 use self::guide::Guide;
 use self::lower::Lower;
+use self::outgoing::Outgoing;
 use self::runner::RunnerLimits;
 
 /// A request that has not ended.
@@ -145,6 +148,7 @@ pub struct Engine<B: Backend> {
     division: Division,
     /// Boxed: most engines have none.
     lower: Option<Box<Lower>>,
+    outgoing: Option<Outgoing>,
 }
 
 impl<B: Backend> Engine<B> {
@@ -179,6 +183,7 @@ impl<B: Backend> Engine<B> {
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: sizes.limits.outputs() };
         // Before memory is measured, of which it takes some.
         let lower = Lower::open(&options.tiers, &backend, &spec.layers, options.clock)?;
+        let outgoing = Outgoing::open(options.outgoing, &backend, &spec.layers)?;
         let division = architecture.division(caps.ranks);
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;
@@ -221,6 +226,7 @@ impl<B: Backend> Engine<B> {
             weight_bytes,
             division,
             lower: lower.map(Box::new),
+            outgoing,
         })
     }
 
@@ -293,7 +299,12 @@ impl<B: Backend> Engine<B> {
 
     /// Nothing to do until the next submission.
     pub fn is_idle(&self) -> bool {
-        self.live.is_empty() && self.ended.is_empty() && self.flight.is_none() && self.landing.is_none()
+        let nothing_leaves = self.outgoing.as_ref().is_none_or(Outgoing::is_empty);
+        self.live.is_empty()
+            && self.ended.is_empty()
+            && self.flight.is_none()
+            && self.landing.is_none()
+            && nothing_leaves
     }
 
     /// Plans and runs one step and returns what happened. On an asynchronous device the next step is enqueued

@@ -41,6 +41,9 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Where states and pages go that the tree has no room for.
     pub tiers: TierOptions,
+    /// Pieces of prefixes that can leave at a time while the engine runs, see [`super::Engine::copy_out`]. Host memory for them is taken
+    /// at load.
+    pub outgoing: usize,
     /// Which states are kept.
     pub policy: CapturePolicy,
     /// Whether requests draft, without rules or with a constraint.
@@ -81,6 +84,7 @@ impl Default for EngineOptions {
             context: None,
             prefix_cache: true,
             tiers: TierOptions::default(),
+            outgoing: 0,
             policy: CapturePolicy::Default,
             speculate: Speculate::Off,
             drafts: MOST_DRAFTS,

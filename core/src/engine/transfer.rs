@@ -15,6 +15,7 @@ use crate::{
 /// Runs of rows that are read from a device at a time, each a [`PIECE`] unless a row has more. On a GPU a copy of a row takes as
 /// long as one of several.
 const READS: usize = 8;
+
 /// What is written into a bundle.
 #[derive(Clone, Debug)]
 pub struct Export {
@@ -57,12 +58,14 @@ pub struct Import {
     pub namespace: String,
     /// Refuse values of other numerics.
     pub exact_only: bool,
+    /// Take pages without the state at their end, which will follow.
+    pub pieces: bool,
 }
 
 /// What the tree got.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Imported {
-    /// Tokens that requests need not compute now; less than the bundle's if slots or nodes were scarce.
+    /// Tokens that requests need not compute now; less than the bundle's if slots or nodes were scarce, or states will follow.
     pub tokens: usize,
     /// States that were written; those that the tree had already are not counted.
     pub states: usize,
@@ -94,8 +97,7 @@ impl<B: Backend> Engine<B> {
                  tokens of prompts and answers while it is on"
             )));
         }
-        let caps = self.caps();
-        let dtypes = Dtypes { kv: caps.kv, conv: caps.conv, state: caps.state };
+        let dtypes = Dtypes::of(self.caps());
         let left_out = (what.from / GRID).min(path.pages.len().saturating_sub(1));
         let positions: Vec<usize> = path.states.iter().map(|(position, _)| *position).collect();
         let head = Head {
@@ -148,6 +150,10 @@ impl<B: Backend> Engine<B> {
         let head = bundle.head();
         let realm = Realm { namespace: into.namespace.clone(), origin };
         let tokens = &head.tokens[..head.depth()];
+        let waits = self.sizes.shape.has_slots() && head.positions().is_empty();
+        if waits && !into.pieces {
+            return Err(Error::model(file, "it has pages without the state at their end, and so no use"));
+        }
         let landing = self.scheduler.open_landing(realm, tokens, &head.positions()).map_err(|e| match e {
             Error::BadRequest(why) => Error::BadRequest(format!("{file}: {why}")),
             e => e,
@@ -176,7 +182,7 @@ impl<B: Backend> Engine<B> {
         }
         let (states, pages, origin) = (landing.states(), landing.pages(), landing.realm.origin.clone());
         let tokens = self.scheduler.land(landing);
-        if tokens == 0 {
+        if tokens == 0 && !waits {
             return Err(Error::BadRequest(format!("{file}: the prefix tree has no room for its {GRID}-token blocks")));
         }
         Ok(Imported { tokens, states, pages, origin })

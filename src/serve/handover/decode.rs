@@ -1,27 +1,27 @@
 //! The one who answers: it fetches the state of a prompt from the server that computes it.
 
-use std::{
-    fs::File,
-    io::{Seek, SeekFrom, Write},
-    sync::Arc,
-};
+use std::{io::Cursor, sync::Arc};
 
-use selkie_core::{bundle::Reader, engine::Import, session::Model};
+use selkie_core::{
+    bundle::Reader,
+    engine::{Import, Imported},
+    session::Model,
+};
 use tokio::{
     net::{TcpStream, lookup_host},
+    task::JoinHandle,
     time::timeout,
 };
 
 use super::{
     Meeting, Offer, realm, whole_blocks,
-    wire::{BUNDLE, Line, NOTHING, OFFER, STALL, WAIT, fate},
+    wire::{LAST, Line, NOTHING, OFFER, PAGES, STALL, WAIT, fate},
 };
 use crate::serve::{
     answer::blocking,
     app::App,
     metrics::Handed,
     refusal::Refusal,
-    spool::{on_disk, spool},
     state::{files, identity},
 };
 
@@ -49,18 +49,19 @@ impl Peers {
         prompt: Vec<u32>,
         namespace: &str,
     ) -> Result<Handed, String> {
+        let namespace = namespace.to_owned();
         let (Some(host), Some(port)) = (&at.host, at.port) else {
             return Err("the request names no host and port for it".into());
         };
-        let files = files(app).map_err(|refusal| refusal.message)?;
-        let (tokens, own_realm) = (whole_blocks(&prompt).to_vec(), realm(namespace));
+        let files = files(app).map_err(message)?;
+        let (tokens, own_realm) = (whole_blocks(&prompt).to_vec(), realm(&namespace));
         let has = model.with(move |engine| (engine.scheduler().coverage(&own_realm, &tokens), engine.numerics())).await;
         let (has, numerics) = has.map_err(|e| e.to_string())?;
-        let own = Offer::own(app, &files, numerics).map_err(|refusal| refusal.message)?;
+        let own = Offer::own(app, &files, numerics).map_err(message)?;
         let mut line = Line::new(self.connect(host, port).await?);
         let lost = |e: std::io::Error| fate(&e);
         line.hello(at.room).await.map_err(lost)?;
-        answered(&mut line, OFFER).await?;
+        answered(&mut line, &[OFFER]).await?;
         let (offer, theirs) = line.offered(prompt.len()).await.map_err(lost)?;
         let offer: Offer = serde_json::from_slice(&offer).map_err(|e| format!("its offer is not understood: {e}"))?;
         if let Some(why) = offer.differs(&own) {
@@ -73,17 +74,8 @@ impl Peers {
             return Ok(Handed::Known);
         }
         line.write(&(has.known as u32).to_le_bytes()).await.map_err(lost)?;
-        answered(&mut line, BUNDLE).await?;
-        let (file, bytes) = receive(&mut line, app.limits.state).await?;
-        let (model, namespace) = (model.clone(), namespace.to_owned());
-        let imported = blocking(move || {
-            let into = Import { model: identity(&files)?, namespace, exact_only: true };
-            let mut bundle = Reader::open(file, NAME)?;
-            let work = model.with(move |engine| engine.import(&mut bundle, &into));
-            Ok(work.wait().map_err(|e| Refusal::from(&*e))??)
-        });
-        let imported = imported.await.map_err(|refusal| refusal.message)?;
-        Ok(Handed::Over { tokens: imported.tokens, bytes })
+        let into = Import { model: identity(&files).map_err(message)?, namespace, exact_only: true, pieces: true };
+        receive(&mut line, model, &into, app.limits.state).await
     }
 
     async fn connect(&self, host: &str, port: u16) -> Result<TcpStream, String> {
@@ -104,34 +96,53 @@ impl Peers {
     }
 }
 
-/// Waits for a mark.
-async fn answered(line: &mut Line, wanted: u8) -> Result<(), String> {
+/// Waits for one of these marks.
+async fn answered(line: &mut Line, wanted: &[u8]) -> Result<u8, String> {
     loop {
         match line.number(1).await.map_err(|e| fate(&e))? as u8 {
             WAIT => {}
             NOTHING => return Err(line.reason().await.map_err(|e| fate(&e))?),
-            mark if mark == wanted => return Ok(()),
-            mark => return Err(format!("it sends a mark {mark} where {wanted} belongs")),
+            mark if wanted.contains(&mark) => return Ok(mark),
+            mark => return Err(format!("it sends a mark {mark}, which has no place here")),
         }
     }
 }
 
-/// Writes what arrives, at most `most` bytes, into a file, which is at its start then; and how much it was.
-async fn receive(line: &mut Line, most: u64) -> Result<(File, u64), String> {
-    let plain = |refusal: Refusal| refusal.message;
-    let mut file = blocking(spool).await.map_err(plain)?;
-    let mut bytes = 0;
-    while let Some(piece) = line.piece().await.map_err(|e| fate(&e))? {
-        bytes += piece.len() as u64;
-        if bytes > most {
-            return Err(format!("it sends more than {most} bytes, which --max-state allows"));
+/// Puts all bundles, of at most `most` bytes together, into the cache: each while the next one comes.
+async fn receive(line: &mut Line, model: &Model, into: &Import, most: u64) -> Result<Handed, String> {
+    let (mut bytes, mut last) = (0, false);
+    let mut importing: Option<JoinHandle<Result<Imported, Refusal>>> = None;
+    let mut tokens = 0;
+    while !last {
+        last = answered(line, &[PAGES, LAST]).await? == LAST;
+        let bundle = line.bundle(most - bytes).await.map_err(|e| fate(&e))?;
+        bytes += bundle.len() as u64;
+        if let Some(before) = importing.take() {
+            imported(before).await?;
         }
-        let write = blocking(move || {
-            file.write_all(&piece).map_err(on_disk)?;
-            Ok(file)
-        });
-        file = write.await.map_err(plain)?;
+        importing = Some(tokio::spawn(import(model.clone(), bundle, into.clone())));
     }
-    file.seek(SeekFrom::Start(0)).map_err(|e| plain(on_disk(e)))?;
-    Ok((file, bytes))
+    if let Some(importing) = importing {
+        tokens = imported(importing).await?.tokens;
+    }
+    Ok(Handed::Over { tokens, bytes })
+}
+
+/// Its checksums are compared before the engine is asked.
+async fn import(model: Model, bundle: Vec<u8>, into: Import) -> Result<Imported, Refusal> {
+    blocking(move || {
+        let mut bundle = Reader::open(Cursor::new(bundle), NAME)?;
+        bundle.verify()?;
+        let work = model.with(move |engine| engine.import(&mut bundle, &into));
+        Ok(work.wait().map_err(|e| Refusal::from(&*e))??)
+    })
+    .await
+}
+
+async fn imported(work: JoinHandle<Result<Imported, Refusal>>) -> Result<Imported, String> {
+    work.await.map_err(|e| e.to_string())?.map_err(message)
+}
+
+fn message(refusal: Refusal) -> String {
+    refusal.message
 }

@@ -1,38 +1,43 @@
 //! The one who computes: a socket where prompts are fetched.
 
-use std::{fs::File, io, io::Read, sync::Arc, time::Duration};
+use std::{
+    io::{self, Write},
+    pin::pin,
+    sync::Arc,
+    time::Duration,
+};
 
-use selkie_core::engine::{Export, Exported};
+use selkie_core::{
+    bundle::Identity,
+    engine::{Export, Piece},
+};
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{Semaphore, SemaphorePermit, watch},
-    task::JoinHandle,
-    time::{sleep, timeout},
+    runtime::Handle,
+    sync::{Semaphore, oneshot},
+    task::spawn_blocking,
+    time::{Instant, sleep, timeout},
 };
 
 use super::{
     Offer, realm,
     rooms::{Room, Rooms},
     whole_blocks,
-    wire::{BUNDLE, Line, SIGN_OF_LIFE, WAIT, fate},
+    wire::{LAST, Line, PAGES, PIECE, SIGN_OF_LIFE, WAIT, fate},
 };
 use crate::serve::{
-    answer::blocking,
     app::App,
     metrics::Handed,
     refusal::Refusal,
-    spool::{self, PIECE, on_disk},
     state::{files, identity},
 };
 
 /// Connections at a time; more wait.
 const CONNECTIONS: usize = 256;
-/// Bundles on their way at a time: each has a file.
-static BUNDLES: Semaphore = Semaphore::const_new(4);
 /// How long a request may come later than the one who fetches its prompt.
 const APPEARS: Duration = Duration::from_secs(5);
-/// The deepest state is enough to go on.
-const STATES: usize = 1;
+/// Time between two looks at what is computed. The engine answers between steps, so this is for those that have not begun.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Answers all who come.
 pub async fn serve(listener: TcpListener, app: &Arc<App>, rooms: &Arc<Rooms>) {
@@ -45,7 +50,8 @@ pub async fn serve(listener: TcpListener, app: &Arc<App>, rooms: &Arc<Rooms>) {
                 tokio::spawn(async move {
                     let _place = place;
                     let time = app.limits.handover;
-                    let gone = timeout(time, give(&app, &rooms, stream)).await;
+                    let latest = Instant::now() + time;
+                    let gone = timeout(time, give(&app, &rooms, stream, latest)).await;
                     let why = match gone {
                         Ok(Ok(())) => return,
                         Ok(Err(e)) => fate(&e),
@@ -62,7 +68,7 @@ pub async fn serve(listener: TcpListener, app: &Arc<App>, rooms: &Arc<Rooms>) {
 }
 
 /// Hands one prompt over.
-async fn give(app: &Arc<App>, rooms: &Rooms, stream: TcpStream) -> io::Result<()> {
+async fn give(app: &Arc<App>, rooms: &Rooms, stream: TcpStream, latest: Instant) -> io::Result<()> {
     let mut line = Line::new(stream);
     let number = line.asked().await?;
     let Ok(room) = timeout(APPEARS, rooms.take(number)).await else {
@@ -73,27 +79,39 @@ async fn give(app: &Arc<App>, rooms: &Rooms, stream: TcpStream) -> io::Result<()
         Err(refusal) => return line.nothing(&refusal.message).await,
     };
     line.offer(&offer, &room.tokens).await?;
-    let from = match line.number(4).await {
+    let mut from = match line.number(4).await {
         Ok(from) => from as usize,
         // It needs nothing, or has another model.
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
         Err(e) => return Err(e),
     };
-    let mut work = std::pin::pin!(begin(app, &room, from));
-    let begun = loop {
+    let mut all = 0;
+    loop {
+        let piece = match waiting(&mut line, next(app, &room, from)).await? {
+            Ok(piece) => piece,
+            Err(refusal) => return line.nothing(&refusal.message).await,
+        };
+        let last = piece.is_last();
+        from = piece.depth();
+        let bytes;
+        (line, bytes) = send(line, piece, latest).await?;
+        all += bytes;
+        if last {
+            app.metrics.handed(&Handed::Over { tokens: from, bytes: all });
+            return Ok(());
+        }
+    }
+}
+
+/// What `work` gives. The other side hears from this one until then, and may leave.
+async fn waiting<T>(line: &mut Line, work: impl Future<Output = T>) -> io::Result<T> {
+    let mut work = pin!(work);
+    loop {
         tokio::select! {
-            begun = &mut work => break begun,
+            done = &mut work => return Ok(done),
             () = line.left() => return Err(io::ErrorKind::ConnectionReset.into()),
             () = sleep(SIGN_OF_LIFE) => line.write(&[WAIT]).await?,
         }
-    };
-    match begun {
-        Ok(saving) => {
-            let handed = send(&mut line, saving).await?;
-            app.metrics.handed(&handed);
-            Ok(())
-        }
-        Err(refusal) => line.nothing(&refusal.message).await,
     }
 }
 
@@ -104,67 +122,77 @@ async fn offer(app: &Arc<App>) -> Result<Vec<u8>, Refusal> {
     serde_json::to_vec(&Offer::own(app, &files, numerics)?).map_err(|e| Refusal::new(500, e.to_string()))
 }
 
-/// A bundle that is being written.
-struct Saving {
-    /// Reads what is there.
-    file: File,
-    /// How much that is. Closed after the last byte.
-    written: watch::Receiver<u64>,
-    work: JoinHandle<Result<(File, Exported), Refusal>>,
-    _place: SemaphorePermit<'static>,
-}
-
-/// Waits for the prompt and begins to save its state, without the pages of its first `from` tokens.
-async fn begin(app: &Arc<App>, room: &Room, from: usize) -> Result<Saving, Refusal> {
-    if !room.computed().await {
-        return Err(Refusal::new(503, "the request for this room has failed"));
-    }
-    let place = BUNDLES.acquire().await.map_err(|_| Refusal::new(503, "the server ends"))?;
-    let (model, files, most) = (app.ready()?.clone(), files(app)?, app.limits.state);
-    let tokens = whole_blocks(&room.tokens).to_vec();
-    let (name, realm) = (app.name().to_owned(), realm(&room.namespace));
-    let (out, file) = blocking(spool::pair).await?;
-    let (progress, mut written) = watch::channel(0);
-    let work = tokio::spawn(blocking(move || {
-        let model_id = identity(&files)?;
-        let what =
-            Export { model: model_id, name, tokens, ends: Vec::new(), messages: None, realm, states: STATES, from };
-        spool::export_into(&model, what, "the prompt", most, out, progress)
-    }));
-    match written.changed().await {
-        Ok(()) => {
-            written.mark_changed();
-            Ok(Saving { file, written, work, _place: place })
+/// The next piece of a prompt after its first `from` tokens, as soon as there is one.
+async fn next(app: &App, room: &Room, from: usize) -> Result<Piece, Refusal> {
+    let model = identity(&*files(app)?)?;
+    loop {
+        let over = room.is_over();
+        if over && !room.computed().await {
+            return Err(Refusal::new(503, "the request for this room has failed"));
         }
-        // It has failed before the first byte.
-        Err(_) => Err(ended(work).await.err().unwrap_or_else(|| Refusal::new(500, "an empty bundle"))),
-    }
-}
-
-async fn ended(work: JoinHandle<Result<(File, Exported), Refusal>>) -> Result<(File, Exported), Refusal> {
-    work.await.map_err(|e| Refusal::new(500, e.to_string()))?
-}
-
-/// Sends a bundle while it is written. The engine does not wait for the connection.
-async fn send(line: &mut Line, saving: Saving) -> io::Result<Handed> {
-    let Saving { mut file, mut written, work, _place } = saving;
-    line.write(&[BUNDLE]).await?;
-    let mut sent = 0;
-    while written.changed().await.is_ok() {
-        let there = *written.borrow_and_update();
-        while sent < there {
-            let mut piece = vec![0; (there - sent).min(PIECE as u64) as usize];
-            let read = blocking(move || {
-                file.read_exact(&mut piece).map_err(on_disk)?;
-                Ok((file, piece))
-            });
-            let (same, piece) = read.await.map_err(|refusal| io::Error::other(refusal.message))?;
-            file = same;
-            line.send_piece(&piece).await?;
-            sent += piece.len() as u64;
+        if let Some(piece) = copy(app, &model, room, from, over).await? {
+            return Ok(piece);
+        }
+        tokio::select! {
+            _ = room.computed(), if !over => {}
+            () = sleep(PAUSE) => {}
         }
     }
-    let (_, saved) = ended(work).await.map_err(|refusal| io::Error::other(refusal.message))?;
-    line.send_piece(&[]).await?;
-    Ok(Handed::Over { tokens: saved.tokens, bytes: saved.bytes })
+}
+
+/// What the cache has of it now; with the state if it is `whole`.
+async fn copy(app: &App, model: &Identity, room: &Room, from: usize, whole: bool) -> Result<Option<Piece>, Refusal> {
+    let what = Export {
+        model: model.clone(),
+        name: app.name().to_owned(),
+        tokens: whole_blocks(&room.tokens).to_vec(),
+        ends: Vec::new(),
+        messages: None,
+        realm: realm(&room.namespace),
+        states: 1,
+        from,
+    };
+    let (send, arrived) = oneshot::channel();
+    // Whoever waits for it may be gone.
+    let hand_on = Box::new(move |piece| drop(send.send(piece)));
+    let begun = app.ready()?.with(move |engine| engine.copy_out(what, whole, hand_on)).await;
+    if !begun.map_err(|e| Refusal::from(&*e))?? {
+        return Ok(None);
+    }
+    arrived.await.map(Some).map_err(|_| Refusal::new(503, "the engine has ended"))
+}
+
+/// Sends a piece as a bundle, from a thread of its own; how many bytes that was.
+async fn send(mut line: Line, piece: Piece, latest: Instant) -> io::Result<(Line, u64)> {
+    line.write(&[if piece.is_last() { LAST } else { PAGES }]).await?;
+    let mut out = Out { line, runtime: Handle::current(), latest };
+    let work = spawn_blocking(move || {
+        let bytes = piece.write(&mut out)?;
+        out.runtime.block_on(out.line.send_piece(&[]))?;
+        Ok((out.line, bytes))
+    });
+    work.await.map_err(io::Error::other)?
+}
+
+/// A bundle on its way out of a thread.
+struct Out {
+    line: Line,
+    runtime: Handle,
+    latest: Instant,
+}
+
+impl Write for Out {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // The one who waits for this thread may have left it.
+        if Instant::now() > self.latest {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let now = &bytes[..bytes.len().min(PIECE)];
+        self.runtime.block_on(self.line.send_piece(now))?;
+        Ok(now.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }

@@ -117,6 +117,11 @@ impl Room {
         let done = progress.wait_for(|now| *now != Progress::Computing).await;
         done.is_ok_and(|now| *now == Progress::Computed)
     }
+
+    /// Whether that wait would be over.
+    pub fn is_over(&self) -> bool {
+        *self.progress.borrow() != Progress::Computing
+    }
 }
 
 impl Drop for Room {

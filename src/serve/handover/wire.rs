@@ -4,9 +4,9 @@
 //! 2. The one who computes: [`OFFER`], a length (u32) and an [`Offer`](super::Offer) as JSON, a count (u32) and the prompt's tokens
 //!    (u32 each). If the prompt is another one, or nothing of it is needed, the connection is closed.
 //! 3. The one who answers: for how many tokens it has the pages (u32).
-//! 4. The one who computes: [`WAIT`] every second until the prompt is computed; then [`BUNDLE`] and a bundle (docs/bundle.md) without
-//!    those pages, in pieces as they are read from the device: a length (u32), at most that of a
-//!    piece of a [file](crate::serve::spool), and so many bytes each; 0 after the last one.
+//! 4. The one who computes: bundles (docs/bundle.md), each without the pages before it, as soon as steps have filled its own.
+//!    Before each, [`PAGES`], or [`LAST`] if it ends with a state or nothing will follow. It comes in pieces: a length (u32), at most
+//!    [`PIECE`], and so many bytes each; 0 after the last one. [`WAIT`] comes every second in which there is nothing else.
 //!
 //! [`NOTHING`], a length (u16) and the reason may come in place of an offer or of a bundle.
 
@@ -18,22 +18,24 @@ use tokio::{
     time::timeout,
 };
 
-use crate::serve::spool::PIECE;
-
 /// The first bytes of a connection.
-const MAGIC: &[u8; 8] = b"selkieH2";
+const MAGIC: &[u8; 8] = b"selkieH3";
 /// Nothing is ready yet.
 pub const WAIT: u8 = 0;
 /// An offer follows.
 pub const OFFER: u8 = 1;
-/// A bundle follows.
-pub const BUNDLE: u8 = 2;
+/// A bundle follows, and later another one.
+pub const PAGES: u8 = 2;
 /// There is nothing to hand over; the reason follows.
 pub const NOTHING: u8 = 3;
+/// The last bundle follows.
+pub const LAST: u8 = 4;
 /// How long the other side may do nothing, or less than take or send a piece.
 pub const STALL: Duration = Duration::from_secs(10);
 /// How often a [`WAIT`] is sent.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
+/// Bytes that are sent at a time.
+pub const PIECE: usize = 1 << 20;
 /// Most bytes of an offer.
 const MOST_OFFER: u32 = 64 << 10;
 
@@ -109,21 +111,31 @@ impl Line {
         Ok((json, Some(tokens)))
     }
 
-    /// Sends a piece of a bundle; the end for one without bytes.
+    /// Sends bytes of a bundle; the end if there are none.
     pub async fn send_piece(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.write(&(bytes.len() as u32).to_le_bytes()).await?;
         self.write(bytes).await
     }
 
-    /// The next piece of a bundle; `None` at its end.
-    pub async fn piece(&mut self) -> io::Result<Option<Vec<u8>>> {
-        let length = self.number(4).await? as usize;
-        if length > PIECE {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "a piece is too long"));
+    /// A bundle of at most `most` bytes.
+    pub async fn bundle(&mut self, most: u64) -> io::Result<Vec<u8>> {
+        let mut bundle = Vec::new();
+        loop {
+            let length = self.number(4).await? as usize;
+            let all = bundle.len() + length;
+            if length > PIECE {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a piece is too long"));
+            }
+            if all as u64 > most {
+                let why = "it sends more than --max-state allows";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+            }
+            if length == 0 {
+                return Ok(bundle);
+            }
+            bundle.resize(all, 0);
+            self.read(&mut bundle[all - length..]).await?;
         }
-        let mut piece = vec![0; length];
-        self.read(&mut piece).await?;
-        Ok(Some(piece).filter(|piece| !piece.is_empty()))
     }
 
     /// Says why there is nothing.
@@ -166,31 +178,28 @@ mod tests {
 
     use super::*;
 
-    /// What comes out of a connection into which these bytes go.
-    fn pieces(bytes: Vec<u8>) -> io::Result<Vec<Vec<u8>>> {
+    /// The bundle that comes out of a connection into which these bytes go.
+    fn bundle(bytes: Vec<u8>, most: u64) -> io::Result<Vec<u8>> {
         runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
             let listener = TcpListener::bind("127.0.0.1:0").await?;
             let mut to = TcpStream::connect(listener.local_addr()?).await?;
             let mut line = Line::new(listener.accept().await?.0);
             tokio::spawn(async move { to.write_all(&bytes).await });
-            let mut pieces = Vec::new();
-            while let Some(piece) = line.piece().await? {
-                pieces.push(piece);
-            }
-            Ok(pieces)
+            line.bundle(most).await
         })
     }
 
     #[test]
     fn a_bundle_comes_in_pieces_and_has_an_end() {
-        assert_eq!(pieces(b"\x02\0\0\0ab\x01\0\0\0c\0\0\0\0".to_vec()).unwrap(), [&b"ab"[..], b"c"]);
-        assert_eq!(pieces(vec![0; 4]).unwrap().len(), 0);
+        assert_eq!(bundle(b"\x02\0\0\0ab\x01\0\0\0c\0\0\0\0".to_vec(), 3).unwrap(), b"abc");
+        assert!(bundle(vec![0; 4], 0).unwrap().is_empty());
         for (bytes, kind) in [
             (&b"\x02\0\0\0ab"[..], io::ErrorKind::UnexpectedEof),
             (b"\x02\0\0\0a", io::ErrorKind::UnexpectedEof),
             (b"\xff\xff\xff\xffab", io::ErrorKind::InvalidData),
+            (b"\x02\0\0\0ab\x02\0\0\0cd\0\0\0\0", io::ErrorKind::InvalidData),
         ] {
-            assert_eq!(pieces(bytes.to_vec()).unwrap_err().kind(), kind, "{bytes:?}");
+            assert_eq!(bundle(bytes.to_vec(), 3).unwrap_err().kind(), kind, "{bytes:?}");
         }
     }
 }

@@ -53,7 +53,7 @@ fn write(head: &Head, piece: usize) -> Vec<u8> {
 }
 
 fn open(bytes: &[u8]) -> Result<Reader<'_>> {
-    let reader = Reader::open(Cursor::new(bytes), "x.bundle")?;
+    let mut reader = Reader::open(Cursor::new(bytes), "x.bundle")?;
     reader.verify()?;
     Ok(reader)
 }

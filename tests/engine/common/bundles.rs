@@ -86,7 +86,7 @@ impl<B: Backend> Side<B> {
 
     fn import(&mut self, bytes: &[u8]) -> Result<String> {
         self.engine.poison_free()?;
-        let into = Import { model: self.model.clone(), namespace: String::new(), exact_only: false };
+        let into = Import { model: self.model.clone(), namespace: String::new(), exact_only: false, pieces: false };
         Ok(self.engine.import(&mut Reader::open(Cursor::new(bytes), "in")?, &into)?.origin)
     }
 }

@@ -1,0 +1,276 @@
+//! Pieces of prefixes that are copied to host memory while the engine runs, for those who send them on.
+//!
+//! The copies are ordered with the steps on the device and delay none, so the first pages of a prompt leave while its last ones are
+//! computed. What arrived is put in the form of a bundle by another thread.
+
+use std::{collections::VecDeque, io, io::Write, mem, ops::Range, sync::Arc};
+
+use super::{Engine, Export, landing::Path, lower::Layout};
+use crate::{
+    backend::Backend,
+    bundle::{Dtypes, Head, PIECE, Part, Writer, parts},
+    error::{Error, Result},
+    layer::LayerState,
+    saved::{HostMemory, Saving},
+    source::Bytes,
+    state::GRID,
+};
+
+/// Bytes of the pages of a piece, unless one page has more.
+const PAGES: u64 = 64 << 20;
+
+/// Called with a piece that has arrived, on the engine's thread. Dropped instead if the engine fails.
+pub type Arrived = Box<dyn FnOnce(Piece) + Send>;
+
+/// Pages of a prefix that follow each other, and perhaps the state at its end, in host memory.
+pub struct Piece {
+    head: Head,
+    /// Each with its parts, those of all ranks one after the other.
+    pages: Vec<Bytes>,
+    state: Option<Bytes>,
+    /// Where a row of each part of the head lies in a page or in the state.
+    places: Arc<[Vec<Place>]>,
+    last: bool,
+    /// Counts it until it is dropped.
+    _alive: Arc<()>,
+}
+
+/// Bytes of a page or a state that belong to a row of a part, and where in the row they do.
+struct Place {
+    at: usize,
+    row: Vec<Range<usize>>,
+}
+
+impl Piece {
+    /// Tokens up to its end.
+    pub fn depth(&self) -> usize {
+        self.head.depth()
+    }
+
+    /// Whether a request can be continued from its end, so that nothing of the prefix is left.
+    pub fn is_last(&self) -> bool {
+        self.last
+    }
+
+    /// Writes it as a bundle and returns its bytes.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn write(&self, out: impl Write) -> io::Result<u64> {
+        let mut writer = Writer::new(out, &self.head)?;
+        let mut piece = Vec::with_capacity(PIECE);
+        for (part, places) in self.head.parts.iter().zip(&*self.places) {
+            let entries = if part.kind.is_paged() { &self.pages } else { self.state.as_slice() };
+            for entry in entries {
+                if piece.len() + part.row_bytes() > PIECE {
+                    writer.write(mem::replace(&mut piece, Vec::with_capacity(PIECE)))?;
+                }
+                add_row(&mut piece, part.row_bytes(), entry, places);
+            }
+        }
+        writer.write(piece)?;
+        writer.finish().map(|(_, bytes)| bytes)
+    }
+}
+
+/// Adds a row of `bytes` bytes. What several ranks have of it is taken from the last of them.
+fn add_row(to: &mut Vec<u8>, bytes: usize, entry: &[u8], places: &[Place]) {
+    if let [Place { at, row }] = places
+        && matches!(&row[..], [all] if *all == (0..bytes))
+    {
+        return to.extend_from_slice(&entry[*at..at + bytes]);
+    }
+    let start = to.len();
+    to.resize(start + bytes, 0);
+    for place in places {
+        let mut at = place.at;
+        for range in &place.row {
+            to[start..][range.clone()].copy_from_slice(&entry[at..at + range.len()]);
+            at += range.len();
+        }
+    }
+}
+
+/// Copies in flight and the memory for them.
+pub(super) struct Outgoing {
+    memory: Box<dyn HostMemory>,
+    page: Layout,
+    state: Layout,
+    /// Most pieces that exist at a time.
+    pieces: usize,
+    alive: Arc<()>,
+    /// In the order in which they were enqueued.
+    coming: VecDeque<Coming>,
+}
+
+struct Coming {
+    piece: Piece,
+    /// Of pages, then of the state.
+    savings: VecDeque<Box<dyn Saving>>,
+    arrived: Arrived,
+}
+
+impl Outgoing {
+    /// With memory for so many pieces at a time.
+    pub fn open<B: Backend>(pieces: usize, backend: &B, layers: &[LayerState]) -> Result<Option<Self>> {
+        if pieces == 0 {
+            return Ok(None);
+        }
+        let (page, state) = (Layout::new(layers, backend.caps(), true), Layout::new(layers, backend.caps(), false));
+        let memory = backend.host_memory(pieces as u64 * (PAGES.max(page.bytes) + state.bytes))?;
+        Ok(Some(Self { memory, page, state, pieces, alive: Arc::default(), coming: VecDeque::new() }))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.coming.is_empty()
+    }
+
+    /// Hands on what has arrived.
+    pub fn collect(&mut self) -> Result<()> {
+        while let Some(first) = self.coming.front_mut() {
+            while let Some(saving) = first.savings.front_mut() {
+                let Some(value) = saving.take() else { return Ok(()) };
+                first.take(value?);
+            }
+            self.hand_on();
+        }
+        Ok(())
+    }
+
+    /// Waits for all of it.
+    pub async fn settle(&mut self) -> Result<()> {
+        while let Some(first) = self.coming.front_mut() {
+            while let Some(saving) = first.savings.front_mut() {
+                let value = saving.arrive().await?;
+                first.take(value);
+            }
+            self.hand_on();
+        }
+        Ok(())
+    }
+
+    fn hand_on(&mut self) {
+        if let Some(Coming { piece, arrived, .. }) = self.coming.pop_front() {
+            arrived(piece);
+        }
+    }
+
+    /// The first of `pages` pages that one piece takes.
+    fn most(&self, pages: usize) -> usize {
+        pages.min((PAGES / self.page.bytes.max(1)).max(1) as usize)
+    }
+}
+
+impl Coming {
+    /// The value of the first copy in flight.
+    fn take(&mut self, value: Bytes) {
+        self.savings.pop_front();
+        // The state is the last one.
+        match self.piece.head.positions().is_empty() || !self.savings.is_empty() {
+            true => self.piece.pages.push(value),
+            false => self.piece.state = Some(value),
+        }
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// Begins to copy pages of `what.tokens` from `what.from` on to host memory, as many as one piece takes: of a `whole` prefix, which no
+    /// request computes any more, also the deepest state if all pages before it fit, else those that the tree has by now. False: there
+    /// is nothing yet, or there are as many pieces as there may be. `what.states` is taken as 1. The engine goes on meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] if the tree has nothing of a whole prefix, or has converted values, and without
+    /// [`EngineOptions::outgoing`](super::EngineOptions::outgoing); a device error.
+    pub fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<bool> {
+        self.check_usable()?;
+        let Some(mut outgoing) = self.outgoing.take() else {
+            return Err(Error::BadRequest("this engine has no memory for what leaves while it runs".into()));
+        };
+        let begun = self.begin_copy(&mut outgoing, what, whole, arrived);
+        self.outgoing = Some(outgoing);
+        begun
+    }
+
+    fn begin_copy(&self, outgoing: &mut Outgoing, what: Export, whole: bool, arrived: Arrived) -> Result<bool> {
+        let path = self.leaving(&what, whole)?;
+        // One holder is the original.
+        if Arc::strong_count(&outgoing.alive) > outgoing.pieces {
+            return Ok(false);
+        }
+        let pages = path.pages.len();
+        // A whole prefix ends with a page and its state.
+        let first = (what.from / GRID).min(if whole { pages.saturating_sub(1) } else { pages });
+        let mut savings = VecDeque::new();
+        for &page in &path.pages[first..first + outgoing.most(pages - first)] {
+            let Some(room) = outgoing.memory.take(outgoing.page.bytes as usize) else { break };
+            savings.push_back(self.runner.save_entry(&outgoing.page.parts, page, room)?);
+        }
+        let to = first + savings.len();
+        let mut last = whole && to == pages;
+        let state = path.states.last().filter(|_| last);
+        if let Some((_, slot)) = state {
+            match outgoing.memory.take(outgoing.state.bytes as usize) {
+                Some(room) => savings.push_back(self.runner.save_entry(&outgoing.state.parts, *slot, room)?),
+                None => last = false,
+            }
+        }
+        if savings.is_empty() {
+            return Ok(false);
+        }
+        let positions: Vec<usize> = state.filter(|_| last).map(|(position, _)| *position).into_iter().collect();
+        let depth = if last { path.depth } else { to * GRID };
+        let head = self.head(what, first, depth, to - first, &positions);
+        let places = self.places(&head.parts).into();
+        let piece = Piece { head, pages: Vec::new(), state: None, places, last, _alive: outgoing.alive.clone() };
+        outgoing.coming.push_back(Coming { piece, savings, arrived });
+        Ok(true)
+    }
+
+    /// The entries that can leave.
+    fn leaving(&self, what: &Export, whole: bool) -> Result<Path> {
+        if !whole {
+            return Ok(self.scheduler.known(&what.realm, &what.tokens));
+        }
+        let (path, origin) = self.scheduler.path(&what.realm, &what.tokens, 1);
+        match (path.depth, origin.is_empty()) {
+            (0, _) => Err(Error::BadRequest("the prefix cache holds nothing of it any more".into())),
+            (_, false) => Err(Error::BadRequest("the prefix cache holds it as converted values only".into())),
+            _ => Ok(path),
+        }
+    }
+
+    fn head(&self, what: Export, first: usize, depth: usize, pages: usize, positions: &[usize]) -> Head {
+        let mut tokens = what.tokens;
+        tokens.truncate(depth);
+        let dtypes = Dtypes::of(self.caps());
+        Head {
+            name: what.name,
+            model: what.model,
+            numerics: self.numerics(),
+            tokens,
+            ends: what.ends,
+            messages: what.messages,
+            from: first * GRID,
+            parts: parts(&self.division.layers, dtypes, pages, positions),
+        }
+    }
+
+    /// Where the rows of these parts lie in pages and states as [`Backend::save`] copies them.
+    fn places(&self, parts: &[Part]) -> Vec<Vec<Place>> {
+        let mut all: Vec<Vec<Place>> = parts.iter().map(|_| Vec::new()).collect();
+        for paged in [true, false] {
+            let mut at = 0;
+            for shares in &self.division.shares {
+                for (part, places) in parts.iter().zip(&mut all).filter(|(part, _)| part.kind.is_paged() == paged) {
+                    let mut own = part.places(&shares[part.layer as usize]);
+                    for pool in self.runner.pools_of(part) {
+                        let bytes = pool.dims()[1] * part.unit_bytes();
+                        places.push(Place { at, row: own.take(bytes) });
+                        at += bytes;
+                    }
+                }
+            }
+        }
+        all
+    }
+}
