@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 /// From this size on, pages of 2 MiB are asked for. To commit 4 KiB at a time takes seconds for a large model, most of all in
 /// a virtual machine; for little memory large pages would waste some.
 #[cfg(not(target_arch = "wasm32"))]
-const LARGE: usize = 64 << 20;
+const LARGE: usize = 16 << 20;
 
 /// Zeroed bytes, at any alignment.
 pub enum Zeroed {

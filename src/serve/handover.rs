@@ -76,7 +76,7 @@ impl Part {
 }
 
 /// Pieces of prompts that may be on their way at a time.
-const PIECES: usize = 4;
+const PIECES: usize = 8;
 
 /// Those of a server with this role.
 pub fn pieces(args: &HandoverArgs) -> usize {

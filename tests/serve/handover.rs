@@ -176,11 +176,10 @@ fn take(line: &mut TcpStream, bytes: usize) -> Vec<u8> {
     all
 }
 
-/// The next length, and so many bytes `each` after it.
-fn take_all(line: &mut TcpStream, each: usize) -> usize {
+/// The next length, and so many times `each` bytes after it.
+fn skip(line: &mut TcpStream, each: usize) {
     let count = u32::from_le_bytes(take(line, 4).try_into().unwrap()) as usize;
     take(line, each * count);
-    count
 }
 
 /// The marks before the bundles of a prompt, in order.
@@ -189,15 +188,16 @@ fn marks(port: u16, room: u64) -> Vec<u8> {
     line.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     line.write_all(&[&b"selkieH3"[..], &room.to_le_bytes()].concat()).unwrap();
     assert_eq!(take(&mut line, 1), [1]);
-    take_all(&mut line, 1);
-    take_all(&mut line, 4);
+    skip(&mut line, 1);
+    skip(&mut line, 4);
     line.write_all(&[0; 4]).unwrap();
     let mut marks = Vec::new();
     while marks.last() != Some(&4) {
         let mark = take(&mut line, 1)[0];
         if mark != 0 {
             marks.push(mark);
-            while take_all(&mut line, 1) > 0 {}
+            let bytes = u64::from_le_bytes(take(&mut line, 8).try_into().unwrap());
+            take(&mut line, bytes as usize);
         }
     }
     marks

@@ -139,6 +139,14 @@ impl Head {
         Ok(())
     }
 
+    /// Bytes of its whole bundle.
+    pub fn file_bytes(&self) -> u64 {
+        let messages = self.messages.as_ref().map(|text| messages_bytes(text));
+        let small = 4 * (self.tokens.len() + self.ends.len()) + messages.unwrap_or(0);
+        let sums = 32 * (1 + header::summed(messages.is_some(), self.parts.len()));
+        (header::write(self, messages).len() + small + sums) as u64 + self.bytes()
+    }
+
     /// Refuses a bundle of another model.
     ///
     /// # Errors
@@ -199,6 +207,11 @@ impl Head {
     pub fn layers(&self) -> usize {
         layers_of(&self.parts)
     }
+}
+
+/// Bytes of messages with the white space after them, so that all values lie at multiples of 4 bytes.
+fn messages_bytes(text: &str) -> usize {
+    text.len().next_multiple_of(4)
 }
 
 fn layers_of(parts: &[Part]) -> usize {

@@ -35,6 +35,11 @@ pub trait Input: Shared {
     /// # Errors
     /// [`io::ErrorKind::UnexpectedEof`] for less than that, and what the system says.
     fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+
+    /// All of its bytes, if they are in memory and nobody can change them.
+    fn in_memory(&self) -> Option<&[u8]> {
+        None
+    }
 }
 
 #[cfg(any(unix, windows))]
@@ -70,6 +75,10 @@ impl<T: AsRef<[u8]> + Shared> Input for Cursor<T> {
         let part = usize::try_from(at).ok().and_then(|at| all.get(at..)?.get(..into.len()));
         into.copy_from_slice(part.ok_or(io::ErrorKind::UnexpectedEof)?);
         Ok(())
+    }
+
+    fn in_memory(&self) -> Option<&[u8]> {
+        Some(self.get_ref().as_ref())
     }
 }
 
@@ -178,6 +187,10 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// As [`Reader::verify`], and those of `visit`.
     pub fn rows(&self, visit: &mut Visit<'_>) -> Result<()> {
+        if let Some(all) = self.input.in_memory().filter(|_| self.verified) {
+            let bytes = |piece: &Piece<'_>| &all[piece.at as usize..][..piece.length];
+            return self.pieces().try_for_each(|piece| visit(piece.part, piece.first, bytes(&piece)));
+        }
         let (mut pieces, mut hasher) = (self.pieces(), Hasher::default());
         let make = || pieces.next().map(|piece| self.load(&piece, &mut hasher).map(|bytes| (piece, bytes)));
         ahead(make, |loaded| loaded.and_then(|(piece, bytes)| visit(piece.part, piece.first, &bytes)))

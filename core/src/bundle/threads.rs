@@ -17,6 +17,27 @@ pub(super) fn each<T: Shared>(tasks: Vec<T>, f: impl Fn(T) -> Result<()> + Share
     tasks.into_par_iter().map(f).collect::<Vec<_>>().into_iter().collect()
 }
 
+/// What `f` makes of each of `tasks`, several at a time, in their order.
+pub(super) fn map<T: Shared, R: Shared>(tasks: Vec<T>, f: impl Fn(T) -> R + Shared) -> Vec<R> {
+    #[cfg(target_arch = "wasm32")]
+    return tasks.into_iter().map(f).collect();
+    #[cfg(not(target_arch = "wasm32"))]
+    tasks.into_par_iter().map(f).collect()
+}
+
+/// Runs `there` in a thread of its own, if there can be one, while `here` runs.
+pub(super) fn beside<A: Shared, B>(there: impl Fn() -> A + Shared, here: impl FnOnce() -> B) -> (A, B) {
+    #[cfg(not(target_arch = "wasm32"))]
+    let (made, done) = thread::scope(|scope| {
+        let thread = thread::Builder::new().name("selkie-checksums".into()).spawn_scoped(scope, &there).ok();
+        let done = here();
+        (thread.map(|thread| thread.join().expect("it does not panic")), done)
+    });
+    #[cfg(target_arch = "wasm32")]
+    let (made, done) = (None, here());
+    (made.unwrap_or_else(there), done)
+}
+
 /// Hands `take` all that `make` gives. `make` runs in a thread of its own while `take` is at work, one item ahead.
 ///
 /// # Errors

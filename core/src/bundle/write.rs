@@ -3,15 +3,18 @@
 use std::{
     io::{self, Write},
     mem,
-    sync::{
-        Arc,
-        mpsc::{SyncSender, sync_channel},
-    },
+    sync::mpsc::{SyncSender, sync_channel},
     thread::{self, JoinHandle},
 };
 
-use super::{Head, header};
-use crate::digest::{Digest, Hasher};
+use super::{
+    Head, header, messages_bytes,
+    threads::{beside, map},
+};
+use crate::{
+    digest::{Digest, Hasher},
+    source::Bytes,
+};
 
 /// Writes a bundle: the head at once, then the values of all parts in their order, in pieces of any size.
 ///
@@ -29,7 +32,7 @@ pub struct Writer<W> {
 /// The checksums of the parts. To compute them takes about as long as to write the values, so a thread does it, where there is one.
 enum Values {
     Here(Box<Sums>),
-    Beside(SyncSender<Arc<Vec<u8>>>, JoinHandle<Sums>),
+    Beside(SyncSender<Bytes>, JoinHandle<Sums>),
 }
 
 /// Checksums of parts whose values come in pieces of any size.
@@ -54,8 +57,7 @@ impl<W: Write> Writer<W> {
         head.check().map_err(invalid)?;
         let mut messages = head.messages.clone().map(String::into_bytes);
         if let Some(text) = &mut messages {
-            // White space after JSON; so all values lie at multiples of 4 bytes.
-            text.resize(text.len().next_multiple_of(4), b' ');
+            text.resize(head.messages.as_deref().map_or(0, messages_bytes), b' ');
         }
         let bytes = header::write(head, messages.as_ref().map(Vec::len));
         if bytes.len() as u64 - 8 > header::MOST_HEADER {
@@ -87,14 +89,29 @@ impl<W: Write> Writer<W> {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidInput`] for more than the parts hold; those of the output.
-    pub fn write(&mut self, bytes: Vec<u8>) -> io::Result<()> {
+    pub fn write(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
+        let bytes = bytes.into();
         let Some(left) = self.left.checked_sub(bytes.len() as u64) else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "more values than the bundle's head names"));
         };
         self.left = left;
-        let bytes = Arc::new(bytes);
         self.values.add(&bytes);
         self.put(&bytes)
+    }
+
+    /// Writes the values of all parts, each in pieces that are in memory, and finishes. Several threads compute the checksums meanwhile.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidInput`] if there are more or fewer values than the head names; those of the output.
+    pub fn write_all(mut self, parts: &[Vec<Bytes>]) -> io::Result<(W, u64)> {
+        let bytes: u64 = parts.iter().flatten().map(|piece| piece.len() as u64).sum();
+        if bytes != self.left {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "other values than the bundle's head names"));
+        }
+        let sums = || map(parts.iter().collect(), |part| sum(part));
+        let (sums, put) = beside(sums, || parts.iter().flatten().try_for_each(|piece| self.put(piece)));
+        put?;
+        self.end(&sums)
     }
 
     /// Writes the checksums; returns the output and the bytes of the bundle. The output is flushed.
@@ -106,7 +123,11 @@ impl<W: Write> Writer<W> {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "fewer values than the bundle's head names"));
         }
         let values = mem::replace(&mut self.values, Values::Here(Box::new(Sums::of(Vec::new())))).finish();
-        let sums: Vec<u8> = self.sums.iter().chain(&values).flat_map(|sum| sum.0).collect();
+        self.end(&values)
+    }
+
+    fn end(mut self, of_parts: &[Digest]) -> io::Result<(W, u64)> {
+        let sums: Vec<u8> = self.sums.iter().chain(of_parts).flat_map(|sum| sum.0).collect();
         self.put(&sums)?;
         self.out.flush()?;
         Ok((self.out, self.written))
@@ -115,7 +136,7 @@ impl<W: Write> Writer<W> {
 
 impl Values {
     fn start(mut sums: Sums) -> Self {
-        let (here, (pieces, arriving)) = (sums.clone(), sync_channel::<Arc<Vec<u8>>>(WAITING));
+        let (here, (pieces, arriving)) = (sums.clone(), sync_channel::<Bytes>(WAITING));
         let work = move || {
             arriving.iter().for_each(|bytes| sums.add(&bytes));
             sums
@@ -127,7 +148,7 @@ impl Values {
         }
     }
 
-    fn add(&mut self, bytes: &Arc<Vec<u8>>) {
+    fn add(&mut self, bytes: &Bytes) {
         match self {
             Self::Here(sums) => sums.add(bytes),
             // The thread ends after the last piece only.
@@ -164,6 +185,12 @@ impl Sums {
             bytes = later;
         }
     }
+}
+
+fn sum(part: &[Bytes]) -> Digest {
+    let mut hasher = Hasher::default();
+    part.iter().for_each(|piece| hasher.update(piece));
+    hasher.finish()
 }
 
 fn little_endian(words: &[u32]) -> Vec<u8> {

@@ -2,7 +2,9 @@
 
 use std::{io::Write, pin::Pin};
 
-use super::{Arrived, Engine, Event, Export, Exported, Import, Imported, Request, Scheduler, SeqId, Sizes, Stats};
+use super::{
+    Arrived, Engine, Event, Export, Exported, Import, Imported, Leaving, Request, Scheduler, SeqId, Sizes, Stats,
+};
 use crate::{
     backend::{Backend, Caps},
     bundle::Reader,
@@ -82,7 +84,7 @@ pub trait AnyEngine {
     ///
     /// # Errors
     /// Those of that method.
-    fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<bool>;
+    fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<Option<Leaving>>;
     /// See [`Engine::import`].
     ///
     /// # Errors
@@ -157,7 +159,7 @@ impl<B: Backend> AnyEngine for Engine<B> {
     fn export<'a>(&'a self, what: Export, file: &'a str, out: &'a mut dyn Write) -> Exporting<'a> {
         Box::pin(self.export(what, file, out))
     }
-    fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<bool> {
+    fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<Option<Leaving>> {
         self.copy_out(what, whole, arrived)
     }
     fn import(&mut self, bundle: &mut Reader<'_>, into: &Import) -> Result<Imported> {

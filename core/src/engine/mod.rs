@@ -45,7 +45,7 @@ pub use draft::{Drafter, MOST_DRAFTS, Mtp, Ngram, Speculate};
 pub use landing::Coverage;
 pub use news::{Event, FinishReason, Finished, Timing};
 pub use options::{EngineOptions, MOST_BATCH, MOST_STEP_TOKENS, Sizes};
-pub use outgoing::{Arrived, Piece};
+pub use outgoing::{Arrived, Leaving, Piece};
 pub use plan::{Plan, PlanRow, SeqId};
 pub use runner::Runner;
 pub use schedule::{Commit, Scheduler};

@@ -3,12 +3,12 @@
 //! The copies are ordered with the steps on the device and delay none, so the first pages of a prompt leave while its last ones are
 //! computed. What arrived is put in the form of a bundle by another thread.
 
-use std::{collections::VecDeque, io, io::Write, mem, ops::Range, sync::Arc};
+use std::{collections::VecDeque, io, io::Write, ops::Range, sync::Arc};
 
 use super::{Engine, Export, landing::Path, lower::Layout};
 use crate::{
     backend::Backend,
-    bundle::{Dtypes, Head, PIECE, Part, Writer, parts},
+    bundle::{Dtypes, Head, Part, Writer, parts},
     error::{Error, Result},
     layer::LayerState,
     saved::{HostMemory, Saving},
@@ -18,9 +18,20 @@ use crate::{
 
 /// Bytes of the pages of a piece, unless one page has more.
 const PAGES: u64 = 64 << 20;
+/// States among the pieces that exist at a time.
+const STATES: u64 = 2;
 
 /// Called with a piece that has arrived, on the engine's thread. Dropped instead if the engine fails.
 pub type Arrived = Box<dyn FnOnce(Piece) + Send>;
+
+/// A piece on its way to host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leaving {
+    /// Tokens up to its end.
+    pub depth: usize,
+    /// Whether nothing of the prefix is left after it.
+    pub last: bool,
+}
 
 /// Pages of a prefix that follow each other, and perhaps the state at its end, in host memory.
 pub struct Piece {
@@ -42,14 +53,14 @@ struct Place {
 }
 
 impl Piece {
-    /// Tokens up to its end.
-    pub fn depth(&self) -> usize {
-        self.head.depth()
+    /// What it was when it left.
+    pub fn left(&self) -> Leaving {
+        Leaving { depth: self.head.depth(), last: self.last }
     }
 
-    /// Whether a request can be continued from its end, so that nothing of the prefix is left.
-    pub fn is_last(&self) -> bool {
-        self.last
+    /// Bytes of it as a bundle.
+    pub fn bytes(&self) -> u64 {
+        self.head.file_bytes()
     }
 
     /// Writes it as a bundle and returns its bytes.
@@ -57,38 +68,31 @@ impl Piece {
     /// # Errors
     /// Those of `out`.
     pub fn write(&self, out: impl Write) -> io::Result<u64> {
-        let mut writer = Writer::new(out, &self.head)?;
-        let mut piece = Vec::with_capacity(PIECE);
-        for (part, places) in self.head.parts.iter().zip(&*self.places) {
+        let rows = |(part, places): (&Part, &Vec<Place>)| -> Vec<Bytes> {
             let entries = if part.kind.is_paged() { &self.pages } else { self.state.as_slice() };
-            for entry in entries {
-                if piece.len() + part.row_bytes() > PIECE {
-                    writer.write(mem::replace(&mut piece, Vec::with_capacity(PIECE)))?;
-                }
-                add_row(&mut piece, part.row_bytes(), entry, places);
-            }
-        }
-        writer.write(piece)?;
-        writer.finish().map(|(_, bytes)| bytes)
+            entries.iter().map(|entry| row(entry, part.row_bytes(), places)).collect()
+        };
+        let parts: Vec<Vec<Bytes>> = self.head.parts.iter().zip(&*self.places).map(rows).collect();
+        Writer::new(out, &self.head)?.write_all(&parts).map(|(_, bytes)| bytes)
     }
 }
 
-/// Adds a row of `bytes` bytes. What several ranks have of it is taken from the last of them.
-fn add_row(to: &mut Vec<u8>, bytes: usize, entry: &[u8], places: &[Place]) {
+/// A row of `bytes` bytes. What several ranks have of it is taken from the last of them.
+fn row(entry: &Bytes, bytes: usize, places: &[Place]) -> Bytes {
     if let [Place { at, row }] = places
         && matches!(&row[..], [all] if *all == (0..bytes))
     {
-        return to.extend_from_slice(&entry[*at..at + bytes]);
+        return entry.slice(*at..at + bytes);
     }
-    let start = to.len();
-    to.resize(start + bytes, 0);
+    let mut joined = vec![0; bytes];
     for place in places {
         let mut at = place.at;
         for range in &place.row {
-            to[start..][range.clone()].copy_from_slice(&entry[at..at + range.len()]);
+            joined[range.clone()].copy_from_slice(&entry[at..at + range.len()]);
             at += range.len();
         }
     }
+    joined.into()
 }
 
 /// Copies in flight and the memory for them.
@@ -117,7 +121,7 @@ impl Outgoing {
             return Ok(None);
         }
         let (page, state) = (Layout::new(layers, backend.caps(), true), Layout::new(layers, backend.caps(), false));
-        let memory = backend.host_memory(pieces as u64 * (PAGES.max(page.bytes) + state.bytes))?;
+        let memory = backend.host_memory(pieces as u64 * PAGES.max(page.bytes) + STATES * state.bytes)?;
         Ok(Some(Self { memory, page, state, pieces, alive: Arc::default(), coming: VecDeque::new() }))
     }
 
@@ -175,13 +179,13 @@ impl Coming {
 
 impl<B: Backend> Engine<B> {
     /// Begins to copy pages of `what.tokens` from `what.from` on to host memory, as many as one piece takes: of a `whole` prefix, which no
-    /// request computes any more, also the deepest state if all pages before it fit, else those that the tree has by now. False: there
+    /// request computes any more, also the deepest state if all pages before it fit, else those that the tree has by now. `None`: there
     /// is nothing yet, or there are as many pieces as there may be. `what.states` is taken as 1. The engine goes on meanwhile.
     ///
     /// # Errors
     /// [`Error::BadRequest`] if the tree has nothing of a whole prefix, or has converted values, and without
     /// [`EngineOptions::outgoing`](super::EngineOptions::outgoing); a device error.
-    pub fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<bool> {
+    pub fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<Option<Leaving>> {
         self.check_usable()?;
         let Some(mut outgoing) = self.outgoing.take() else {
             return Err(Error::BadRequest("this engine has no memory for what leaves while it runs".into()));
@@ -191,11 +195,17 @@ impl<B: Backend> Engine<B> {
         begun
     }
 
-    fn begin_copy(&self, outgoing: &mut Outgoing, what: Export, whole: bool, arrived: Arrived) -> Result<bool> {
+    fn begin_copy(
+        &self,
+        outgoing: &mut Outgoing,
+        what: Export,
+        whole: bool,
+        arrived: Arrived,
+    ) -> Result<Option<Leaving>> {
         let path = self.leaving(&what, whole)?;
         // One holder is the original.
         if Arc::strong_count(&outgoing.alive) > outgoing.pieces {
-            return Ok(false);
+            return Ok(None);
         }
         let pages = path.pages.len();
         // A whole prefix ends with a page and its state.
@@ -215,15 +225,16 @@ impl<B: Backend> Engine<B> {
             }
         }
         if savings.is_empty() {
-            return Ok(false);
+            return Ok(None);
         }
         let positions: Vec<usize> = state.filter(|_| last).map(|(position, _)| *position).into_iter().collect();
         let depth = if last { path.depth } else { to * GRID };
         let head = self.head(what, first, depth, to - first, &positions);
         let places = self.places(&head.parts).into();
         let piece = Piece { head, pages: Vec::new(), state: None, places, last, _alive: outgoing.alive.clone() };
+        let leaving = piece.left();
         outgoing.coming.push_back(Coming { piece, savings, arrived });
-        Ok(true)
+        Ok(Some(leaving))
     }
 
     /// The entries that can leave.

@@ -6,11 +6,12 @@ use selkie_core::{
     bundle::Reader,
     engine::{Import, Imported},
     session::Model,
+    zeroed::Zeroed,
 };
 use tokio::{
     net::{TcpStream, lookup_host},
     task::JoinHandle,
-    time::timeout,
+    time::{Instant, timeout},
 };
 
 use super::{
@@ -115,7 +116,9 @@ async fn receive(line: &mut Line, model: &Model, into: &Import, most: u64) -> Re
     let mut tokens = 0;
     while !last {
         last = answered(line, &[PAGES, LAST]).await? == LAST;
+        let begun = Instant::now();
         let bundle = line.bundle(most - bytes).await.map_err(|e| fate(&e))?;
+        tracing::debug!("a bundle of {} bytes has come in {:?}", bundle.len(), begun.elapsed());
         bytes += bundle.len() as u64;
         if let Some(before) = importing.take() {
             imported(before).await?;
@@ -129,12 +132,16 @@ async fn receive(line: &mut Line, model: &Model, into: &Import, most: u64) -> Re
 }
 
 /// Its checksums are compared before the engine is asked.
-async fn import(model: Model, bundle: Vec<u8>, into: Import) -> Result<Imported, Refusal> {
+async fn import(model: Model, bundle: Zeroed, into: Import) -> Result<Imported, Refusal> {
     blocking(move || {
+        let begun = Instant::now();
         let mut bundle = Reader::open(Cursor::new(bundle), NAME)?;
         bundle.verify()?;
+        let checked = begun.elapsed();
         let work = model.with(move |engine| engine.import(&mut bundle, &into));
-        Ok(work.wait().map_err(|e| Refusal::from(&*e))??)
+        let imported = work.wait().map_err(|e| Refusal::from(&*e))??;
+        tracing::debug!("a bundle was checked in {checked:?} and is in the cache after {:?}", begun.elapsed());
+        Ok(imported)
     })
     .await
 }

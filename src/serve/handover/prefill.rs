@@ -1,6 +1,7 @@
 //! The one who computes: a socket where prompts are fetched.
 
 use std::{
+    future::pending,
     io::{self, Write},
     pin::pin,
     sync::Arc,
@@ -9,12 +10,15 @@ use std::{
 
 use selkie_core::{
     bundle::Identity,
-    engine::{Export, Piece},
+    engine::{Export, Leaving, Piece},
 };
 use tokio::{
     net::{TcpListener, TcpStream},
     runtime::Handle,
-    sync::{Semaphore, oneshot},
+    sync::{
+        OwnedSemaphorePermit, Semaphore,
+        mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    },
     task::spawn_blocking,
     time::{Instant, sleep, timeout},
 };
@@ -23,7 +27,7 @@ use super::{
     Offer, realm,
     rooms::{Room, Rooms},
     whole_blocks,
-    wire::{LAST, Line, PAGES, PIECE, SIGN_OF_LIFE, WAIT, fate},
+    wire::{LAST, Line, PAGES, SIGN_OF_LIFE, WAIT, fate},
 };
 use crate::serve::{
     app::App,
@@ -36,8 +40,17 @@ use crate::serve::{
 const CONNECTIONS: usize = 256;
 /// How long a request may come later than the one who fetches its prompt.
 const APPEARS: Duration = Duration::from_secs(5);
+/// Bytes that the other side takes within the time for a wait.
+const AT_ONCE: usize = 1 << 20;
+/// Pieces of a prompt that are copied before they are sent.
+const AHEAD: usize = 4;
 /// Time between two looks at what is computed. The engine answers between steps, so this is for those that have not begun.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// Pieces in host memory, each with its turn; or why there are no more.
+type Copied = Result<(Piece, OwnedSemaphorePermit), Refusal>;
+type Copies = UnboundedSender<Copied>;
+type Pieces = UnboundedReceiver<Copied>;
 
 /// Answers all who come.
 pub async fn serve(listener: TcpListener, app: &Arc<App>, rooms: &Arc<Rooms>) {
@@ -79,26 +92,47 @@ async fn give(app: &Arc<App>, rooms: &Rooms, stream: TcpStream, latest: Instant)
         Err(refusal) => return line.nothing(&refusal.message).await,
     };
     line.offer(&offer, &room.tokens).await?;
-    let mut from = match line.number(4).await {
+    let from = match line.number(4).await {
         Ok(from) => from as usize,
         // It needs nothing, or has another model.
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
         Err(e) => return Err(e),
     };
+    let (to, pieces) = unbounded_channel();
+    let copying = async {
+        if let Err(refusal) = copy_all(app, &room, from, &to).await {
+            let _ = to.send(Err(refusal));
+        }
+        // The sender decides when this ends.
+        pending::<()>().await;
+    };
+    tokio::select! {
+        sent = send_all(line, pieces, latest) => {
+            if let Some(handed) = sent? {
+                app.metrics.handed(&handed);
+            }
+            Ok(())
+        }
+        () = copying => Ok(()),
+    }
+}
+
+/// Sends pieces, or why there are no more.
+async fn send_all(mut line: Line, mut pieces: Pieces, latest: Instant) -> io::Result<Option<Handed>> {
     let mut all = 0;
     loop {
-        let piece = match waiting(&mut line, next(app, &room, from)).await? {
-            Ok(piece) => piece,
-            Err(refusal) => return line.nothing(&refusal.message).await,
+        let (piece, _turn) = match waiting(&mut line, pieces.recv()).await? {
+            Some(Ok(piece)) => piece,
+            Some(Err(refusal)) => return line.nothing(&refusal.message).await.map(|()| None),
+            None => return line.nothing("the engine has ended").await.map(|()| None),
         };
-        let last = piece.is_last();
-        from = piece.depth();
+        let (begun, Leaving { depth, last }) = (Instant::now(), piece.left());
         let bytes;
         (line, bytes) = send(line, piece, latest).await?;
         all += bytes;
+        tracing::debug!("a bundle up to token {depth}: {bytes} bytes sent in {:?}", begun.elapsed());
         if last {
-            app.metrics.handed(&Handed::Over { tokens: from, bytes: all });
-            return Ok(());
+            return Ok(Some(Handed::Over { tokens: depth, bytes: all }));
         }
     }
 }
@@ -122,26 +156,38 @@ async fn offer(app: &Arc<App>) -> Result<Vec<u8>, Refusal> {
     serde_json::to_vec(&Offer::own(app, &files, numerics)?).map_err(|e| Refusal::new(500, e.to_string()))
 }
 
-/// The next piece of a prompt after its first `from` tokens, as soon as there is one.
-async fn next(app: &App, room: &Room, from: usize) -> Result<Piece, Refusal> {
+/// Has pieces of a prompt copied from its token `from` on, as soon as there are some.
+async fn copy_all(app: &App, room: &Room, mut from: usize, to: &Copies) -> Result<(), Refusal> {
     let model = identity(&*files(app)?)?;
+    let turns = Arc::new(Semaphore::new(AHEAD));
     loop {
+        let ended = |_| Refusal::new(503, "the server ends");
+        let turn = turns.clone().acquire_owned().await.map_err(ended)?;
         let over = room.is_over();
         if over && !room.computed().await {
             return Err(Refusal::new(503, "the request for this room has failed"));
         }
-        if let Some(piece) = copy(app, &model, room, from, over).await? {
-            return Ok(piece);
-        }
-        tokio::select! {
-            _ = room.computed(), if !over => {}
-            () = sleep(PAUSE) => {}
+        match copy(app, &model, room, from, over, to.clone(), turn).await? {
+            Some(Leaving { last: true, .. }) => return Ok(()),
+            Some(leaving) => from = leaving.depth,
+            None => tokio::select! {
+                _ = room.computed(), if !over => {}
+                () = sleep(PAUSE) => {}
+            },
         }
     }
 }
 
-/// What the cache has of it now; with the state if it is `whole`.
-async fn copy(app: &App, model: &Identity, room: &Room, from: usize, whole: bool) -> Result<Option<Piece>, Refusal> {
+/// Begins to copy what the cache has of it now; with the state if it is `whole`.
+async fn copy(
+    app: &App,
+    model: &Identity,
+    room: &Room,
+    from: usize,
+    whole: bool,
+    to: Copies,
+    turn: OwnedSemaphorePermit,
+) -> Result<Option<Leaving>, Refusal> {
     let what = Export {
         model: model.clone(),
         name: app.name().to_owned(),
@@ -152,25 +198,18 @@ async fn copy(app: &App, model: &Identity, room: &Room, from: usize, whole: bool
         states: 1,
         from,
     };
-    let (send, arrived) = oneshot::channel();
     // Whoever waits for it may be gone.
-    let hand_on = Box::new(move |piece| drop(send.send(piece)));
+    let hand_on = Box::new(move |piece| drop(to.send(Ok((piece, turn)))));
     let begun = app.ready()?.with(move |engine| engine.copy_out(what, whole, hand_on)).await;
-    if !begun.map_err(|e| Refusal::from(&*e))?? {
-        return Ok(None);
-    }
-    arrived.await.map(Some).map_err(|_| Refusal::new(503, "the engine has ended"))
+    Ok(begun.map_err(|e| Refusal::from(&*e))??)
 }
 
 /// Sends a piece as a bundle, from a thread of its own; how many bytes that was.
 async fn send(mut line: Line, piece: Piece, latest: Instant) -> io::Result<(Line, u64)> {
-    line.write(&[if piece.is_last() { LAST } else { PAGES }]).await?;
+    line.write(&[if piece.left().last { LAST } else { PAGES }]).await?;
+    line.write(&piece.bytes().to_le_bytes()).await?;
     let mut out = Out { line, runtime: Handle::current(), latest };
-    let work = spawn_blocking(move || {
-        let bytes = piece.write(&mut out)?;
-        out.runtime.block_on(out.line.send_piece(&[]))?;
-        Ok((out.line, bytes))
-    });
+    let work = spawn_blocking(move || piece.write(&mut out).map(|bytes| (out.line, bytes)));
     work.await.map_err(io::Error::other)?
 }
 
@@ -187,8 +226,8 @@ impl Write for Out {
         if Instant::now() > self.latest {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        let now = &bytes[..bytes.len().min(PIECE)];
-        self.runtime.block_on(self.line.send_piece(now))?;
+        let now = &bytes[..bytes.len().min(AT_ONCE)];
+        self.runtime.block_on(self.line.write(now))?;
         Ok(now.len())
     }
 

@@ -5,13 +5,14 @@
 //!    (u32 each). If the prompt is another one, or nothing of it is needed, the connection is closed.
 //! 3. The one who answers: for how many tokens it has the pages (u32).
 //! 4. The one who computes: bundles (docs/bundle.md), each without the pages before it, as soon as steps have filled its own.
-//!    Before each, [`PAGES`], or [`LAST`] if it ends with a state or nothing will follow. It comes in pieces: a length (u32), at most
-//!    [`PIECE`], and so many bytes each; 0 after the last one. [`WAIT`] comes every second in which there is nothing else.
+//!    Before each, [`PAGES`], or [`LAST`] if nothing will follow, and a length (u64). [`WAIT`] comes every second in which there is
+//!    nothing else.
 //!
 //! [`NOTHING`], a length (u16) and the reason may come in place of an offer or of a bundle.
 
 use std::{io, time::Duration};
 
+use selkie_core::zeroed::Zeroed;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -34,8 +35,6 @@ pub const LAST: u8 = 4;
 pub const STALL: Duration = Duration::from_secs(10);
 /// How often a [`WAIT`] is sent.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
-/// Bytes that are sent at a time.
-pub const PIECE: usize = 1 << 20;
 /// Most bytes of an offer.
 const MOST_OFFER: u32 = 64 << 10;
 
@@ -111,31 +110,24 @@ impl Line {
         Ok((json, Some(tokens)))
     }
 
-    /// Sends bytes of a bundle; the end if there are none.
-    pub async fn send_piece(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.write(&(bytes.len() as u32).to_le_bytes()).await?;
-        self.write(bytes).await
-    }
-
     /// A bundle of at most `most` bytes.
-    pub async fn bundle(&mut self, most: u64) -> io::Result<Vec<u8>> {
-        let mut bundle = Vec::new();
-        loop {
-            let length = self.number(4).await? as usize;
-            let all = bundle.len() + length;
-            if length > PIECE {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "a piece is too long"));
-            }
-            if all as u64 > most {
-                let why = "it sends more than --max-state allows";
-                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
-            }
-            if length == 0 {
-                return Ok(bundle);
-            }
-            bundle.resize(all, 0);
-            self.read(&mut bundle[all - length..]).await?;
+    pub async fn bundle(&mut self, most: u64) -> io::Result<Zeroed> {
+        let length = self.number(8).await?;
+        if length > most {
+            let why = format!("it sends {length} bytes, of which --max-state allows {most}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
+        let bytes = usize::try_from(length).ok().and_then(Zeroed::new);
+        let mut bundle = bytes.ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
+        let mut rest = &mut bundle[..];
+        while !rest.is_empty() {
+            let read = timed(self.0.read(rest)).await?;
+            if read == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            rest = &mut rest[read..];
+        }
+        Ok(bundle)
     }
 
     /// Says why there is nothing.
@@ -179,7 +171,7 @@ mod tests {
     use super::*;
 
     /// The bundle that comes out of a connection into which these bytes go.
-    fn bundle(bytes: Vec<u8>, most: u64) -> io::Result<Vec<u8>> {
+    fn bundle(bytes: Vec<u8>, most: u64) -> io::Result<Zeroed> {
         runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
             let listener = TcpListener::bind("127.0.0.1:0").await?;
             let mut to = TcpStream::connect(listener.local_addr()?).await?;
@@ -190,16 +182,16 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_comes_in_pieces_and_has_an_end() {
-        assert_eq!(bundle(b"\x02\0\0\0ab\x01\0\0\0c\0\0\0\0".to_vec(), 3).unwrap(), b"abc");
-        assert!(bundle(vec![0; 4], 0).unwrap().is_empty());
+    fn a_bundle_has_a_length_and_a_limit() {
+        assert_eq!(bundle(b"\x03\0\0\0\0\0\0\0abcd".to_vec(), 3).unwrap()[..], b"abc"[..]);
+        assert!(bundle(vec![0; 8], 0).unwrap().is_empty());
         for (bytes, kind) in [
-            (&b"\x02\0\0\0ab"[..], io::ErrorKind::UnexpectedEof),
-            (b"\x02\0\0\0a", io::ErrorKind::UnexpectedEof),
-            (b"\xff\xff\xff\xffab", io::ErrorKind::InvalidData),
-            (b"\x02\0\0\0ab\x02\0\0\0cd\0\0\0\0", io::ErrorKind::InvalidData),
+            (&b"\x03\0\0\0\0\0\0\0ab"[..], io::ErrorKind::UnexpectedEof),
+            (b"\x03\0\0", io::ErrorKind::UnexpectedEof),
+            (b"\x04\0\0\0\0\0\0\0abcd", io::ErrorKind::InvalidData),
+            (b"\xff\xff\xff\xff\xff\xff\xff\xffabcd", io::ErrorKind::InvalidData),
         ] {
-            assert_eq!(bundle(bytes.to_vec(), 3).unwrap_err().kind(), kind, "{bytes:?}");
+            assert_eq!(bundle(bytes.to_vec(), 3).err().unwrap().kind(), kind, "{bytes:?}");
         }
     }
 }

@@ -483,19 +483,18 @@ fn pieces<B: Backend>(engine: &mut Engine<B>, what: &Export, whole: bool) -> Res
     let (mut pieces, mut what) = (Vec::new(), what.clone());
     loop {
         let (send, arrived) = std::sync::mpsc::channel();
-        if !engine.copy_out(what.clone(), whole, Box::new(move |piece| send.send(piece).unwrap()))? {
-            return Ok(pieces);
-        }
+        let hand_on = Box::new(move |piece| send.send(piece).unwrap());
+        let Some(leaving) = engine.copy_out(what.clone(), whole, hand_on)? else { return Ok(pieces) };
         let piece = loop {
             match arrived.try_recv() {
                 Ok(piece) => break piece,
                 Err(_) => drop(block_on(engine.step())?),
             }
         };
-        what.from = piece.depth();
-        let last = piece.is_last();
+        assert_eq!(piece.left(), leaving);
+        what.from = leaving.depth;
         pieces.push(piece);
-        if last {
+        if leaving.last {
             return Ok(pieces);
         }
     }
@@ -521,10 +520,10 @@ fn leaves_in_pieces<B: Backend>(backend: impl Fn() -> B, folder: &str) {
     };
     let bring = |target: &mut Engine<B>, piece: &Piece| {
         let mut bytes = Vec::new();
-        assert_eq!(piece.write(&mut bytes).unwrap(), bytes.len() as u64);
+        assert_eq!((piece.write(&mut bytes).unwrap(), piece.bytes()), (bytes.len() as u64, bytes.len() as u64));
         target.poison_free().unwrap();
         let mut bundle = Reader::open(Cursor::new(bytes), "piece").unwrap();
-        assert_eq!(bundle.head().depth(), piece.depth());
+        assert_eq!(bundle.head().depth(), piece.left().depth);
         let imported = target.import(&mut bundle, &Import { pieces: true, ..into(&model) }).unwrap();
         target.scheduler().audit().unwrap();
         imported
@@ -534,8 +533,8 @@ fn leaves_in_pieces<B: Backend>(backend: impl Fn() -> B, folder: &str) {
     while !source.is_idle() {
         drop(block_on(source.step()).unwrap());
         for piece in pieces(&mut source, &sent, false).unwrap() {
-            assert!(!piece.is_last() && piece.depth() > sent.from);
-            sent.from = piece.depth();
+            assert!(!piece.left().last && piece.left().depth > sent.from);
+            sent.from = piece.left().depth;
             bring(&mut target, &piece);
             early += 1;
         }
@@ -589,7 +588,7 @@ fn what_leaves_has_an_end_and_a_limit() {
     run(&mut source, &request(&what.tokens, 1));
     // As long as one is not dropped there is no other, and the engine is not held up by it.
     let first = pieces(&mut source, &what, true).unwrap();
-    assert!(first[0].is_last() && source.is_idle());
+    assert!(first[0].left().last && source.is_idle());
     assert!(pieces(&mut source, &what, true).unwrap().is_empty());
     drop(first);
     assert_eq!(pieces(&mut source, &what, true).unwrap().len(), 1);
