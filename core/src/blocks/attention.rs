@@ -1,7 +1,7 @@
 //! Attention: fused projection, per-head norms and rotation with the write of keys and values, attention over pages, an
 //! optional gate on the output, and the output projection.
 
-use super::{Out, Pass, Scratch, Widths, adapter, divided, divided_or_repeated, undivided};
+use super::{Out, Pass, Scratch, Widths, adapter, divided, divided_or_repeated};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -126,9 +126,6 @@ impl Plan {
 
     /// Heads by rank, and KV heads, or one KV head for several ranks.
     pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
-        if self.adapter.is_some() {
-            return undivided("attention with an adapter");
-        }
         let Heads { heads, kv_heads, head_dim } = self.heads;
         let heads = divided("heads", heads, ranks)?;
         let kv_heads = divided_or_repeated("KV heads", kv_heads, ranks)?;
@@ -182,11 +179,11 @@ impl Plan {
         scale: f32,
     ) -> Result<Attention<B::Buf>> {
         let ranks = l.ranks().len();
-        let input = l.linear_on(self.input, |rank| self.input_parts(&mine, prefix, rank), self.bias, self.input_scale);
-        let input = input.await?;
-        let (q, kv, hd) = (self.q_width(), self.kv_width(), self.heads.head_dim);
+        let (q, hd) = (self.q_width(), self.heads.head_dim);
+        let parts = |rank: Rank| self.input_parts(&mine, prefix, rank);
+        let input = l.linear_on(self.input, parts, self.bias, self.input_scale).await?;
         let adapter = match &self.adapter {
-            Some(adapter) => Some(adapter.load(l, prefix, self.input, &[q, kv, kv]).await?),
+            Some(adapter) => Some(adapter.load(l, prefix, self.input, parts).await?),
             None => None,
         };
         let norm = match self.qk_norm {

@@ -1,6 +1,6 @@
 //! A single linear layer, for layers that project between their mixers.
 
-use super::{Out, Pass, Widths, undivided};
+use super::{Out, Pass, Widths};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -21,17 +21,17 @@ impl Plan {
         format!("{0} x {0}", self.width)
     }
 
+    /// All of it: its input is whole on every rank, and its output is then as well, without a sum.
     pub(super) fn share(&self, _: usize) -> Result<Self, String> {
-        undivided("a linear layer between mixers")
+        Ok(self.clone())
     }
 
     pub(super) fn state(&self) -> LayerState {
         LayerState::default()
     }
 
-    /// Not divided: every rank would have all of it.
     pub(super) fn state_share(&self, _: Rank) -> StateShare {
-        StateShare::whole(self.state())
+        StateShare::default()
     }
 
     pub(super) fn parameters(&self) -> u64 {

@@ -1,6 +1,6 @@
 //! Feed-forward layers: `down(act(gate(u)) * up(u))`, or `down(act(up(u)))` without a gate.
 
-use super::{ALIGN, Out, Pass, Scratch, Widths, adapter, divided, undivided};
+use super::{ALIGN, Out, Pass, Scratch, Widths, adapter, divided};
 use crate::{
     Result,
     backend::{Backend, Handle},
@@ -70,9 +70,6 @@ impl Plan {
 
     /// The inner width by rank; the gate of each row is computed by all.
     pub(super) fn share(&self, ranks: usize) -> Result<Self, String> {
-        if self.adapter.is_some() {
-            return undivided("an MLP with an adapter");
-        }
         Ok(Self { inner: divided("inner columns", self.inner, ranks)?, ..self.clone() })
     }
 
@@ -109,13 +106,7 @@ impl Plan {
         scale: f32,
     ) -> Result<Mlp<B::Buf>> {
         let adapter = match &self.adapter {
-            Some(adapter) => {
-                let columns = match self.input {
-                    Input::Separate { .. } => vec![self.inner; 2],
-                    Input::Fused(_) | Input::Ungated(_) => vec![self.halves()],
-                };
-                Some(adapter.load(l, prefix, self.width, &columns).await?)
-            }
+            Some(adapter) => Some(adapter.load(l, prefix, self.width, |rank| self.halves_parts(prefix, rank)).await?),
             None => None,
         };
         let output = |rank: Rank| {
@@ -130,23 +121,28 @@ impl Plan {
         })
     }
 
-    /// What a rank has of the rows of the input projections.
+    /// What a rank has of the rows of the input projections; the gate of each row is whole.
     fn input_parts(&self, prefix: &str, rank: Rank) -> Vec<Part> {
+        let mut parts = self.halves_parts(prefix, rank);
+        let halves = parts.iter().map(|p| p.rows.len()).sum();
+        parts.extend(self.row_gate.map(|leaf| Part::whole(format!("{prefix}{leaf}.weight"), 1, halves)));
+        parts
+    }
+
+    /// Those of the activated halves.
+    fn halves_parts(&self, prefix: &str, rank: Rank) -> Vec<Part> {
         let own = rank.share(self.inner);
         let part = |leaf: &str, of: usize, first: usize, col: usize| {
             Part::rows(format!("{prefix}{leaf}.weight"), of, first + own.start..first + own.end, col)
         };
         let (inner, mine) = (self.inner, own.len());
-        let mut parts = match self.input {
+        match self.input {
             Input::Separate { gate, up } => {
                 vec![part(gate, inner, 0, 0).scaled(self.gate_scale), part(up, inner, 0, mine)]
             }
             Input::Fused(both) => vec![part(both, 2 * inner, 0, 0), part(both, 2 * inner, inner, mine)],
             Input::Ungated(up) => vec![part(up, inner, 0, 0)],
-        };
-        let halves = mine * (1 + usize::from(self.gated()));
-        parts.extend(self.row_gate.map(|leaf| Part::whole(format!("{prefix}{leaf}.weight"), 1, halves)));
-        parts
+        }
     }
 }
 

@@ -312,6 +312,11 @@ impl Plan {
         }
     }
 
+    /// Whether each of several ranks has all of it: then it has all of its output too, not a part of a sum.
+    pub fn repeated(&self) -> bool {
+        matches!(self, Self::Single(_))
+    }
+
     /// What a backend needs to run it, if not every backend has that.
     pub fn feature(&self) -> Option<Feature> {
         match self {

@@ -95,7 +95,8 @@ pub struct SubLayer {
     /// Input of all branches.
     pub input: Input,
     /// Parallel mixers; the first gives the layer its letter. A mixture of experts comes first, and there is at most
-    /// one: routing is recorded in order, the outputs are added in reverse order.
+    /// one: routing is recorded in order, the outputs are added in reverse order. Either all or none of them are
+    /// whole on each of several ranks ([`Plan::repeated`]).
     pub branches: Vec<Branch>,
     /// Use of their sum.
     pub output: Output,

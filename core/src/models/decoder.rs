@@ -180,7 +180,9 @@ pub(super) async fn load_step<B: Backend>(
             Gives::Keep(*kept)
         }
     };
-    Ok(LoadedSubLayer { reads, mixers, gives, shared: ranks > 1 })
+    let repeated = step.branches.iter().filter(|b| b.plan.repeated()).count();
+    assert!(repeated == 0 || repeated == mixers.len(), "branches that ranks divide beside one that each has");
+    Ok(LoadedSubLayer { reads, mixers, gives, shared: ranks > 1 && repeated == 0 })
 }
 
 pub(super) async fn load_norm<B: Backend>(

@@ -352,6 +352,8 @@ fn several_ranks_join_their_states_and_split_those_of_one() {
         ("jamba", 2),
         ("falcon_h1", 2),
         ("granitemoehybrid", 4),
+        ("zamba2", 2),
+        ("zamba2_blocks", 4),
     ] {
         let files = golden(family);
         let model = identity(&files);

@@ -23,6 +23,16 @@ fn ranks() -> Ranks {
     Ranks::open(2, Products::default()).unwrap()
 }
 
+/// The largest relative difference of a model's logits from those of one rank.
+fn from_one_rank(model: &TestModel, ranks: &Ranks) -> f32 {
+    let ids: Vec<u32> = (0..50).map(|i| i * 7 % 40).collect();
+    let (of, steps) = (&model.architecture, [20, 30]);
+    let one = direct_logits(&CpuBackend::new(), of, model.checkpoint(), &ids, &steps).unwrap();
+    let all = direct_logits(ranks, of, model.checkpoint(), &ids, &steps).unwrap();
+    assert_eq!(one.len(), all.len());
+    one.iter().zip(&all).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f32::max)
+}
+
 /// Runs all requests, three times as many at once as the engine takes; free slots and pages are filled with NaN.
 fn run(engine: &mut Engine<Ranks>, all: &[Asked]) -> Vec<Output> {
     let mut outputs = vec![Output::default(); all.len()];
@@ -90,13 +100,22 @@ fn norms_over_all_heads_are_those_of_one_rank() {
             "linear_key_head_dim":8,"linear_value_head_dim":8,"intermediate_size":32,"vocab_size":40,
             "max_position_embeddings":1024}}"#
         );
-        let model = TestModel::micro("micro norms", &config);
-        let ids: Vec<u32> = (0..50).map(|i| i * 7 % 40).collect();
-        let (of, steps) = (&model.architecture, [20, 30]);
-        let one = direct_logits(&CpuBackend::new(), of, model.checkpoint(), &ids, &steps).unwrap();
-        let two = direct_logits(&ranks(), of, model.checkpoint(), &ids, &steps).unwrap();
-        let worst = one.iter().zip(&two).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f32::max);
-        assert!(worst < 1e-5 && one.len() == two.len(), "{kv_heads} KV heads: {worst}");
+        let worst = from_one_rank(&TestModel::micro("micro norms", &config), &ranks());
+        assert!(worst < 1e-5, "{kv_heads} KV heads: {worst}");
+    }
+}
+
+/// Low-rank additions follow the rows of what they are added to, biases and linear layers between mixers count once.
+#[test]
+fn shared_blocks_are_those_of_one_rank() {
+    let config = r#"{"model_type":"zamba2","hidden_size":32,"num_hidden_layers":4,"hybrid_layer_ids":[1,2,3],"num_mem_blocks":2,
+        "num_attention_heads":4,"num_key_value_heads":2,"intermediate_size":24,"adapter_rank":4,
+        "use_shared_attention_adapter":true,"use_mem_rope":true,"add_bias_linear":true,"n_mamba_heads":4,"mamba_d_state":8,
+        "vocab_size":40,"max_position_embeddings":1024}"#;
+    let model = TestModel::micro("micro biases", config);
+    for ranks in [2, 4] {
+        let worst = from_one_rank(&model, &Ranks::open(ranks, Products::default()).unwrap());
+        assert!(worst < 1e-4, "{ranks} ranks: {worst}");
     }
 }
 
@@ -113,6 +132,9 @@ fn what_does_not_divide_is_refused_before_loading() {
     {
         assert!(hybrid.contains(part), "{hybrid}");
     }
+    let blocks = refused("micro shared blocks", 4);
+    let part = "`layers.1.shared_transformer.self_attn.`: 2 heads do not divide over 4 ranks; possible are 1, 2";
+    assert!(blocks.contains(part), "{blocks}");
     let vocabulary = refused("micro attention", 3);
     assert!(vocabulary.contains("`vocab_size`: 40 rows"), "{vocabulary}");
 }

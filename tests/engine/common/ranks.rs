@@ -21,18 +21,6 @@ use crate::{
 const REFUSED: &[(&str, usize, &str)] = &[
     ("kimi_linear_groups", 2, "`layers.0.self_attn.`: 5 heads do not divide over 2 ranks; possible are 1"),
     ("kimi_linear_groups", 4, "`layers.0.self_attn.`: 5 heads do not divide over 4 ranks; possible are 1"),
-    ("zamba2", 2, "`layers.1.shared_transformer.feed_forward.`: an MLP with an adapter is not split over ranks yet"),
-    ("zamba2", 4, "`layers.1.shared_transformer.feed_forward.`: an MLP with an adapter is not split over ranks yet"),
-    (
-        "zamba2_blocks",
-        2,
-        "`layers.1.shared_transformer.self_attn.`: attention with an adapter is not split over ranks yet",
-    ),
-    (
-        "zamba2_blocks",
-        4,
-        "`layers.1.shared_transformer.self_attn.`: attention with an adapter is not split over ranks yet",
-    ),
     ("qwen3_window", 2, "`layers.0.self_attn.`: 3 KV heads do not divide over 2 ranks"),
     ("qwen3_window", 4, "`layers.0.self_attn.`: 6 heads do not divide over 4 ranks"),
     ("falcon_h1", 4, "`layers.0.mamba.`: 6 heads do not divide over 4 ranks; possible are 1, 2"),
