@@ -9,7 +9,6 @@ use cudarc::{cublaslt::sys as blas, driver::sys};
 use selkie_core::{
     Error, Result,
     backend::Backend,
-    ops::Feature,
     ranks::{Arriving, Member, RankDevice, Ranks},
     tensor::Tensor,
 };
@@ -206,10 +205,6 @@ impl RankDevice for Cuda {
     fn open_rank(setting: Options, device: usize, member: Member) -> Result<Self> {
         check_number(member.ranks())?;
         Self::open_seat(Options { device, ..setting }, Some(Seat { device, member }))
-    }
-
-    fn ranks_have(feature: Feature) -> bool {
-        feature == Feature::Ranks
     }
 
     fn settle(&self) -> Result<()> {

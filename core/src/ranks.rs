@@ -29,7 +29,7 @@ use crate::{
     cpu::CpuBackend,
     error::{Error, Result},
     format::{Format, Products},
-    ops::{Feature, Op, Rebind, RowBlock},
+    ops::{Op, Rebind, RowBlock},
     saved::{Filling, Room, Saving},
     source::{Bytes, LocalFuture},
     tensor::{DType, Tensor},
@@ -57,7 +57,6 @@ pub struct Ranks {
     caps: Caps,
     links: Rc<Links>,
     memory: Memory,
-    features: fn(Feature) -> bool,
     next: Cell<u64>,
     /// Bytes of large writes since the ranks were last waited for.
     unconfirmed: Cell<u64>,
@@ -230,7 +229,6 @@ impl Ranks {
             caps: Caps { device, ranks, ..first },
             links: Rc::new(links),
             memory: Memory::Devices,
-            features: D::ranks_have,
             next: Cell::new(0),
             unconfirmed: Cell::new(0),
         })
@@ -516,10 +514,6 @@ impl Backend for Ranks {
 
     fn arrange(&self, block: &RowBlock<Buf>) -> Result<()> {
         self.links.tell_all(&Command::Arrange(block.rebind(&mut |buf| buf.0.id)))
-    }
-
-    fn has(&self, feature: Feature) -> bool {
-        (self.features)(feature)
     }
 
     /// The same values on every rank, also where each has a share: good enough for benches.

@@ -19,7 +19,7 @@ use crate::{
     cpu::{CpuBackend, par},
     error::{Error, Result},
     format::{Format, Products},
-    ops::{Feature, Op, Rebind, RowBlock},
+    ops::{Op, Rebind, RowBlock},
     source::Bytes,
     survive::panic_text,
     tensor::Tensor,
@@ -40,9 +40,6 @@ pub trait RankDevice: Timer {
     /// # Errors
     /// Those of the device.
     fn open_rank(setting: Self::Setting, device: usize, member: Member) -> Result<Self>;
-
-    /// Whether ranks of such devices have kernels for it, as [`Backend::has`].
-    fn ranks_have(feature: Feature) -> bool;
 
     /// Waits for everything that runs, if freeing memory under a step might keep other ranks from going on.
     ///
@@ -153,10 +150,6 @@ impl RankDevice for CpuBackend {
     fn open_rank(products: Products, _: usize, member: Member) -> Result<Self> {
         par::own_team((par::threads() / member.ranks()).max(1));
         Ok(Self::of_rank(products, member))
-    }
-
-    fn ranks_have(_: Feature) -> bool {
-        true
     }
 
     fn start_read(&self, src: &Tensor<Self::Buf>) -> Result<Box<dyn Arriving>> {
