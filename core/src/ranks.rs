@@ -187,7 +187,7 @@ impl Ranks {
         let members = Member::group(at.ranks, DEADLINE);
         let guests = process::gather::<D>(at, &setting, &members)?;
         let own = spawn::<D>(members[0].clone(), setting, device)?;
-        Self::of::<D>(&members[0], std::iter::once(own).chain(guests), DEADLINE)
+        Self::of(&members[0], std::iter::once(own).chain(guests), DEADLINE)
     }
 
     fn start<D: RankDevice>(setting: D::Setting, devices: &[usize], deadline: Duration) -> Result<Self> {
@@ -195,11 +195,11 @@ impl Ranks {
         let members = Member::group(devices.len(), deadline);
         let spawn = |(member, device): (&Member, &usize)| spawn::<D>(member.clone(), setting.clone(), *device);
         let started: Result<Vec<_>> = members.iter().zip(devices).map(spawn).collect();
-        Self::of::<D>(&members[0], started?.into_iter(), deadline)
+        Self::of(&members[0], started?.into_iter(), deadline)
     }
 
     /// Ranks that have been started, once their devices are open.
-    fn of<D: RankDevice>(
+    fn of(
         member: &Member,
         started: impl Iterator<Item = (Link, Started)>,
         deadline: Duration,
