@@ -199,11 +199,7 @@ impl Ranks {
     }
 
     /// Ranks that have been started, once their devices are open.
-    fn of(
-        member: &Member,
-        started: impl Iterator<Item = (Link, Started)>,
-        deadline: Duration,
-    ) -> Result<Self> {
+    fn of(member: &Member, started: impl Iterator<Item = (Link, Started)>, deadline: Duration) -> Result<Self> {
         let (mut ranks, mut threads, mut opening) = (Vec::new(), Vec::new(), Vec::new());
         for (link, Started { threads: own, opened }) in started {
             ranks.push(link);

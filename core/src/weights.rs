@@ -226,10 +226,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// # Errors
     /// Those of [`Checkpoint::get`], naming the tensor, and of the backend's allocations and writes.
     pub async fn matrix(&mut self, k: usize, parts: &[Part]) -> Result<Weight<B::Buf>> {
-        for p in parts {
-            self.refuse_factor(&p.name).await?;
-        }
-        self.unfactored(k, vec![parts.to_vec()]).await
+        self.matrix_of(k, vec![parts.to_vec()]).await
     }
 
     /// [`Loader::matrix`] of which every rank has parts of its own: as many rows, from the same tensors.
@@ -237,7 +234,11 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// # Errors
     /// As [`Loader::matrix`].
     pub async fn matrix_on(&mut self, k: usize, parts: impl Fn(Rank) -> Vec<Part>) -> Result<Weight<B::Buf>> {
-        let shares = self.shares(parts);
+        let shares = self.shares(&parts);
+        self.matrix_of(k, shares).await
+    }
+
+    async fn matrix_of(&mut self, k: usize, shares: Shares) -> Result<Weight<B::Buf>> {
         for p in &shares[0] {
             self.refuse_factor(&p.name).await?;
         }
@@ -245,7 +246,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// The parts of each rank.
-    fn shares(&self, parts: impl Fn(Rank) -> Vec<Part>) -> Shares {
+    fn shares(&self, parts: &dyn Fn(Rank) -> Vec<Part>) -> Shares {
         let mut shares: Shares = self.ranks().map(parts).collect();
         if shares.iter().all(|share| *share == shares[0]) {
             shares.truncate(1);
@@ -406,7 +407,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// # Errors
     /// As [`Loader::matrix`].
     pub async fn linear(&mut self, k: usize, parts: &[Part], bias: bool, input: f32) -> Result<Linear<B::Buf>> {
-        self.linear_on(k, |_| parts.to_vec(), bias, input).await
+        self.linear_of(k, vec![parts.to_vec()], bias, input).await
     }
 
     /// [`Loader::linear`] of which every rank has parts of its own, see [`Loader::matrix_on`].
@@ -421,10 +422,16 @@ impl<'a, B: Backend> Loader<'a, B> {
         input: f32,
     ) -> Result<Linear<B::Buf>> {
         let shares = self.shares(&parts);
+        self.linear_of(k, shares, bias, input).await
+    }
+
+    /// Compiled once per backend, not once per caller: a page has little room.
+    async fn linear_of(&mut self, k: usize, shares: Shares, bias: bool, input: f32) -> Result<Linear<B::Buf>> {
         let mut first = shares[0].clone();
+        let with_bias = if bias { shares.clone() } else { Vec::new() };
         let w = self.unfactored(k, shares).await?;
         let bias = match bias {
-            true => Some(self.biases(w.n, parts).await?),
+            true => Some(self.biases(w.n, &with_bias).await?),
             false => None,
         };
         // Biases have their factors by now, and those of stored matrices do not concern them.
@@ -442,9 +449,9 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Linear { w, columns: Some(columns), bias, scale: 1.0 })
     }
 
-    async fn biases(&mut self, n: usize, parts: impl Fn(Rank) -> Vec<Part>) -> Result<Tensor<B::Buf>> {
-        let (mut biases, mut label) = (Vec::new(), String::new());
-        for parts in self.ranks().map(parts) {
+    async fn biases(&mut self, n: usize, shares: &[Vec<Part>]) -> Result<Tensor<B::Buf>> {
+        let mut biases = Vec::new();
+        for parts in shares {
             let mut all = vec![0.0; n];
             for p in parts.iter().filter(|p| p.has_bias()) {
                 let name = format!("{}.bias", p.name.strip_suffix(".weight").unwrap_or(&p.name));
@@ -453,10 +460,9 @@ impl<'a, B: Backend> Loader<'a, B> {
                     *out = b * p.scale;
                 }
             }
-            label.clone_from(&parts[0].name);
             biases.push(all);
         }
-        self.upload_on(&label, &[n], |rank| biases[rank.index].clone())
+        self.upload_on(&shares[0][0].name, &[n], |rank| biases[rank.index.min(biases.len() - 1)].clone())
     }
 
     /// The elements of a small tensor.
@@ -498,12 +504,17 @@ impl<'a, B: Backend> Loader<'a, B> {
         dims: &[usize],
         values: impl Fn(Rank) -> Vec<f32>,
     ) -> Result<Tensor<B::Buf>> {
+        let all: Vec<Vec<f32>> = self.ranks().map(values).collect();
+        self.upload_all(label, dims, &all)
+    }
+
+    /// Those of all ranks.
+    fn upload_all(&mut self, label: &str, dims: &[usize], all: &[Vec<f32>]) -> Result<Tensor<B::Buf>> {
         let len = dims.iter().product::<usize>();
         let buf = self.backend.alloc(&self.full(label), 4 * len as u64)?;
-        for rank in self.ranks() {
-            let values = values(rank);
+        for (rank, values) in self.ranks().zip(all) {
             assert_eq!(values.len(), len, "{label}");
-            self.write(Some(rank), &buf, 0, bytemuck::cast_slice(&values))?;
+            self.write(Some(rank), &buf, 0, bytemuck::cast_slice(values))?;
         }
         Ok(Tensor::new(buf, DType::F32, dims))
     }
