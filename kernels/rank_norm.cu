@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
                 if (r != RANK) put_word((u8 *)areas[r] + words_at(RANK, blockIdx.x, number), __float_as_uint(sum), number);
 #pragma unroll
             for (int r = 0; r < RANKS; r++) {
-                float part = r == RANK ? sum : __uint_as_float(take_word(own_area + words_at(r, blockIdx.x, number), number));
+                float part = r == RANK ? sum : __uint_as_float(take_word(areas, own_area + words_at(r, blockIdx.x, number), number));
                 if (r >= FIRST && r < FIRST + TOGETHER) all += part;
             }
             whole = all;

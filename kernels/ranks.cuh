@@ -5,6 +5,7 @@
 // arrived. Pieces: long messages go as they are, and one flag per block says that they are there. Both have two sets of places
 // that take turns: whoever fills a set for the second time has got an answer to the exchange between, which its peer gave only
 // after it had read the first. Blocks count their exchanges by themselves, so a recorded launch can be played again.
+// After the addresses of the areas comes that of a word in host memory, which is not 0 once a rank has failed.
 // RANK, RANKS.
 
 constexpr int WORD_BLOCKS = 512, WORD_THREADS = 128, PIECE_BLOCKS = 512, PIECE_THREADS = 256, PIECES_EACH = 4;
@@ -22,15 +23,17 @@ DEV u64 now() {
     return t;
 }
 
-// Asks again and again, but not for ever: then the kernel ends with an error.
+// Asks again and again, but not for ever, and not for a rank that has failed: then the kernel ends with an error.
 struct Patience {
+    const u64 *areas;
     u64 began = 0;
     u32 asked = 0;
+    DEV explicit Patience(const u64 *areas) : areas(areas) {}
     DEV void ask_again() {
         if (++asked % 16384) return;
         u64 t = now();
         if (!began) began = t;
-        if (t - began > DEADLINE) asm volatile("trap;");
+        if (t - began > DEADLINE || *(const volatile u32 *)areas[RANKS]) asm volatile("trap;");
     }
 };
 
@@ -40,8 +43,8 @@ DEV void put_words(u8 *to, u32 a, u32 b, u32 number) {
 DEV void put_word(u8 *to, u32 a, u32 number) {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(a), "r"(number) : "memory");
 }
-DEV void take_words(const u8 *at, u32 &a, u32 &b, u32 number) {
-    Patience patience;
+DEV void take_words(const u64 *areas, const u8 *at, u32 &a, u32 &b, u32 number) {
+    Patience patience(areas);
     u32 n, m;
     while (true) {
         asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(n), "=r"(b), "=r"(m) : "l"(at) : "memory");
@@ -49,8 +52,8 @@ DEV void take_words(const u8 *at, u32 &a, u32 &b, u32 number) {
         patience.ask_again();
     }
 }
-DEV u32 take_word(const u8 *at, u32 number) {
-    Patience patience;
+DEV u32 take_word(const u64 *areas, const u8 *at, u32 number) {
+    Patience patience(areas);
     u32 a, n;
     while (true) {
         asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(n) : "l"(at) : "memory");
@@ -62,8 +65,8 @@ DEV void raise(u8 *flag, u32 number) {
     __threadfence_system();
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(number) : "memory");
 }
-DEV void await(const u8 *flag, u32 number) {
-    Patience patience;
+DEV void await(const u64 *areas, const u8 *flag, u32 number) {
+    Patience patience(areas);
     u32 n;
     while (true) {
         asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(n) : "l"(flag) : "memory");
@@ -124,11 +127,12 @@ DEV void send_words(u8 *to, const Piece<VEC, T> &piece, u32 number) {
     for (int w = 0; w + 1 < Piece<VEC, T>::N; w += 2) put_words(to + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
 }
 template <int VEC, class T>
-DEV Piece<VEC, T> receive_words(const u8 *at, u32 number) {
+DEV Piece<VEC, T> receive_words(const u64 *areas, const u8 *at, u32 number) {
     Piece<VEC, T> piece;
-    if constexpr (Piece<VEC, T>::N == 1) piece.word[0] = take_word(at, number);
+    if constexpr (Piece<VEC, T>::N == 1) piece.word[0] = take_word(areas, at, number);
 #pragma unroll
-    for (int w = 0; w + 1 < Piece<VEC, T>::N; w += 2) take_words(at + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
+    for (int w = 0; w + 1 < Piece<VEC, T>::N; w += 2)
+        take_words(areas, at + w / 2 * WORD_THREADS * 16, piece.word[w], piece.word[w + 1], number);
     return piece;
 }
 
@@ -155,7 +159,7 @@ DEV void exchange_pieces(const u64 *areas, int first, int all, u32 number, Get g
     __syncthreads();
     if (tid < RANKS && tid != RANK) {
         raise((u8 *)areas[tid] + flag_at(RANK, blockIdx.x, number), number);
-        await(own_area + flag_at(tid, blockIdx.x, number), number);
+        await(areas, own_area + flag_at(tid, blockIdx.x, number), number);
     }
     __syncthreads();
 #pragma unroll
@@ -181,8 +185,10 @@ DEV void exchange_words(const u64 *areas, int i, u32 number, Get get, Put put) {
     for (int r = 0; r < RANKS; r++)
         if (r != RANK) send_words<VEC, T>((u8 *)areas[r] + words_at(RANK, blockIdx.x, number) + at, own, number);
 #pragma unroll
-    for (int r = 0; r < RANKS; r++)
-        put(i, r, r == RANK ? own.is : receive_words<VEC, T>((u8 *)areas[RANK] + words_at(r, blockIdx.x, number) + at, number).is);
+    for (int r = 0; r < RANKS; r++) {
+        const u8 *left = (const u8 *)areas[RANK] + words_at(r, blockIdx.x, number) + at;
+        put(i, r, r == RANK ? own.is : receive_words<VEC, T>(areas, left, number).is);
+    }
 }
 
 // Exchanges `all` pieces of VEC elements: `get(i)` is piece i of this rank, `put(i, r, piece)` is called with that of every rank r in

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 use selkie_core::{Error, Result};
 
 use crate::{
-    driver::{Stream, named},
+    driver::Stream,
     memory::Pinned,
     spec::{NAMES_FAULTS, Spec},
 };
@@ -33,10 +33,7 @@ impl Faults {
 
     /// The `Started` structure of `common.cuh` for a kernel's image.
     pub fn add(&self, op: &'static str, spec: &Spec) -> Result<[u64; 2]> {
-        let mut at = 0;
-        // SAFETY: mapped when it was allocated; `at` is valid for the call.
-        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut at, self.word.at.cast(), 0) };
-        named("mapped memory", mapped.result())?;
+        let at = self.word.on_device()?;
         let mut kernels = self.kernels.borrow_mut();
         kernels.push((op, spec.to_string()));
         Ok([if self.on { at } else { 0 }, kernels.len() as u64])

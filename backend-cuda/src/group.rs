@@ -2,7 +2,13 @@
 
 use std::{
     hash::{BuildHasher, RandomState},
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use cudarc::{cublaslt::sys as blas, driver::sys};
@@ -18,7 +24,7 @@ use crate::{
     blas::Key,
     driver::{Context, Retained, named},
     launch::{Address, address},
-    memory::{Buf, Read},
+    memory::{Buf, Pinned, Read},
     plan::ranks,
 };
 
@@ -47,11 +53,52 @@ struct Area {
 
 /// The memory of the others that this rank writes to, and its own.
 pub(crate) struct Areas {
-    /// Addresses of all areas.
+    /// Addresses of all areas, and of the watch's word.
     pub table: Buf,
+    _watch: Watch,
     /// What keeps the others' within reach. Left before this rank's own goes.
     _peers: Vec<Peer>,
     _own: Buf,
+}
+
+/// How often a watch looks.
+const WATCH: Duration = Duration::from_millis(50);
+
+/// Tells kernels that wait for another rank when one has failed. The host cannot: its threads may wait for those kernels.
+struct Watch {
+    /// Not 0 once a rank has failed; kernels read it.
+    word: Pinned,
+    /// Until it is dropped.
+    on: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    fn start(member: Member) -> Result<Self> {
+        let word = Pinned::mapped(4)?;
+        // SAFETY: the memory was just allocated, 4 bytes of it, for words.
+        let failed: &AtomicU32 = unsafe { AtomicU32::from_ptr(word.at.cast()) };
+        failed.store(0, Ordering::Relaxed);
+        let (on, off) = channel();
+        let look = move || {
+            while off.recv_timeout(WATCH) == Err(RecvTimeoutError::Timeout) {
+                if member.check().is_err() {
+                    return failed.store(1, Ordering::Release);
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("selkie-watch".into()).spawn(look);
+        let thread = thread.map_err(|e| Error::Device { op: "a thread for a rank".into(), why: e.to_string() })?;
+        Ok(Self { word, on: Some(on), thread: Some(thread) })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // The word outlives the thread.
+        self.on = None;
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
 }
 
 /// The way to the area of another rank.
@@ -136,10 +183,12 @@ impl Seat {
             addresses.push(address);
             peers.push(peer);
         }
-        let table = cuda.alloc("addresses of the exchange", 8 * count as u64)?;
+        let watch = Watch::start(self.member.clone())?;
+        addresses.push(watch.word.on_device()?);
+        let table = cuda.alloc("addresses of the exchange", 8 * addresses.len() as u64)?;
         let bytes: Vec<u8> = addresses.iter().flat_map(|at| at.to_le_bytes()).collect();
         cuda.write_to(&table, 0, &bytes)?;
-        Ok(Areas { table, _own: own, _peers: peers })
+        Ok(Areas { table, _watch: watch, _own: own, _peers: peers })
     }
 
     fn area(&self, cuda: &Cuda, own: &Buf) -> Result<Area> {

@@ -97,6 +97,14 @@ impl Pinned {
         Self::alloc(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP)
     }
 
+    /// Where kernels find [`mapped`](Self::mapped) memory.
+    pub fn on_device(&self) -> Result<u64> {
+        let mut at = 0;
+        // SAFETY: mapped when it was allocated; `at` is valid for the call.
+        named("mapped memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&mut at, self.at.cast(), 0) }.result())?;
+        Ok(at)
+    }
+
     fn alloc(bytes: usize, flags: u32) -> Result<Self> {
         // SAFETY: a plain allocation.
         let at = named("pinned memory", unsafe { result::malloc_host(bytes, flags) })?;

@@ -445,7 +445,12 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
     let writer = start("answers".into(), move || answer(&to, &opened, &asked, &done))?;
     let mut worked = false;
     loop {
-        let (order, bytes) = receive::<Order>(&commands).map_err(|e| member.check().err().unwrap_or(broken(e)))?;
+        let (order, bytes) = receive::<Order>(&commands).map_err(|e| {
+            let e = member.check().err().unwrap_or(broken(e));
+            // The device may wait for a rank that is gone.
+            member.fail(e.to_string());
+            e
+        })?;
         commands.set_read_timeout(Some(SILENCE)).map_err(broken)?;
         // What it says last is said before it ends.
         member.check()?;
@@ -456,7 +461,11 @@ pub fn follow<D: RankDevice>(at: &Rendezvous, device: usize) -> Result<()> {
                 let why = "it ended before the first step, and says why".to_owned();
                 return Err(Error::Device { op: "rank 0".into(), why });
             }
-            Order::End(Some(fault)) => return Err(fault.error()),
+            Order::End(Some(fault)) => {
+                let e = fault.error();
+                member.fail(e.to_string());
+                return Err(e);
+            }
             Order::Do(command) => (command, None),
             Order::Ask(command) => {
                 let (to, answer) = sync_channel(1);
