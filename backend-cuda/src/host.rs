@@ -44,7 +44,7 @@ impl HostPool {
     /// # Errors
     /// [`Error::OutOfMemory`] if there is not that much memory that can be pinned.
     pub fn new(context: &Context, bytes: u64) -> Result<Self> {
-        let none = || Error::OutOfMemory { what: "pinned host memory of --host-cache".into(), asked: bytes, free: 0 };
+        let none = || Error::OutOfMemory { what: "pinned host memory".into(), asked: bytes, free: 0 };
         let len = usize::try_from(bytes).ok().and_then(|len| len.max(1).checked_next_multiple_of(LARGE));
         let mut memory = len.and_then(Zeroed::new).ok_or_else(none)?;
         commit(&mut memory);

@@ -77,7 +77,7 @@ pub struct ServerArgs {
     /// Most bytes of a request's body
     #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = parse_size)]
     pub max_body: u64,
-    /// Most bytes of a state that is saved or loaded over HTTP
+    /// Most bytes of a state that is saved or loaded over HTTP, or of a prompt that another server hands over
     #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = parse_size)]
     pub max_state: u64,
     /// Seconds that an answer may take

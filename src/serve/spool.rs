@@ -1,4 +1,4 @@
-//! Bundles on their way are files without a name, so that the engine waits for no client and a bundle needs no memory.
+//! Bundles on their way over HTTP are files without a name, so that the engine waits for no client and a bundle needs no memory.
 
 use std::{
     fs::{self, File, OpenOptions},

@@ -25,7 +25,10 @@ pub struct Writer<W> {
     sums: Vec<Digest>,
     /// Bytes of values that are missing.
     left: u64,
-    values: Values,
+    /// Bytes of the parts, the next one last.
+    sizes: Vec<u64>,
+    /// From the first values on.
+    values: Option<Values>,
     written: u64,
 }
 
@@ -67,7 +70,7 @@ impl<W: Write> Writer<W> {
         let left: Vec<u64> = left.collect::<io::Result<_>>()?;
         let all = left.iter().try_fold(0u64, |all, part| all.checked_add(*part));
         let all = all.ok_or_else(|| invalid("its parts are too large".into()))?;
-        let mut writer = Self { out, sums: Vec::new(), left: all, values: Values::start(Sums::of(left)), written: 0 };
+        let mut writer = Self { out, sums: Vec::new(), left: all, sizes: left, values: None, written: 0 };
         writer.whole(&bytes)?;
         writer.whole(&little_endian(&head.tokens))?;
         writer.whole(&little_endian(&head.ends))?;
@@ -95,7 +98,8 @@ impl<W: Write> Writer<W> {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "more values than the bundle's head names"));
         };
         self.left = left;
-        self.values.add(&bytes);
+        let sizes = &mut self.sizes;
+        self.values.get_or_insert_with(|| Values::start(Sums::of(mem::take(sizes)))).add(&bytes);
         self.put(&bytes)
     }
 
@@ -122,7 +126,7 @@ impl<W: Write> Writer<W> {
         if self.left > 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "fewer values than the bundle's head names"));
         }
-        let values = mem::replace(&mut self.values, Values::Here(Box::new(Sums::of(Vec::new())))).finish();
+        let values = self.values.take().map_or_else(Vec::new, Values::finish);
         self.end(&values)
     }
 

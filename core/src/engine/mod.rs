@@ -183,7 +183,7 @@ impl<B: Backend> Engine<B> {
         let limits = models::Limits { max_tokens: options.step_tokens, max_outputs: sizes.limits.outputs() };
         // Before memory is measured, of which it takes some.
         let lower = Lower::open(&options.tiers, &backend, &spec.layers, options.clock)?;
-        let outgoing = Outgoing::open(options.outgoing, &backend, &spec.layers)?;
+        let outgoing = Outgoing::open(options, &backend, &spec.layers)?;
         let division = architecture.division(caps.ranks);
         let mut loader = Loader::new(&backend, checkpoint, report);
         let model = models::build(architecture, &mut loader, limits).await?;

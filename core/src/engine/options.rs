@@ -41,9 +41,11 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Where states and pages go that the tree has no room for.
     pub tiers: TierOptions,
-    /// Pieces of prefixes that can leave at a time while the engine runs, see [`super::Engine::copy_out`]. Host memory for them is taken
-    /// at load.
+    /// Pieces of prefixes that can leave at a time while the engine runs, see [`super::Engine::copy_out`]. A backend that copies into
+    /// memory of its own ([`crate::backend::Backend::host_memory`]) takes it at load.
     pub outgoing: usize,
+    /// Most bytes of the pages of such a piece, unless one page has more.
+    pub outgoing_bytes: u64,
     /// Which states are kept.
     pub policy: CapturePolicy,
     /// Whether requests draft, without rules or with a constraint.
@@ -85,6 +87,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             tiers: TierOptions::default(),
             outgoing: 0,
+            outgoing_bytes: 64 << 20,
             policy: CapturePolicy::Default,
             speculate: Speculate::Off,
             drafts: MOST_DRAFTS,

@@ -1,11 +1,11 @@
 //! Pieces of prefixes that are copied to host memory while the engine runs, for those who send them on.
 //!
-//! The copies are ordered with the steps on the device and delay none, so the first pages of a prompt leave while its last ones are
-//! computed. What arrived is put in the form of a bundle by another thread.
+//! The copies are ordered with the steps on the device. On CUDA they go beside them, as those to lower tiers do; so the first pages of a
+//! prompt leave while its last ones are computed. What arrived is put in the form of a bundle by another thread.
 
 use std::{collections::VecDeque, io, io::Write, ops::Range, sync::Arc};
 
-use super::{Engine, Export, landing::Path, lower::Layout};
+use super::{Engine, EngineOptions, Export, landing::Path, lower::Layout};
 use crate::{
     backend::Backend,
     bundle::{Dtypes, Head, Part, Writer, parts},
@@ -16,12 +16,10 @@ use crate::{
     state::GRID,
 };
 
-/// Bytes of the pages of a piece, unless one page has more.
-const PAGES: u64 = 64 << 20;
-/// States among the pieces that exist at a time.
+/// States for which there is memory beside that of the pages.
 const STATES: u64 = 2;
 
-/// Called with a piece that has arrived, on the engine's thread. Dropped instead if the engine fails.
+/// Called with a piece that has arrived, on the engine's thread. Dropped with the engine if it never does.
 pub type Arrived = Box<dyn FnOnce(Piece) + Send>;
 
 /// A piece on its way to host memory.
@@ -79,9 +77,8 @@ impl Piece {
 
 /// A row of `bytes` bytes. What several ranks have of it is taken from the last of them.
 fn row(entry: &Bytes, bytes: usize, places: &[Place]) -> Bytes {
-    if let [Place { at, row }] = places
-        && matches!(&row[..], [all] if *all == (0..bytes))
-    {
+    let whole = |place: &&Place| matches!(&place.row[..], [all] if *all == (0..bytes));
+    if let Some(Place { at, .. }) = places.last().filter(whole) {
         return entry.slice(*at..at + bytes);
     }
     let mut joined = vec![0; bytes];
@@ -102,6 +99,8 @@ pub(super) struct Outgoing {
     state: Layout,
     /// Most pieces that exist at a time.
     pieces: usize,
+    /// Most bytes of the pages of one.
+    of_pages: u64,
     alive: Arc<()>,
     /// In the order in which they were enqueued.
     coming: VecDeque<Coming>,
@@ -115,14 +114,16 @@ struct Coming {
 }
 
 impl Outgoing {
-    /// With memory for so many pieces at a time.
-    pub fn open<B: Backend>(pieces: usize, backend: &B, layers: &[LayerState]) -> Result<Option<Self>> {
+    /// With memory for some pieces at a time, if there are to be any.
+    pub fn open<B: Backend>(options: &EngineOptions, backend: &B, layers: &[LayerState]) -> Result<Option<Self>> {
+        let (pieces, caps) = (options.outgoing, backend.caps());
         if pieces == 0 {
             return Ok(None);
         }
-        let (page, state) = (Layout::new(layers, backend.caps(), true), Layout::new(layers, backend.caps(), false));
-        let memory = backend.host_memory(pieces as u64 * PAGES.max(page.bytes) + STATES * state.bytes)?;
-        Ok(Some(Self { memory, page, state, pieces, alive: Arc::default(), coming: VecDeque::new() }))
+        let (page, state) = (Layout::new(layers, caps, true), Layout::new(layers, caps, false));
+        let of_pages = if page.bytes == 0 { 0 } else { options.outgoing_bytes.max(page.bytes) };
+        let memory = backend.host_memory(pieces as u64 * of_pages + STATES * state.bytes)?;
+        Ok(Some(Self { memory, page, state, pieces, of_pages, alive: Arc::default(), coming: VecDeque::new() }))
     }
 
     pub fn is_empty(&self) -> bool {
@@ -161,7 +162,7 @@ impl Outgoing {
 
     /// The first of `pages` pages that one piece takes.
     fn most(&self, pages: usize) -> usize {
-        pages.min((PAGES / self.page.bytes.max(1)).max(1) as usize)
+        pages.min((self.of_pages / self.page.bytes.max(1)) as usize)
     }
 }
 
@@ -184,7 +185,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`Error::BadRequest`] if the tree has nothing of a whole prefix, or has converted values, and without
-    /// [`EngineOptions::outgoing`](super::EngineOptions::outgoing); a device error.
+    /// [`EngineOptions::outgoing`]; a device error.
     pub fn copy_out(&mut self, what: Export, whole: bool, arrived: Arrived) -> Result<Option<Leaving>> {
         self.check_usable()?;
         let Some(mut outgoing) = self.outgoing.take() else {
@@ -202,32 +203,40 @@ impl<B: Backend> Engine<B> {
         whole: bool,
         arrived: Arrived,
     ) -> Result<Option<Leaving>> {
-        let path = self.leaving(&what, whole)?;
         // One holder is the original.
         if Arc::strong_count(&outgoing.alive) > outgoing.pieces {
             return Ok(None);
         }
+        let path = self.leaving(&what, whole)?;
         let pages = path.pages.len();
         // A whole prefix ends with a page and its state.
         let first = (what.from / GRID).min(if whole { pages.saturating_sub(1) } else { pages });
+        let count = outgoing.most(pages - first);
+        let mut last = whole && first + count == pages;
+        // Before any page, which might be one that has left already.
+        let mut state = None;
+        if let Some((position, slot)) = path.states.last().filter(|_| last) {
+            state = outgoing.memory.take(outgoing.state.bytes as usize).map(|room| (*position, *slot, room));
+            if state.is_none() && what.from >= pages * GRID {
+                return Ok(None);
+            }
+            last = state.is_some();
+        }
         let mut savings = VecDeque::new();
-        for &page in &path.pages[first..first + outgoing.most(pages - first)] {
+        for &page in &path.pages[first..first + count] {
             let Some(room) = outgoing.memory.take(outgoing.page.bytes as usize) else { break };
             savings.push_back(self.runner.save_entry(&outgoing.page.parts, page, room)?);
         }
+        last &= savings.len() == count;
         let to = first + savings.len();
-        let mut last = whole && to == pages;
-        let state = path.states.last().filter(|_| last);
-        if let Some((_, slot)) = state {
-            match outgoing.memory.take(outgoing.state.bytes as usize) {
-                Some(room) => savings.push_back(self.runner.save_entry(&outgoing.state.parts, *slot, room)?),
-                None => last = false,
-            }
+        let mut positions = Vec::new();
+        if let Some((position, slot, room)) = state.filter(|_| last) {
+            positions.push(position);
+            savings.push_back(self.runner.save_entry(&outgoing.state.parts, slot, room)?);
         }
         if savings.is_empty() {
             return Ok(None);
         }
-        let positions: Vec<usize> = state.filter(|_| last).map(|(position, _)| *position).into_iter().collect();
         let depth = if last { path.depth } else { to * GRID };
         let head = self.head(what, first, depth, to - first, &positions);
         let places = self.places(&head.parts).into();

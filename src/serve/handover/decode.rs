@@ -10,7 +10,7 @@ use selkie_core::{
 };
 use tokio::{
     net::{TcpStream, lookup_host},
-    task::JoinHandle,
+    sync::{Semaphore, mpsc::unbounded_channel},
     time::{Instant, timeout},
 };
 
@@ -28,6 +28,12 @@ use crate::serve::{
 
 /// The bundle's name in messages.
 const NAME: &str = "what was handed over";
+
+/// Memory for bundles on their way into the cache, of all prompts together: 1 GiB, or one bundle if that is larger.
+static ROOM: Semaphore = Semaphore::const_new(UNITS as usize);
+const UNITS: u32 = 1024;
+/// Bytes of a unit of it.
+const UNIT: u64 = 1 << 20;
 
 /// Servers that prompts may be fetched from: those of this machine, and named ones. Without that, whoever sends a request could
 /// have this server connect to anything, and take states from there.
@@ -75,7 +81,7 @@ impl Peers {
             return Ok(Handed::Known);
         }
         line.write(&(has.known as u32).to_le_bytes()).await.map_err(lost)?;
-        let into = Import { model: identity(&files).map_err(message)?, namespace, exact_only: true, pieces: true };
+        let into = Import { model: identity(&files).map_err(message)?, namespace, exact_only: true, pieces: false };
         receive(&mut line, model, &into, app.limits.state).await
     }
 
@@ -109,45 +115,51 @@ async fn answered(line: &mut Line, wanted: &[u8]) -> Result<u8, String> {
     }
 }
 
-/// Puts all bundles, of at most `most` bytes together, into the cache: each while the next one comes.
+/// Puts all bundles, of at most `most` bytes together, into the cache: each while the next ones come.
 async fn receive(line: &mut Line, model: &Model, into: &Import, most: u64) -> Result<Handed, String> {
-    let (mut bytes, mut last) = (0, false);
-    let mut importing: Option<JoinHandle<Result<Imported, Refusal>>> = None;
-    let mut tokens = 0;
-    while !last {
-        last = answered(line, &[PAGES, LAST]).await? == LAST;
-        let begun = Instant::now();
-        let bundle = line.bundle(most - bytes).await.map_err(|e| fate(&e))?;
-        tracing::debug!("a bundle of {} bytes has come in {:?}", bundle.len(), begun.elapsed());
-        bytes += bundle.len() as u64;
-        if let Some(before) = importing.take() {
-            imported(before).await?;
+    let (to, mut bundles) = unbounded_channel();
+    let arrive = async {
+        let (mut bytes, mut last) = (0, false);
+        while !last {
+            last = answered(line, &[PAGES, LAST]).await? == LAST;
+            let length = line.length(most - bytes).await.map_err(|e| fate(&e))?;
+            let room = ROOM.acquire_many(length.div_ceil(UNIT).clamp(1, UNITS.into()) as u32).await;
+            let begun = Instant::now();
+            let bundle = line.bundle(length).await.map_err(|e| fate(&e))?;
+            tracing::debug!("a bundle of {length} bytes has come in {:?}", begun.elapsed());
+            bytes += length;
+            // Nobody takes it if one before could not be used: that is the error then.
+            let _ = to.send((bundle, last, room));
         }
-        importing = Some(tokio::spawn(import(model.clone(), bundle, into.clone())));
-    }
-    if let Some(importing) = importing {
-        tokens = imported(importing).await?.tokens;
-    }
+        Ok::<_, String>(bytes)
+    };
+    let enter = async {
+        let (mut tokens, mut end) = (0, false);
+        while !end && let Some((bundle, last, _room)) = bundles.recv().await {
+            // After the last one nothing follows that it could wait for.
+            let into = Import { pieces: !last, ..into.clone() };
+            (tokens, end) = (import(model, bundle, into).await.map_err(message)?.tokens, last);
+        }
+        Ok(tokens)
+    };
+    let (bytes, tokens) = tokio::try_join!(arrive, enter)?;
     Ok(Handed::Over { tokens, bytes })
 }
 
 /// Its checksums are compared before the engine is asked.
-async fn import(model: Model, bundle: Zeroed, into: Import) -> Result<Imported, Refusal> {
-    blocking(move || {
-        let begun = Instant::now();
+async fn import(model: &Model, bundle: Zeroed, into: Import) -> Result<Imported, Refusal> {
+    let begun = Instant::now();
+    let check = move || {
         let mut bundle = Reader::open(Cursor::new(bundle), NAME)?;
         bundle.verify()?;
-        let checked = begun.elapsed();
-        let work = model.with(move |engine| engine.import(&mut bundle, &into));
-        let imported = work.wait().map_err(|e| Refusal::from(&*e))??;
-        tracing::debug!("a bundle was checked in {checked:?} and is in the cache after {:?}", begun.elapsed());
-        Ok(imported)
-    })
-    .await
-}
-
-async fn imported(work: JoinHandle<Result<Imported, Refusal>>) -> Result<Imported, String> {
-    work.await.map_err(|e| e.to_string())?.map_err(message)
+        Ok(bundle)
+    };
+    let mut bundle = blocking(check).await?;
+    let checked = begun.elapsed();
+    let imported = model.with(move |engine| engine.import(&mut bundle, &into)).await;
+    let imported = imported.map_err(|e| Refusal::from(&*e))??;
+    tracing::debug!("a bundle was checked in {checked:?} and is in the cache after {:?}", begun.elapsed());
+    Ok(imported)
 }
 
 fn message(refusal: Refusal) -> String {

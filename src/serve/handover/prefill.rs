@@ -5,6 +5,7 @@ use std::{
     io::{self, Write},
     pin::pin,
     sync::Arc,
+    thread,
     time::Duration,
 };
 
@@ -18,8 +19,8 @@ use tokio::{
     sync::{
         OwnedSemaphorePermit, Semaphore,
         mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+        oneshot,
     },
-    task::spawn_blocking,
     time::{Instant, sleep, timeout},
 };
 
@@ -27,7 +28,7 @@ use super::{
     Offer, realm,
     rooms::{Room, Rooms},
     whole_blocks,
-    wire::{LAST, Line, PAGES, SIGN_OF_LIFE, WAIT, fate},
+    wire::{LAST, Line, PAGES, SIGN_OF_LIFE, STALL, WAIT, fate},
 };
 use crate::serve::{
     app::App,
@@ -99,11 +100,13 @@ async fn give(app: &Arc<App>, rooms: &Rooms, stream: TcpStream, latest: Instant)
         Err(e) => return Err(e),
     };
     let (to, pieces) = unbounded_channel();
-    let copying = async {
-        if let Err(refusal) = copy_all(app, &room, from, &to).await {
+    let room = &room;
+    let copying = async move {
+        if let Err(refusal) = copy_all(app, room, from, &to).await {
             let _ = to.send(Err(refusal));
         }
-        // The sender decides when this ends.
+        // What is on its way has the channel too. The sender decides when this ends.
+        drop(to);
         pending::<()>().await;
     };
     tokio::select! {
@@ -160,16 +163,24 @@ async fn offer(app: &Arc<App>) -> Result<Vec<u8>, Refusal> {
 async fn copy_all(app: &App, room: &Room, mut from: usize, to: &Copies) -> Result<(), Refusal> {
     let model = identity(&*files(app)?)?;
     let turns = Arc::new(Semaphore::new(AHEAD));
+    let mut since = Instant::now();
     loop {
         let ended = |_| Refusal::new(503, "the server ends");
         let turn = turns.clone().acquire_owned().await.map_err(ended)?;
         let over = room.is_over();
+        if !over {
+            since = Instant::now();
+        }
         if over && !room.computed().await {
             return Err(Refusal::new(503, "the request for this room has failed"));
         }
         match copy(app, &model, room, from, over, to.clone(), turn).await? {
             Some(Leaving { last: true, .. }) => return Ok(()),
-            Some(leaving) => from = leaving.depth,
+            Some(leaving) => (from, since) = (leaving.depth, Instant::now()),
+            // Better computed there than waited for.
+            None if over && since.elapsed() > STALL => {
+                return Err(Refusal::new(503, "other prompts have all memory for what leaves"));
+            }
             None => tokio::select! {
                 _ = room.computed(), if !over => {}
                 () = sleep(PAUSE) => {}
@@ -209,8 +220,11 @@ async fn send(mut line: Line, piece: Piece, latest: Instant) -> io::Result<(Line
     line.write(&[if piece.left().last { LAST } else { PAGES }]).await?;
     line.write(&piece.bytes().to_le_bytes()).await?;
     let mut out = Out { line, runtime: Handle::current(), latest };
-    let work = spawn_blocking(move || piece.write(&mut out).map(|bytes| (out.line, bytes)));
-    work.await.map_err(io::Error::other)?
+    let (done, sent) = oneshot::channel();
+    let work = move || drop(done.send(piece.write(&mut out).map(|bytes| (out.line, bytes))));
+    // Threads for requests must not wait for a connection.
+    thread::Builder::new().name("selkie-handover".into()).spawn(work)?;
+    sent.await.map_err(io::Error::other)?
 }
 
 /// A bundle on its way out of a thread.

@@ -31,7 +31,7 @@ pub const PAGES: u8 = 2;
 pub const NOTHING: u8 = 3;
 /// The last bundle follows.
 pub const LAST: u8 = 4;
-/// How long the other side may do nothing, or less than take or send a piece.
+/// How long the other side may do nothing.
 pub const STALL: Duration = Duration::from_secs(10);
 /// How often a [`WAIT`] is sent.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
@@ -110,13 +110,18 @@ impl Line {
         Ok((json, Some(tokens)))
     }
 
-    /// A bundle of at most `most` bytes.
-    pub async fn bundle(&mut self, most: u64) -> io::Result<Zeroed> {
+    /// The length of a bundle of at most `most` bytes.
+    pub async fn length(&mut self, most: u64) -> io::Result<u64> {
         let length = self.number(8).await?;
         if length > most {
             let why = format!("it sends {length} bytes, of which --max-state allows {most}");
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
+        Ok(length)
+    }
+
+    /// A bundle of this length.
+    pub async fn bundle(&mut self, length: u64) -> io::Result<Zeroed> {
         let bytes = usize::try_from(length).ok().and_then(Zeroed::new);
         let mut bundle = bytes.ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
         let mut rest = &mut bundle[..];
@@ -177,7 +182,8 @@ mod tests {
             let mut to = TcpStream::connect(listener.local_addr()?).await?;
             let mut line = Line::new(listener.accept().await?.0);
             tokio::spawn(async move { to.write_all(&bytes).await });
-            line.bundle(most).await
+            let length = line.length(most).await?;
+            line.bundle(length).await
         })
     }
 

@@ -506,7 +506,8 @@ fn pieces<B: Backend>(engine: &mut Engine<B>, what: &Export, whole: bool) -> Res
 fn leaves_in_pieces<B: Backend>(backend: impl Fn() -> B, folder: &str) {
     let files = golden(folder);
     let model = identity(&files);
-    let options = EngineOptions { outgoing: 2, step_tokens: 70, ..options() };
+    // A page each.
+    let options = EngineOptions { outgoing: 8, outgoing_bytes: 1, step_tokens: 70, ..options() };
     let mut source = engine(backend(), &files, &options);
     let mut target = engine(backend(), &files, &options);
     let prompt = ids(330, 5, source.spec().vocab);
@@ -563,8 +564,10 @@ fn a_prompt_leaves_while_it_is_computed() {
         leaves_in_pieces(CpuBackend::new, folder);
     }
     leaves_in_pieces(late, "nemotron_h");
-    for ranks in [2, 4] {
-        leaves_in_pieces(|| Ranks::open(ranks, Products::default()).unwrap(), "nemotron_h");
+    for (ranks, folder) in
+        [(2, "nemotron_h"), (4, "nemotron_h"), (2, "kimi_linear"), (2, "qwen3_next"), (4, "zamba2_blocks")]
+    {
+        leaves_in_pieces(|| Ranks::open(ranks, Products::default()).unwrap(), folder);
     }
 }
 
