@@ -123,7 +123,7 @@ impl WasmEngine {
         // What cannot be shown should not be in the cache either.
         let said = bundle.head().messages.as_deref().map(serde_json::from_str::<serde_json::Value>).transpose();
         let messages = said.map_err(|e| fail(selkie_core::Error::model(&name, format!("its conversation: {e}"))))?;
-        let into = Import { model: self.known()?, namespace, exact_only };
+        let into = Import { model: self.known()?, namespace, exact_only, pieces: false };
         let imported = self.with(|s| s.engine_mut().import(&mut bundle, &into))?.map_err(fail)?;
         let head = bundle.head();
         Ok(js::object(&json!({
