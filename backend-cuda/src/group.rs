@@ -81,7 +81,10 @@ impl Watch {
         failed.store(0, Ordering::Relaxed);
         let (on, off) = channel();
         let look = move || {
-            while off.recv_timeout(WATCH) == Err(RecvTimeoutError::Timeout) {
+            // Once more when it is dropped: kernels may wait until then.
+            let mut on = true;
+            while on {
+                on = off.recv_timeout(WATCH) == Err(RecvTimeoutError::Timeout);
                 if member.check().is_err() {
                     return failed.store(1, Ordering::Release);
                 }

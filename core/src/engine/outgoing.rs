@@ -1,7 +1,7 @@
 //! Pieces of prefixes that are copied to host memory while the engine runs, for those who send them on.
 //!
-//! The copies are ordered with the steps on the device. On CUDA they go beside them, as those to lower tiers do; so the first pages of a
-//! prompt leave while its last ones are computed. What arrived is put in the form of a bundle by another thread.
+//! The device makes the copies in the order of its steps. CUDA copies and computes at the same time, as for lower tiers. So the first pages of
+//! a prompt leave while its last ones are computed. What arrived is put in the form of a bundle by another thread.
 
 use std::{collections::VecDeque, io, io::Write, ops::Range, sync::Arc};
 
@@ -16,7 +16,7 @@ use crate::{
     state::GRID,
 };
 
-/// States for which there is memory beside that of the pages.
+/// There is memory for the pages of all pieces, and for so many states.
 const STATES: u64 = 2;
 
 /// Called with a piece that has arrived, on the engine's thread. Dropped with the engine if it never does.
