@@ -17,6 +17,7 @@ mod kv8;
 mod mlx;
 mod model;
 mod models;
+mod pieces;
 mod prefix_scenarios;
 mod promise;
 mod random;
