@@ -14,6 +14,7 @@
 //   WARPS, SHARE    of a block; of a team
 //   STAGES, DEPTH   of a warp's ring; units of a stage
 //   X_RESIDENT      x is copied once, not read with every unit
+//   ROUND           and rounded, see round.cuh
 //   all others      as in gemv.cu
 // Types: out_t, pool_t, conv_t.
 
@@ -35,6 +36,7 @@ constexpr u32 FACTOR = OFFSETS ? 0x3f803f80u : BIAS == 136.f ? 0xc308c308u : BIA
 DEV void sync_consumers() { __syncthreads(); }
 
 #include "prologue_epilogue.cuh"
+#include "round.cuh"
 
 // As mma_bf16, from `c` to `d`. Not volatile: the compiler mixes the products of several units.
 DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
@@ -174,6 +176,20 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
                 reinterpret_cast<const uint4 *>(x + i / (K / 8) * x_stride)[i % (K / 8)];
         __syncthreads();
 #endif
+    }
+    if constexpr (ROUND) {
+        static_assert(X_RESIDENT, "only x in shared memory is rounded");
+        if constexpr (PROLOGUE != 0) __syncthreads();
+        for (int i = threadIdx.x; i < M * (K / 8); i += CONSUMERS) {
+            bf16 *at = resident + i / (K / 8) * X_PITCH + i % (K / 8) * 8;
+            float v[8];
+            load<8>(at, v);
+            EightScale s = eight_scale<8>(v);
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] = s.scale * eight_value(v[e] * s.inverse);
+            store<8>(at, v);
+        }
+        __syncthreads();
     }
     if (!state_unwritten) fetch_channel(0);
     // Rows of x that are not there repeat the first; their sums reach no result.

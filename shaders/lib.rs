@@ -41,6 +41,7 @@ files![
     "read_probe.wgsl",
     "rms_norm.wgsl",
     "rope_kv.wgsl",
+    "round.wgsl",
     "route.wgsl",
     "sample.wgsl",
     "selective_scan.wgsl",

@@ -179,11 +179,12 @@ pub fn open(place: &Place) -> Result<Opened> {
         (Device::Wgpu | Device::Cpu, _) | (_, Some(_)) if place.bf16_state => {
             Err(Error::BadRequest("states in bf16 are for the CUDA backend: the others keep them in f32".into()))
         }
-        (Device::Wgpu, _) | (Device::Auto, Some(_)) => wgpu(adapter, place.kv8).map(Opened::Wgpu),
+        (Device::Wgpu, _) | (Device::Auto, Some(_)) => wgpu(adapter, place).map(Opened::Wgpu),
         // Only CUDA devices store such states, so there is no choice.
         (Device::Auto, None) if !place.bf16_state => auto(place),
         (Device::Cuda | Device::Auto, None) => {
-            let options = selkie_cuda::Options { bf16_state: place.bf16_state, kv8: place.kv8, ..Default::default() };
+            let (bf16_state, kv8, products) = (place.bf16_state, place.kv8, place.products);
+            let options = selkie_cuda::Options { bf16_state, kv8, products, ..Default::default() };
             if let Some(at) = &place.process {
                 return Ranks::across::<Cuda>(at, options, own_device(place, at)).map(Opened::Ranks);
             }
@@ -221,8 +222,9 @@ fn own_device(place: &Place, at: &Rendezvous) -> usize {
     place.gpus.first().copied().unwrap_or(at.rank)
 }
 
-fn wgpu(adapter: Option<&str>, kv8: bool) -> Result<WgpuBackend> {
-    pollster::block_on(WgpuBackend::open(adapter, selkie_wgpu::Options { kv8, ..Default::default() }))
+fn wgpu(adapter: Option<&str>, place: &Place) -> Result<WgpuBackend> {
+    let options = selkie_wgpu::Options { kv8: place.kv8, products: place.products, ..Default::default() };
+    pollster::block_on(WgpuBackend::open(adapter, options))
 }
 
 /// The first backend with a usable device: CUDA, a GPU through wgpu, the CPU.
@@ -232,7 +234,8 @@ fn auto(place: &Place) -> Result<Opened> {
             Ok(()) => {
                 tracing::info!("backend auto: cuda ({})", d.name.unwrap_or_default());
                 let device = d.index.unwrap_or_default();
-                return Cuda::open(selkie_cuda::Options { device, kv8: place.kv8, ..Default::default() })
+                let (kv8, products) = (place.kv8, place.products);
+                return Cuda::open(selkie_cuda::Options { device, kv8, products, ..Default::default() })
                     .map(Opened::Cuda);
             }
             Err(why) => tracing::info!("backend auto: not cuda: {why}"),
@@ -242,7 +245,7 @@ fn auto(place: &Place) -> Result<Opened> {
         tracing::info!("backend auto: not wgpu: this machine has no GPU");
         return Ok(cpu(place));
     }
-    match wgpu(None, place.kv8) {
+    match wgpu(None, place) {
         // The CPU backend is faster than a GPU that is emulated on the CPU.
         Ok(backend) if backend.is_software() => {
             tracing::info!("backend auto: not wgpu: {} is a software device", backend.caps().device);

@@ -77,6 +77,13 @@ arguments! {
         n: u64,
         out: Rows = "out_t",
     }
+    /// Of `codes_rows.cu`; `n`: rows of w.
+    CodesRows {
+        w: At = "const u8",
+        n: u64,
+        codes: At = "u8",
+        scales: At = "float",
+    }
     /// Of `embed.cu` and `embed_codes.cu`; `first` and `rows`: the ids in this block of the table.
     Embed {
         st: StepWords,
@@ -99,6 +106,17 @@ arguments! {
         up: Rows = "const up_t",
         row_gate: Rows = "const row_gate_t",
         out: Rows = "out_t",
+    }
+    /// Of `round.cu`.
+    Round {
+        x: Rows = "const x_t",
+        out: Rows = "x_t",
+    }
+    /// Of `round_codes.cu`.
+    RoundCodes {
+        x: Rows = "const x_t",
+        codes: At = "u8",
+        scales: At = "float",
     }
     /// Of `rms_norm.cu`; `units`: rows times groups.
     RmsNorm {

@@ -6,7 +6,7 @@ use cudarc::driver::{result, sys};
 use selkie_core::{
     Error, Result,
     backend::{Backend, Caps, DeviceInfo, Handle},
-    format::Format,
+    format::{Format, Products},
     ops::{Feature, Op, RowBlock},
     saved::{HostMemory, Room, Saving},
     source::Bytes,
@@ -47,6 +47,8 @@ pub struct Options {
     pub bf16_state: bool,
     /// KV pages in 8 bits, see [`selkie_core::kv8`].
     pub kv8: bool,
+    /// Exact ones do not round activations where a recipe says so.
+    pub products: Products,
 }
 
 /// Oldest supported compute capability: bf16 tensor cores.
@@ -179,6 +181,7 @@ impl Cuda {
                 act: activations,
                 products: activations,
                 int8: false,
+                rounds: options.products == Products::Fast,
                 kv: if options.kv8 { DType::I8 } else { activations },
                 conv: activations,
                 state: if options.bf16_state { DType::Bf16 } else { DType::F32 },
@@ -195,6 +198,7 @@ impl Cuda {
                 bulk_copies: major >= 9,
                 wgmma: arch == "sm_90a",
                 blas: blas.is_some(),
+                eight: blas.as_ref().is_some_and(Blas::takes_codes),
                 tuned: !options.generic,
                 rank,
                 ranks,

@@ -38,13 +38,15 @@ pub(crate) struct Key {
     strides: [usize; 3],
     f32_out: bool,
     accumulate: bool,
+    codes: bool,
 }
 
 impl Key {
     fn of(g: &Gemm) -> Self {
         let [m, n, k] = g.mnk;
         let m = if m <= 64 { m } else { m.next_power_of_two() };
-        Self { mnk: [m, n, k], strides: g.strides, f32_out: g.out == DType::F32, accumulate: g.accumulate }
+        let (f32_out, codes) = (g.out == DType::F32, g.scales.is_some());
+        Self { mnk: [m, n, k], strides: g.strides, f32_out, accumulate: g.accumulate, codes }
     }
 }
 
@@ -74,10 +76,34 @@ impl Problem {
         let what = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
         // SAFETY: the attribute takes an i32.
         unsafe { result::set_matmul_desc_attribute(op, what, (&raw const transpose).cast(), 4) }.map_err(fail)?;
+        if let Some([x, w]) = g.scales {
+            use sys::{
+                cublasLtMatmulDescAttributes_t::{
+                    CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
+                    CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
+                },
+                cublasLtMatmulMatrixScale_t::{
+                    CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+                },
+            };
+            for (what, value) in [
+                (CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F as i32),
+                (CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F as i32),
+            ] {
+                // SAFETY: the attribute takes an i32.
+                unsafe { result::set_matmul_desc_attribute(op, what, (&raw const value).cast(), 4) }.map_err(fail)?;
+            }
+            for (what, at) in [(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w), (CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x)] {
+                // SAFETY: the attribute takes a pointer.
+                unsafe { result::set_matmul_desc_attribute(op, what, (&raw const at).cast(), 8) }.map_err(fail)?;
+            }
+        }
+        let factors = if g.scales.is_some() { sys::cudaDataType_t::CUDA_R_8F_E4M3 } else { bf16 };
         let layout = |t, rows, cols, ld: usize| result::create_matrix_layout(t, rows, cols, ld as i64).map_err(fail);
         // A one-row matrix may come with any stride, a leading dimension must cover the column.
         let ld = |i: usize, least: u64| g.strides[i].max(least as usize);
-        let layouts = [layout(bf16, k, n, ld(1, k))?, layout(bf16, k, m, ld(0, k))?, layout(out, n, m, ld(2, n))?];
+        let layouts =
+            [layout(factors, k, n, ld(1, k))?, layout(factors, k, m, ld(0, k))?, layout(out, n, m, ld(2, n))?];
         Ok(Self { op, layouts })
     }
 }
@@ -103,6 +129,21 @@ impl Blas {
         let version = unsafe { sys::cublasLtGetVersion() };
         let device = format!("{device_name}, cuBLASLt {version}");
         Ok(Self { handle, workspace, device, chosen: RefCell::new(HashMap::new()) })
+    }
+
+    /// Whether it multiplies codes with scales, which depends on its version and on the device.
+    pub fn takes_codes(&self) -> bool {
+        let at = self.workspace.address();
+        let example = Gemm {
+            mnk: [256; 3],
+            at: [at; 3],
+            strides: [256; 3],
+            out: DType::Bf16,
+            scale: 1.0,
+            accumulate: false,
+            scales: Some([at; 2]),
+        };
+        Problem::new(&example).and_then(|p| self.candidates(&p)).is_ok_and(|found| !found.is_empty())
     }
 
     /// Whether the algorithm of a product is chosen.

@@ -85,7 +85,7 @@ impl Launch {
     }
 }
 
-/// A library product: `out[M, N] = scale * x[M, K] w[N, K]ᵀ (+ out)`, bf16 inputs.
+/// A library product: `out[M, N] = scale * x[M, K] w[N, K]ᵀ (+ out)`, of bf16 inputs or of codes of 8-bit floats.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gemm {
     /// Rows of x, rows of w, inner dim.
@@ -100,6 +100,9 @@ pub struct Gemm {
     pub scale: f32,
     /// Adds to out.
     pub accumulate: bool,
+    /// Of codes: addresses of the scales of x, `[K / 128, M] f32`, and of w, `[N / 128, K / 128] f32` with rows of a multiple of
+    /// four.
+    pub scales: Option<[u64; 2]>,
 }
 
 /// A piece of an op.

@@ -15,11 +15,12 @@ use crate::arguments::{self, Arguments, Parameter};
 /// The header of every kernel.
 const COMMON: &str = selkie_kernels::text("common.cuh");
 /// Headers that some kernels include.
-const HEADERS: [(&str, &str); 6] = [
+const HEADERS: [(&str, &str); 7] = [
     ("codes.cuh", selkie_kernels::text("codes.cuh")),
     ("gated_delta_unit.cuh", selkie_kernels::text("gated_delta_unit.cuh")),
     ("prologue_epilogue.cuh", selkie_kernels::text("prologue_epilogue.cuh")),
     ("ranks.cuh", selkie_kernels::text("ranks.cuh")),
+    ("round.cuh", selkie_kernels::text("round.cuh")),
     ("route.cuh", selkie_kernels::text("route.cuh")),
     ("wgmma.cuh", selkie_kernels::text("wgmma.cuh")),
 ];
@@ -111,6 +112,7 @@ kernels! {
     AttentionWgmma "attention_wgmma" Never AttentionTiles,
     CodesArrange "codes_arrange" Never CodesArrange,
     CodesDecode "codes_decode" Early CodesDecode,
+    CodesRows "codes_rows" Early CodesRows,
     Conv1d "conv1d" Early Conv1d,
     CopyRows "copy_rows" Never CopyRows,
     Embed "embed" Early Embed,
@@ -148,6 +150,8 @@ kernels! {
     RankNorm "rank_norm" Early RankNorm,
     RmsNorm "rms_norm" Early RmsNorm,
     RopeKv "rope_kv" Early RopeKv,
+    Round "round" Early Round,
+    RoundCodes "round_codes" Early RoundCodes,
     Route "route" Early Route,
     Sample "sample" Early Sample,
     SelectiveScan "selective_scan" Early SelectiveScan,

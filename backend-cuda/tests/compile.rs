@@ -70,6 +70,8 @@ fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
     let mut absent = BTreeSet::new();
     if arch != "sm_90a" {
         absent.extend([File::AttentionWgmma, File::ExpertWgmma, File::MatmulCodesWgmma]);
+        // Products of codes.
+        absent.extend([File::CodesRows, File::RoundCodes]);
     }
     if arch.starts_with("sm_8") {
         // Bulk copies.

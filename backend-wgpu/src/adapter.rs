@@ -2,6 +2,7 @@
 
 use selkie_core::backend::DeviceInfo;
 use selkie_core::error::{Error, Result};
+use selkie_core::format::Products;
 
 /// How to open an adapter.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,6 +20,8 @@ pub struct Options {
     pub few_barriers: Option<bool>,
     /// KV pages in 8 bits, see [`selkie_core::kv8`].
     pub kv8: bool,
+    /// Exact ones do not round activations where a recipe says so.
+    pub products: Products,
 }
 
 /// Adapters in order of preference: discrete, integrated, virtual, software. In a browser at most one, which the browser

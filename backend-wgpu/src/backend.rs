@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use selkie_core::backend::{Backend, Caps, Handle, Ops};
 use selkie_core::error::{Error, Result};
+use selkie_core::format::Products;
 use selkie_core::ops::{Feature, Op};
 use selkie_core::source::Bytes;
 use selkie_core::tensor::{DType, Tensor};
@@ -121,6 +122,7 @@ impl WgpuBackend {
             act: DType::F32,
             products: if cooperative { DType::F16 } else { DType::F32 },
             int8: false,
+            rounds: options.products == Products::Fast,
             kv: if options.kv8 { DType::I8 } else { DType::F32 },
             conv: DType::F32,
             state: DType::F32,

@@ -36,6 +36,8 @@ pub struct Caps {
     pub products: DType,
     /// Activations are rounded to 8 bits in products with coded weights, see [`crate::format::round_group`].
     pub int8: bool,
+    /// Activations are rounded where a recipe says so, see [`crate::ops::Round`].
+    pub rounds: bool,
     /// Dtype of KV pages.
     pub kv: DType,
     /// Dtype of convolution states.

@@ -188,6 +188,16 @@ impl StoredTensor {
         dims
     }
 
+    /// Rows that share the scales of their [`Format::F8`] blocks; `None` in other formats.
+    pub fn rows_of_a_scale(&self) -> Option<usize> {
+        match &self.place {
+            _ if self.format != Format::F8 => None,
+            Place::File { info, .. } => info.scaled.as_ref()?.shared_rows(),
+            // Random ones have the same everywhere.
+            Place::Memory(_) => Some(usize::MAX),
+        }
+    }
+
     /// Whether two are the same bytes of the same file.
     pub fn same(&self, other: &Self) -> bool {
         match (&self.place, &other.place) {
@@ -261,6 +271,27 @@ impl Checkpoint {
         }
         mlx::rename(&*source, &mut tensors, family)?;
         Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } })
+    }
+
+    /// The same where activations are rounded for 8-bit floats: their recipe says so, or a scale for activations is stored.
+    pub(crate) fn with_rounding(self) -> Self {
+        let Kind::Files { source, tensors, asked } = self.kind else { return self };
+        let mut tensors = Arc::unwrap_or_clone(tensors);
+        for scaled in tensors.values_mut().filter_map(|info| info.scaled.as_mut()) {
+            Arc::make_mut(scaled).round();
+        }
+        Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } }
+    }
+
+    /// Whether the recipe of a matrix of this shape rounds the input of products with it, see [`crate::ops::Round`].
+    pub fn rounds(&self, name: &str, shape: &[usize]) -> bool {
+        match &self.kind {
+            Kind::Random { recipe, .. } => recipe.is_some_and(|recipe| recipe.format(name, shape) == Format::F8),
+            Kind::Files { .. } => self.info(name).is_some_and(|info| {
+                let parts = info.joined.as_ref().map_or(std::slice::from_ref(info), |joined| joined);
+                parts.iter().all(|part| part.scaled.as_ref().is_some_and(|s| s.rounds(part)))
+            }),
+        }
     }
 
     /// Whether a convolution is `[C, K, 1]`, as MLX has it.

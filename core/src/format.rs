@@ -221,6 +221,36 @@ pub fn e4m3_to_f32(bits: u8) -> f32 {
     if bits & 0x80 == 0 { value } else { -value }
 }
 
+/// The number of 8 bits nearest to one of at most 464 in magnitude, ties to even: of at most 448.
+#[inline(always)]
+pub fn f32_to_e4m3(x: f32) -> u8 {
+    let magnitude = x.to_bits() & 0x7fff_ffff;
+    // Three bits of mantissa are left, or multiples of 2^-9.
+    let normal = ((magnitude + 0x7_ffff + (magnitude >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
+    let small = (x.abs() * 512.0).round_ties_even() as u32;
+    let code = if magnitude < 121 << 23 { small } else { normal };
+    (code | x.to_bits() >> 24 & 0x80) as u8
+}
+
+/// Activations that share a scale where they are rounded to 8-bit floats, and elements of a block of [`Format::F8`].
+pub const EIGHT_GROUP: usize = 128;
+
+/// Rounds 128 activations of a token to 8-bit floats: `out` is `scale * code`, where the scale is the smallest power of two from
+/// 2^-100 on with which the largest code is at most 448. All are NaN unless all activations are finite. Four bits are left of
+/// each number, so bf16 and f16 hold them exactly, and to round them again changes nothing.
+#[inline(always)]
+pub fn round_eight(x: &[f32; EIGHT_GROUP], out: &mut [f32; EIGHT_GROUP]) {
+    let most = x.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff));
+    // The exponent is one larger where the mantissa exceeds that of 448.
+    let exponent = (((most + 0x1f_ffff) >> 23).max(35) - 8).min(247);
+    let power = |exponent: u32| f32::from_bits(exponent << 23);
+    let (scale, inverse) = (power(exponent), power(254 - exponent));
+    let scale = if most < f32::INFINITY.to_bits() { scale } else { f32::NAN };
+    for (x, out) in x.iter().zip(out) {
+        *out = scale * e4m3_to_f32(f32_to_e4m3(x * inverse));
+    }
+}
+
 /// The bits of an f16 number as f32, exactly; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn f16_to_f32(h: u16) -> f32 {

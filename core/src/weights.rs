@@ -57,6 +57,8 @@ pub struct Linear<Buf> {
     pub bias: Option<Tensor<Buf>>,
     /// Factor on the product.
     pub scale: f32,
+    /// Its input is rounded, see [`crate::ops::Round`].
+    pub rounds: bool,
 }
 
 /// Progress of a load.
@@ -78,6 +80,8 @@ pub struct Loader<'a, B: Backend> {
     report: &'a mut dyn FnMut(Progress),
     /// Loaded matrices by the name of their first part, with their parts, for layers that share them.
     matrices: HashMap<String, Vec<Shared<B::Buf>>>,
+    /// Most elements per token of inputs that are rounded.
+    rounded: usize,
 }
 
 /// A loaded matrix and the stored rows that it is made of.
@@ -90,7 +94,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// A loader that reports its progress to `report` after every piece.
     pub fn new(backend: &'a B, checkpoint: &'a Checkpoint, report: &'a mut dyn FnMut(Progress)) -> Self {
         let progress = Progress { done: 0, total: checkpoint.bytes() };
-        Self { backend, checkpoint, prefix: String::new(), progress, report, matrices: HashMap::new() }
+        Self { backend, checkpoint, prefix: String::new(), progress, report, matrices: HashMap::new(), rounded: 0 }
     }
 
     /// The device.
@@ -298,7 +302,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         }
         let block = |p: &Piece| {
             let (w, format) = &adopted[p.tensor];
-            RowBlock { w: w.every(p.first, p.step, p.count), format: *format, col: p.col }
+            RowBlock { w: w.every(p.first, p.step, p.count), format: *format, col: p.col, squares: false }
         };
         Ok(Weight { blocks: pieces.iter().map(block).collect(), n, k })
     }
@@ -429,6 +433,8 @@ impl<'a, B: Backend> Loader<'a, B> {
     async fn linear_of(&mut self, k: usize, shares: Shares, bias: bool, input: f32) -> Result<Linear<B::Buf>> {
         let mut first = shares[0].clone();
         let with_bias = if bias { shares.clone() } else { Vec::new() };
+        let rounds = first.iter().all(|p| self.rounds(&p.name, &[p.of, p.stored_k(k)]));
+        self.will_round(if rounds { k } else { 0 });
         let w = self.unfactored(k, shares).await?;
         let bias = match bias {
             true => Some(self.biases(w.n, &with_bias).await?),
@@ -439,14 +445,30 @@ impl<'a, B: Backend> Loader<'a, B> {
             p.scale *= self.checkpoint.factor(&self.full(&p.name)).await?;
         }
         if first.iter().all(|p| p.scale == first[0].scale) {
-            return Ok(Linear { w, columns: None, bias, scale: input * first[0].scale });
+            return Ok(Linear { w, columns: None, bias, scale: input * first[0].scale, rounds });
         }
         let mut columns = vec![0.0; w.n];
         for p in &first {
             columns[p.col..p.col + p.rows.len()].fill(input * p.scale);
         }
         let columns = self.upload(&format!("factors of {}", first[0].name), &columns, &[w.n])?;
-        Ok(Linear { w, columns: Some(columns), bias, scale: 1.0 })
+        Ok(Linear { w, columns: Some(columns), bias, scale: 1.0, rounds })
+    }
+
+    /// Whether the input of products with a matrix is rounded: where its recipe says so, unless products are exact. Of a layer of
+    /// several matrices all must ask for it.
+    fn rounds(&self, name: &str, shape: &[usize]) -> bool {
+        self.backend.caps().rounds && self.checkpoint.rounds(&self.full(name), shape)
+    }
+
+    /// Notes an input of so many elements per token that is rounded.
+    fn will_round(&mut self, elements: usize) {
+        self.rounded = self.rounded.max(elements);
+    }
+
+    /// Most elements per token of the inputs that are rounded, of all layers loaded so far.
+    pub fn rounded(&self) -> usize {
+        self.rounded
     }
 
     async fn biases(&mut self, n: usize, shares: &[Vec<Part>]) -> Result<Tensor<B::Buf>> {

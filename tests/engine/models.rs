@@ -508,6 +508,7 @@ fn in_pieces<const BYTES: u64>() -> Result<WgpuBackend> {
         f32: true,
         few_barriers: None,
         kv8: false,
+        products: Products::Fast,
     })
 }
 

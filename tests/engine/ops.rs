@@ -139,6 +139,20 @@ fn fusions_on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Tria
     common::on(name, open, cases::chains().into_iter().map(case))
 }
 
+/// Products of rounded activations, with the ops before them.
+fn rounded_on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
+    let case = |case: cases::Rounded| {
+        let name = format!("rounds {}", case.name());
+        let run = move |b: &B| match pollster::block_on(case.difference(b)) {
+            Ok(None) => Ok(()),
+            Ok(Some(what)) => Err(what.into()),
+            Err(e) => Err(e.to_string().into()),
+        };
+        (name, false, run)
+    };
+    common::on(name, open, cases::rounded().into_iter().map(case))
+}
+
 /// The shader variants that a device with these facts has for an op.
 fn variants(op: &Op<cases::Plain>, facts: &Facts) -> Vec<Spec> {
     // If no variant takes the shape, the case itself fails.
@@ -216,6 +230,7 @@ const PLAIN: selkie_wgpu::Options = selkie_wgpu::Options {
     f32: true,
     few_barriers: None,
     kv8: false,
+    products: Products::Fast,
 };
 
 const WGPUS: [Wgpu; 3] = [
@@ -257,6 +272,11 @@ fn main() {
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     let parts = ("parts of a buffer beyond the limit of a binding".to_owned(), false, parts_of_a_buffer as Check);
     trials.extend(common::on("wgpu", common::wgpu, [parts]));
+    trials.extend(rounded_on("cpu", || Ok(CpuBackend::new())));
+    trials.extend(rounded_on("cuda", || Cuda::open(Options::default())));
+    trials.extend(rounded_on("cuda-generic", generic));
+    trials.extend(rounded_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() })));
+    trials.extend(rounded_on("wgpu", common::wgpu));
     trials.extend(fusions_on("wgpu", common::wgpu));
     trials.extend(fusions_on("wgpu-plain", WGPUS[1].open));
     common::run(trials)

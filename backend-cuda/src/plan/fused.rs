@@ -9,8 +9,9 @@ use selkie_core::{
 };
 
 use super::{
-    Arena, Device, Hazards, act, experts,
+    Arena, Device, Hazards, act, eight, experts,
     pick::{self, Product},
+    plan,
     pointwise::norm_access,
     same_view, state, wide,
 };
@@ -33,6 +34,7 @@ pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
             [Op::ExpertMatmul(a), Op::Activation(_)] => experts::may_share_tables(a, device),
             [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
             [Op::Activation(a)] => a.gate.rows() == 1,
+            [.., Op::Round(_)] => true,
             [Op::ExpertMatmul(a)] => experts::may_fuse(a, device),
             [.., Op::Matmul(a)] => a.x.rows() == 1 && !a.accumulate,
             _ => false,
@@ -49,16 +51,43 @@ pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards:
             experts::both_halves(a, act, b, device, arena, hazards)
         }
         [Op::Activation(a), Op::Conv1d(c)] => state::gated_conv1d(a, c, hazards).map(|work| vec![work]),
-        _ => one_kernel(ops, device, hazards).map(|work| vec![work]),
+        // They wait for the product.
+        [first, round @ Op::Round(_)] => {
+            let each = [first, round].map(|op| plan(op, device, arena, hazards).ok());
+            each.into_iter().collect::<Option<Vec<_>>>().map(|work| work.concat())
+        }
+        _ => {
+            let work = one_kernel(ops, device, hazards).map(|work| vec![work]);
+            work.or_else(|| match ops {
+                [Op::Round(round), Op::Matmul(product)] => eight::launch(round, product, device, arena),
+                _ => None,
+            })
+        }
     }
 }
 
 /// A product with the ops around it.
 fn one_kernel<B: Address>(ops: &[Op<B>], device: &Device, hazards: &Hazards) -> Option<Work> {
-    let (prologue, product, conv) = match ops {
-        [first, Op::Matmul(p)] => (Some(prologue(first, p)?), p, None),
-        [Op::Matmul(p), Op::Conv1d(c)] => (None, p, Some(c)),
-        [first, Op::Matmul(p), Op::Conv1d(c)] => (Some(prologue(first, p)?), p, Some(c)),
+    let (ops, conv) = match ops {
+        [ops @ .., Op::Conv1d(c)] => (ops, Some(c)),
+        _ => (ops, None),
+    };
+    let (before, product) = match ops {
+        [before @ .., Op::Matmul(p)] => (before, p),
+        _ => return None,
+    };
+    // The kernel rounds what the op would round.
+    let unrounded;
+    let (first, product, rounds) = match before {
+        [first @ .., Op::Round(round)] if same_view(&product.x, &round.out) => {
+            unrounded = Matmul { x: round.x.clone(), ..product.clone() };
+            (first, &unrounded, true)
+        }
+        _ => (before, product, false),
+    };
+    let prologue = match first {
+        [] => None,
+        [first] => Some(prologue(first, product)?),
         _ => return None,
     };
     if conv.is_some_and(|c| !reads_product(c, product)) {
@@ -71,13 +100,15 @@ fn one_kernel<B: Address>(ops: &[Op<B>], device: &Device, hazards: &Hazards) -> 
     if written.iter().flatten().any(|w| read.iter().any(|r| r.buf.id() == w.buf.id())) {
         return None;
     }
-    pick::fuse_neighbours(product, &Neighbours { prologue, conv }, device, hazards)
+    pick::fuse_neighbours(product, &Neighbours { prologue, rounds, conv }, device, hazards)
 }
 
 /// The ops that a product's kernel computes with it.
 pub(super) struct Neighbours<'a, B> {
     /// The op before the product.
     prologue: Option<Prologue<'a, B>>,
+    /// The input is rounded.
+    rounds: bool,
     /// The op after it.
     conv: Option<&'a Conv1d<B>>,
 }
@@ -104,12 +135,22 @@ struct Prologue<'a, B> {
 impl<B: Address> Neighbours<'_, B> {
     /// The product alone.
     pub const fn none() -> Self {
-        Self { prologue: None, conv: None }
+        Self { prologue: None, rounds: false, conv: None }
     }
 
     /// Whether it is the product alone.
     pub fn is_none(&self) -> bool {
-        self.prologue.is_none() && self.conv.is_none()
+        self.prologue.is_none() && !self.rounds && self.conv.is_none()
+    }
+
+    /// Whether the input is rounded before the product.
+    pub fn rounds(&self) -> bool {
+        self.rounds
+    }
+
+    /// Whether that is all there is besides the product.
+    pub fn is_rounding(&self) -> bool {
+        self.rounds && self.prologue.is_none() && self.conv.is_none()
     }
 
     /// Adds the constants of the product and its neighbours to those of its kernel.

@@ -4,6 +4,7 @@
 mod attention;
 mod codes;
 mod codes_wgmma;
+mod eight;
 mod experts;
 mod fused;
 mod gemv;
@@ -41,6 +42,8 @@ pub struct Device {
     pub wgmma: bool,
     /// cuBLASLt is there.
     pub blas: bool,
+    /// It multiplies codes of 8-bit floats.
+    pub eight: bool,
     /// Kernels that take only some shapes may be used.
     pub tuned: bool,
     /// Which of several ranks it is.
@@ -80,6 +83,7 @@ impl Device {
             bulk_copies: true,
             wgmma: true,
             blas: true,
+            eight: true,
             tuned: true,
             rank: 0,
             ranks: 1,
@@ -98,6 +102,7 @@ pub fn plan<B: Address>(op: &Op<B>, device: &Device, arena: &Arena, hazards: &Ha
         Op::Matmul(a) => pick::matmul(a, device, arena, hazards),
         Op::Activation(a) => pointwise::activation(a),
         Op::RopeKv(a) => pointwise::rope_kv(a),
+        Op::Round(a) => pointwise::round(a),
         Op::Attention(a) => attention::attention(a, device, arena),
         Op::Conv1d(a) => state::conv1d(a, hazards),
         Op::SelectiveScan(a) => state::selective_scan(a, device, hazards),

@@ -7,7 +7,7 @@ use selkie_core::{
     tensor::{DType, Tensor},
 };
 
-use super::{Arena, Device, Hazards, codes, codes_wgmma, fused::Neighbours, gemv, skinny, vector, wide};
+use super::{Arena, Device, Hazards, codes, codes_wgmma, eight, fused::Neighbours, gemv, skinny, vector, wide};
 use crate::{
     arguments::{At, MatmulBias, MatmulPlain, Rows},
     launch::{Address, Gemm, Launch, Work, address},
@@ -35,8 +35,8 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    fn of<B: Address>(block: &RowBlock<B>) -> Self {
-        let RowBlock { w, format, col } = block;
+    pub fn of<B: Address>(block: &RowBlock<B>) -> Self {
+        let RowBlock { w, format, col, .. } = block;
         let stride = if *format == Format::Plain { w.row_stride } else { 0 };
         Self { at: address(w), stride, dtype: w.dtype, format: *format, rows: w.rows(), col: *col }
     }
@@ -65,7 +65,7 @@ pub(super) struct Product<'a, B> {
 
 impl<'a, B: Address> Product<'a, B> {
     /// Some rows of W, and the kernels that multiply them.
-    fn with<T>(op: &'a Matmul<B>, w: Matrix, then: impl FnOnce(Product<'_, B>) -> T) -> T {
+    pub fn with<T>(op: &'a Matmul<B>, w: Matrix, then: impl FnOnce(Product<'_, B>) -> T) -> T {
         then(Product { op, w, out: &op.out.cols(w.col, w.rows) })
     }
 
@@ -98,21 +98,24 @@ impl<'a, B: Address> Product<'a, B> {
         At(all.map_or(0, |t| address(t) + 4 * self.w.col as u64))
     }
 
+    /// Whether the library can write the output.
+    pub fn library_writes(&self) -> bool {
+        let Self { op, out, .. } = self;
+        // It adds the old output within its product, so column factors would scale that too.
+        !(op.columns.is_some() && op.accumulate)
+            && address(*out).is_multiple_of(16)
+            && (out.row_stride * out.dtype.bytes()).is_multiple_of(16)
+    }
+
     fn kernel(&self, device: &Device) -> Kernel {
-        let Self { op, w, out } = self;
+        let Self { op, w, .. } = self;
         let (m, k) = (self.m(), self.k());
         let inputs = device.tuned && wide(&[&op.x]) && w.is_wide() && k.is_multiple_of(8);
         // With more than two rows, to read x again with every slice of W costs more than the library's product.
         let takes = |s: skinny::Shape| m <= 2 || !device.blas || s.resident;
         if inputs && m <= SKINNY_ROWS && skinny::shape(m, k, device.shared).is_some_and(takes) {
             Kernel::Skinny
-        } else if inputs
-            && device.blas
-            // The library adds the old output within its product, so column factors would scale that too.
-            && !(op.columns.is_some() && op.accumulate)
-            && address(*out).is_multiple_of(16)
-            && (out.row_stride * out.dtype.bytes()).is_multiple_of(16)
-        {
+        } else if inputs && device.blas && self.library_writes() {
             Kernel::Library
         } else {
             Kernel::Plain
@@ -143,6 +146,7 @@ impl<'a, B: Address> Product<'a, B> {
                 out: out.dtype,
                 scale: op.scale,
                 accumulate: op.accumulate,
+                scales: None,
             })
         };
         // The library's fast kernels take multiples of 8 rows of W.
@@ -156,7 +160,7 @@ impl<'a, B: Address> Product<'a, B> {
     }
 
     /// Factors and bias of the columns, over what the library has written.
-    fn columns_and_bias(&self) -> Launch {
+    pub fn columns_and_bias(&self) -> Launch {
         const THREADS: usize = 128;
         const ROWS: usize = 8;
         let Self { op, out, .. } = self;
@@ -222,7 +226,7 @@ pub(super) fn evict_first(n: usize, k: usize, device: &Device) -> bool {
     exceeds_l2(n, k, device) && 2 * n * k <= 256 << 20
 }
 
-/// A product of one row with its neighbours, if one kernel computes them all.
+/// A product of one row with its neighbours, or of some whose inputs are rounded, if one kernel computes them all.
 pub(super) fn fuse_neighbours<B: Address>(
     op: &Matmul<B>,
     neighbours: &Neighbours<B>,
@@ -231,12 +235,12 @@ pub(super) fn fuse_neighbours<B: Address>(
 ) -> Option<Work> {
     let [block] = op.w.blocks.as_slice() else { return None };
     let one = |product: Product<'_, B>| {
-        if op.x.rows() != 1 {
+        if op.x.rows() != 1 && !neighbours.is_rounding() {
             return None;
         }
         match block.format {
-            Format::Plain if product.kernel(device) == Kernel::Skinny => product.bulk(neighbours, device, hazards),
-            Format::Plain => None,
+            Format::Plain if neighbours.rounds() || product.kernel(device) != Kernel::Skinny => None,
+            Format::Plain => product.bulk(neighbours, device, hazards),
             _ => codes::launch(&product, neighbours, device, hazards),
         }
     };
@@ -301,5 +305,5 @@ pub(super) fn scratch<B: Address>(op: &Matmul<B>, device: &Device) -> u64 {
             codes_wgmma::scratch(&product, device).unwrap_or_else(decoded)
         })
     };
-    op.w.blocks.iter().map(bytes).max().unwrap_or(0)
+    op.w.blocks.iter().map(bytes).max().unwrap_or(0).max(eight::scratch(op, device))
 }

@@ -2,11 +2,11 @@
 
 use selkie_core::{
     Result,
-    ops::{Activation, Adjust, Embed, Gather, Logprobs, RmsNorm, RopeKv, Route, Router, RuleWords, Sample},
+    ops::{Activation, Adjust, Embed, Gather, Logprobs, RmsNorm, RopeKv, Round, Route, Router, RuleWords, Sample},
     tensor::DType,
 };
 
-use super::{act, vector};
+use super::{act, aligned, vector};
 use crate::{
     arguments,
     codes::Layout,
@@ -78,6 +78,15 @@ pub(super) fn activation<B: Address>(a: &Activation<B>) -> Result<Vec<Work>> {
         out: (&a.out).into(),
     };
     Ok(vec![Work::Kernel(Launch::new(spec, [a.gate.rows(), tiles(dim, vec), 1], 256, &args))])
+}
+
+pub(super) fn round<B: Address>(a: &Round<B>) -> Result<Vec<Work>> {
+    let dim = a.x.row_len();
+    aligned("round", 4, &[&a.x, &a.out])?;
+    let vec = vector(dim, &[&a.x, &a.out]);
+    let spec = Spec::new(File::Round).int("VEC", vec).int("DIM", dim).ty("x_t", a.x.dtype);
+    let args = arguments::Round { x: (&a.x).into(), out: (&a.out).into() };
+    Ok(vec![Work::Kernel(Launch::new(spec, [a.x.rows(), tiles(dim, vec), 1], 256, &args))])
 }
 
 /// Threads that hold a group of a norm, and groups of a block.

@@ -63,7 +63,7 @@ impl Maker {
 
     pub fn codes(&mut self, format: Format, n: usize, k: usize) -> Weight<Fake> {
         let w = self.of(DType::U8, &[n, format.bytes(k, 1)]);
-        Weight { blocks: vec![RowBlock { w, format, col: 0 }], n, k }
+        Weight { blocks: vec![RowBlock { w, format, col: 0, squares: false }], n, k }
     }
 
     pub fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Weight<Fake> {

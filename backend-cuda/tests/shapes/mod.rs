@@ -179,7 +179,8 @@ pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
 /// A device with the multiprocessors of an H200.
 fn device(arch: &str, shared: usize, tuned: bool) -> Device {
     let bulk_copies = !arch.starts_with("sm_8");
-    Device { sms: 132, shared, bulk_copies, wgmma: arch == "sm_90a", blas: true, tuned, rank: 1, ranks: 2 }
+    let hopper = arch == "sm_90a";
+    Device { sms: 132, shared, bulk_copies, wgmma: hopper, blas: true, eight: hopper, tuned, rank: 1, ranks: 2 }
 }
 
 const ARENA: Arena = Arena { scratch: 1 << 60, tickets: 1 << 50, areas: 1 << 40 };
@@ -432,7 +433,8 @@ fn coded(s: &Shape, m: &mut Maker, ops: &mut Vec<Op<Fake>>) {
         let [e, k, inner] = s.moe.unwrap_or([16, 4, 1024]);
         let ids = m.of(DType::U32, &[t, k]);
         let mut up = experts(m, e, inner, d, &ids);
-        up.experts[0].blocks[0] = RowBlock { w: m.of(DType::U8, &[e, inner, format.bytes(d, 1)]), format, col: 0 };
+        up.experts[0].blocks[0] =
+            RowBlock { w: m.of(DType::U8, &[e, inner, format.bytes(d, 1)]), format, col: 0, squares: false };
         ops.push(up.into());
     }
 }
@@ -484,6 +486,23 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let (w, to) = (m.codes(Format::Q4K, d, s.mlp), m.act(&[t, d]));
         let product = Matmul { x: out.clone(), w, columns: None, bias: None, out: to, scale: 1.0, accumulate: true };
         chains.push(vec![Activation { gate, up: None, row_gate: None, out, act: Act::Relu2 }.into(), product.into()]);
+    }
+    if formats(s, m).contains(&Format::Q4K) {
+        let eight = |m: &mut Maker, x: &Tensor<Fake>, n: usize, accumulate: bool| {
+            let (mut w, rounded, out) = (m.codes(Format::F8, n, x.row_len()), m.act(x.dims()), m.act(&[t, n]));
+            w.blocks[0].squares = true;
+            let round = Round { x: x.clone(), out: rounded.clone() };
+            let product = Matmul { x: rounded, w, columns: None, bias: None, out, scale: 1.0, accumulate };
+            [round.into(), product.into()]
+        };
+        let first = norm(m, d, 1, false);
+        let [round, product] = eight(m, &first.out, s.mlp, false);
+        chains.push(vec![first.into(), round, product]);
+        let (gate, out) = (m.act(&[t, s.mlp]), m.act(&[t, s.mlp]));
+        let [round, product] = eight(m, &out, d, true);
+        chains.push(vec![Activation { gate, up: None, row_gate: None, out, act: Act::Relu2 }.into(), round, product]);
+        let x = m.act(&[t, d]);
+        chains.push(eight(m, &x, s.mlp, false).into());
     }
     if let Some([e, k, inner]) = s.moe {
         let (rows, ids) = (t * k, m.of(DType::U32, &[t, k]));

@@ -4,7 +4,7 @@ use selkie_core::backend::Handle;
 use selkie_core::error::Result;
 use selkie_core::format::Format;
 use selkie_core::ops::Access::{InPlace, Read, Write};
-use selkie_core::ops::{Activation, Embed, Gather, Matmul, RmsNorm, RowBlock};
+use selkie_core::ops::{Activation, Embed, Gather, Matmul, RmsNorm, Round, RowBlock};
 
 use super::{Facts, act, coop, eights, gemv, quads};
 use crate::kernel::{Builder, Kernel, shader};
@@ -92,6 +92,15 @@ pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result
         b = b.view("row_gate", Read, row_gate);
     }
     Ok(vec![b.build("activation", (op.out.len() / 4).div_ceil(256), facts.max_binding)])
+}
+
+pub(super) fn round<B: Handle>(op: &Round<B>, facts: &Facts) -> Kernel<B> {
+    Builder::new(shader!("round"))
+        .param("tokens", op.out.rows())
+        .param("width", op.out.row_len())
+        .vectors("x", Read, &op.x)
+        .vectors("out", Write, &op.out)
+        .build("round", (op.out.len() / 4).div_ceil(256), facts.max_binding)
 }
 
 /// Weights from which on eight rows are faster with cooperative matrices, measured on an H200.

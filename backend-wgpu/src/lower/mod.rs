@@ -44,6 +44,7 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::RmsNorm(op) => dense::rms_norm(op, facts)?,
         Op::Matmul(op) => dense::matmul(op, facts)?,
         Op::Activation(op) => dense::activation(op, facts)?,
+        Op::Round(op) => vec![dense::round(op, facts)],
         Op::Gather(op) => dense::gather(op, facts)?,
         Op::RopeKv(op) => attention::rope_kv(op, facts)?,
         Op::Attention(op) => attention::attention(op, facts)?,

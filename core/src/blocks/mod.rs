@@ -21,7 +21,7 @@ use crate::{
     Error, Result,
     backend::{Backend, Handle, Ops},
     layer::{LayerPools, LayerState, StateShare},
-    ops::{Feature, Matmul, Op},
+    ops::{Feature, Matmul, Op, Round},
     step::Step,
     tensor::{DType, Tensor},
     weights::{Linear, Loader, Rank},
@@ -47,6 +47,8 @@ impl Scratch {
     pub const OUT: Self = Self::activations("mixer outputs");
     /// That result after its gate or norm.
     pub const GATED: Self = Self::activations("gated outputs");
+    /// The input of a linear layer that is rounded.
+    pub const ROUNDED: Self = Self::activations("rounded activations");
 
     /// A buffer of the backend's activation dtype.
     pub const fn activations(name: &'static str) -> Self {
@@ -167,9 +169,23 @@ impl<Buf: Handle> Pass<'_, Buf> {
         self.product(l, x, out, true)
     }
 
+    /// The input of a product: `x`, or its rounded values if the recipe of the weights asks for them.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn input(&mut self, x: &Tensor<Buf>, rounds: bool) -> Result<Tensor<Buf>> {
+        if !rounds {
+            return Ok(x.clone());
+        }
+        let out = self.work.view(Scratch::ROUNDED, x.rows(), x.row_len());
+        self.op(Round { x: x.clone(), out: out.clone() })?;
+        Ok(out)
+    }
+
     fn product(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>, accumulate: bool) -> Result<()> {
+        let x = self.input(x, l.rounds)?;
         self.op(Matmul {
-            x: x.clone(),
+            x,
             w: l.w.clone(),
             columns: l.columns.clone(),
             bias: l.bias.clone(),

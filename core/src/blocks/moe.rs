@@ -134,14 +134,19 @@ impl Plan {
             stacked: vec![name(from.stacked), format!("{prefix}{}", from.stacked)],
             each: from.each.iter().map(|leaf| (name(leaf), rows / from.each.len())).collect(),
         };
+        let [up, down] = [parts(&self.input, self.proj_width()), parts(&self.output, width)];
+        let rounds = [
+            l.rounds_experts([e, self.proj_width(), width], 1, &up),
+            l.rounds_experts([e, width, self.inner], self.top_k, &down),
+        ];
         let router = l.linear(self.width, &[Part::whole(name(self.router), e, 0)], false, 1.0).await?;
         let router_bias = match self.router_bias {
             Some(leaf) => Some(l.vector(&format!("{prefix}{leaf}"), e, |b| b).await?),
             None => None,
         };
         let sections = ExpertShare::Rows(1 + usize::from(self.gated));
-        let input = l.experts(e, self.proj_width(), width, &parts(&self.input, self.proj_width()), sections).await?;
-        let output = l.experts(e, width, self.inner, &parts(&self.output, width), ExpertShare::Columns).await?;
+        let input = l.experts(e, self.proj_width(), width, &up, sections).await?;
+        let output = l.experts(e, width, self.inner, &down, ExpertShare::Columns).await?;
         let latent = match self.latent {
             Some(lat) => {
                 let first = [Part::whole(name(lat.input), lat.width, 0)];
@@ -153,7 +158,7 @@ impl Plan {
             }
             None => None,
         };
-        Ok(Moe { plan: mine, router, router_bias, input, output, latent, scale })
+        Ok(Moe { plan: mine, router, router_bias, input, output, rounds, latent, scale })
     }
 }
 
@@ -166,6 +171,8 @@ pub struct Moe<Buf> {
     router_bias: Option<Tensor<Buf>>,
     input: Vec<ExpertRange<Buf>>,
     output: Vec<ExpertRange<Buf>>,
+    /// Whether the inputs of each half are rounded.
+    rounds: [bool; 2],
     latent: Option<(Linear<Buf>, Linear<Buf>)>,
     scale: f32,
 }
@@ -204,6 +211,7 @@ impl<Buf: Handle> Moe<Buf> {
             }
             None => (u.clone(), out.clone()),
         };
+        let from = pass.input(&from, self.rounds[0])?;
         pass.op(ExpertMatmul {
             x: from,
             experts: self.input.clone(),
@@ -220,6 +228,7 @@ impl<Buf: Handle> Moe<Buf> {
             out: mid.clone(),
             act: p.act,
         })?;
+        let mid = pass.input(&mid, self.rounds[1])?;
         pass.op(ExpertMatmul {
             x: mid,
             experts: self.output.clone(),

@@ -222,8 +222,10 @@ fn layers_of(parts: &[Part]) -> usize {
 /// the name counts: kernels are chosen by its number of units too. Bits of the CPU backend do not depend on the CPU, but the
 /// sines of rotary positions are those of the system's library.
 pub fn numerics(caps: &Caps) -> String {
-    let Caps { backend, device, act, products, int8, kv, conv, state, ranks, .. } = caps;
-    let dtypes = format!("act={act:?} products={products:?} int8={int8} kv={kv:?} conv={conv:?} state={state:?}");
+    let Caps { backend, device, act, products, int8, rounds, kv, conv, state, ranks, .. } = caps;
+    let dtypes = format!(
+        "act={act:?} products={products:?} int8={int8} rounds={rounds} kv={kv:?} conv={conv:?} state={state:?}"
+    );
     let place = match *backend {
         "cpu" => format!("target={}-{}{}", std::env::consts::ARCH, std::env::consts::OS, LIBRARY),
         _ => format!("device={device}"),

@@ -100,7 +100,7 @@ fn matrix(
     };
     *codes.shape.last_mut().expect("it has rows") = k;
     codes.dtype = format!("INT{bits}");
-    codes.scaled = Some(Arc::new(Scaled { kind: Kind::Affine(Affine { size, k, biases }), scales }));
+    codes.scaled = Some(Arc::new(Scaled { kind: Kind::Affine(Affine { size, k, biases }), scales, rounds: false }));
     Ok(codes)
 }
 

@@ -83,7 +83,7 @@ pub(super) fn gather(tensors: &mut BTreeMap<String, TensorInfo>, layout: Layout)
             Grouped::of(layout, stem, &info, tensors).map_err(|why| format!("tensor `{name}`: {why}"))?;
         info.shape = vec![kind.n, kind.k];
         info.dtype = format!("INT{}", kind.bits);
-        info.scaled = Some(Arc::new(Scaled { kind: Kind::Integers(kind), scales }));
+        info.scaled = Some(Arc::new(Scaled { kind: Kind::Integers(kind), scales, rounds: false }));
         tensors.insert(format!("{stem}.weight"), info);
     }
     Ok(())

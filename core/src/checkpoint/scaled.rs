@@ -33,6 +33,8 @@ const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 pub(crate) struct Scaled {
     pub(super) kind: Kind,
     pub(super) scales: TensorInfo,
+    /// The recipe rounds activations.
+    pub(super) rounds: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -84,11 +86,10 @@ pub(super) fn gather(tensors: &mut BTreeMap<String, TensorInfo>) -> Result<(), S
             info.dtype = "NVFP4".into();
             Kind::Four { factor, divides: !dense }
         };
-        // Scales of activations, which are not rounded.
-        for leaf in ["input_scale", "input_global_scale"] {
-            beside(leaf);
-        }
-        info.scaled = Some(Arc::new(Scaled { kind, scales }));
+        // Scales of activations, which have their own instead; for NVFP4 they are not rounded.
+        let for_inputs = ["input_scale", "input_global_scale"].map(|leaf| beside(leaf).is_some());
+        let rounds = eight && for_inputs.contains(&true);
+        info.scaled = Some(Arc::new(Scaled { kind, scales, rounds }));
         tensors.remove(&name);
         tensors.insert(format!("{stem}.weight"), info);
     }
@@ -136,6 +137,24 @@ pub(super) fn room(bytes: usize) -> Result<Vec<u8>> {
 }
 
 impl Scaled {
+    /// The same of a recipe that rounds activations where weights are 8-bit floats.
+    pub(super) fn round(&mut self) {
+        self.rounds |= matches!(self.kind, Kind::Eight { .. });
+    }
+
+    /// Whether activations are rounded for this matrix, which is stored in whole blocks.
+    pub(super) fn rounds(&self, weight: &TensorInfo) -> bool {
+        self.rounds && weight.shape.last().is_some_and(|k| self.format(*k).1 == Format::F8)
+    }
+
+    /// Rows that share scales.
+    pub(super) fn shared_rows(&self) -> Option<usize> {
+        match self.kind {
+            Kind::Eight { rows, .. } => Some(rows),
+            _ => None,
+        }
+    }
+
     /// The scales and, if there is one, the factor.
     pub(super) fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
         let (factor, integers) = match &self.kind {
@@ -150,13 +169,14 @@ impl Scaled {
     /// How the scales apply, in words that a digest can take in.
     pub(super) fn rule(&self) -> String {
         let dtype = &self.scales.dtype;
-        match &self.kind {
+        let rule = match &self.kind {
             Kind::Integers(integers) => format!("{dtype} scales, {}", integers.rule()),
             Kind::Affine(affine) => format!("{dtype} scales, {}", affine.rule()),
             Kind::Eight { rows, columns } => format!("{dtype} scales of {rows} x {columns}"),
             Kind::Four { divides: false, .. } => format!("{dtype} scales, a factor"),
             Kind::Four { divides: true, .. } => format!("{dtype} scales, a divisor"),
-        }
+        };
+        if self.rounds { rule + ", rounded activations" } else { rule }
     }
 
     /// What rows of `k` elements become: blocks, or f32 where they would not be whole.

@@ -72,6 +72,7 @@ impl CpuBackend {
             act: DType::F32,
             products: DType::F32,
             int8: products == Products::Fast,
+            rounds: products == Products::Fast,
             kv: DType::F32,
             conv: DType::F32,
             state: DType::F32,

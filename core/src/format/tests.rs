@@ -27,3 +27,59 @@ fn blocks_are_whole_groups() {
     }
     assert_eq!(Format::Plain.bytes(10, 2), 20);
 }
+
+/// What each code of 8-bit floats stands for, but for its sign.
+fn magnitudes() -> Vec<f64> {
+    (0..127).map(|code| f64::from(e4m3_to_f32(code))).collect()
+}
+
+#[test]
+fn eight_bit_floats_are_the_nearest() {
+    let all = magnitudes();
+    for (code, x) in all.iter().enumerate() {
+        assert_eq!(usize::from(f32_to_e4m3(*x as f32)), code);
+        assert_eq!(usize::from(f32_to_e4m3(-*x as f32)), code | 0x80);
+    }
+    for (code, pair) in all.windows(2).enumerate() {
+        let middle = (pair[0] + pair[1]) as f32 / 2.0;
+        let even = code + code % 2;
+        for (x, want) in [(middle.next_down(), code), (middle, even), (middle.next_up(), code + 1)] {
+            assert_eq!(usize::from(f32_to_e4m3(x)), want, "{x}");
+        }
+    }
+}
+
+#[test]
+fn rounded_activations_are_codes_times_a_power_of_two() {
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / 16_777_216.0
+    };
+    let (mut error, mut size) = (0.0, 0.0);
+    for i in 0..1000 {
+        // The sum of four is nearly normal.
+        let factor = (i as f32 % 60.0 - 30.0).exp2();
+        let x: [f32; EIGHT_GROUP] = std::array::from_fn(|_| factor * (next() + next() + next() + next() - 2.0));
+        let (mut once, mut twice) = ([0.0; EIGHT_GROUP], [0.0; EIGHT_GROUP]);
+        round_eight(&x, &mut once);
+        round_eight(&once, &mut twice);
+        assert_eq!(once, twice);
+        assert!(once.iter().all(|x| half::bf16::from_f32(*x).to_f32() == *x));
+        for (a, b) in x.iter().zip(&once) {
+            error += f64::from((a - b) / factor).powi(2);
+            size += f64::from(a / factor).powi(2);
+        }
+    }
+    println!("NMSE of rounded activations: {:.2e}", error / size);
+    assert!(error / size < 1e-3);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let (mut x, mut out) = ([1.0; EIGHT_GROUP], [0.0; EIGHT_GROUP]);
+        x[77] = bad;
+        round_eight(&x, &mut out);
+        assert!(out.iter().all(|x| x.is_nan()));
+    }
+    let mut out = [1.0; EIGHT_GROUP];
+    round_eight(&[0.0; EIGHT_GROUP], &mut out);
+    assert!(out.iter().all(|x| *x == 0.0));
+}

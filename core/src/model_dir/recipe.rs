@@ -27,8 +27,24 @@ pub(super) async fn apply(source: &dyn Source, config: &mut Config, checkpoint: 
     for layout in config.value("quantization_config").map(layouts).unwrap_or_default() {
         checkpoint = checkpoint.with_integers(layout)?;
     }
+    if config.value("quantization_config").is_some_and(rounds) {
+        checkpoint = checkpoint.with_rounding();
+    }
     check(source, config, &checkpoint, sizes).await?;
     Ok(checkpoint)
+}
+
+/// Whether a recipe rounds activations for weights of 8-bit floats. Those of modelopt store a scale for them instead.
+fn rounds(recipe: &Value) -> bool {
+    match recipe["quant_method"].as_str() {
+        Some("fp8") => true,
+        Some("compressed-tensors") => {
+            let groups = recipe["config_groups"].as_object();
+            let eight = |of: &Value| of["num_bits"] == 8 && of["type"] == "float";
+            groups.into_iter().flat_map(|g| g.values()).any(|g| eight(&g["weights"]) && eight(&g["input_activations"]))
+        }
+        _ => false,
+    }
 }
 
 async fn check(

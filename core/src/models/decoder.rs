@@ -117,6 +117,9 @@ impl<B: Backend> Decoder<B> {
             None => None,
         };
         let norm = load_norm(l, &a.norm, a.width).await?;
+        if l.rounded() > 0 {
+            widths.want(Scratch::ROUNDED, l.rounded());
+        }
         let backend = l.backend();
         let largest = Bucket::holding(limits.max_tokens, 1, 1, limits.max_outputs, 1);
         let tensor = |label: &str, dtype: DType, dims: [usize; 2]| {

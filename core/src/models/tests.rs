@@ -22,6 +22,7 @@ fn caps() -> Caps {
         act: DType::Bf16,
         products: DType::Bf16,
         int8: false,
+        rounds: true,
         kv: DType::Bf16,
         conv: DType::Bf16,
         state: DType::F32,

@@ -17,12 +17,14 @@ pub struct RowBlock<Buf> {
     pub format: Format,
     /// First output column.
     pub col: usize,
+    /// Of [`Format::F8`]: rows from each multiple of 128 to the next share their scales, so there is one per 128 x 128.
+    pub squares: bool,
 }
 
 impl<Buf: Clone> RowBlock<Buf> {
     /// A block of plain elements.
     pub fn plain(w: Tensor<Buf>, col: usize) -> Self {
-        Self { w, format: Format::Plain, col }
+        Self { w, format: Format::Plain, col, squares: false }
     }
 
     /// Elements of a row, K; `None` if the row is no whole number of blocks.

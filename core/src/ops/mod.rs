@@ -24,6 +24,7 @@ mod rank_norm;
 mod rebind;
 mod rms_norm;
 mod rope_kv;
+mod round;
 mod route;
 mod rules;
 mod sample;
@@ -48,6 +49,7 @@ pub use rank_norm::RankNorm;
 pub use rebind::Rebind;
 pub use rms_norm::{Gate, RmsNorm};
 pub use rope_kv::{KvPool, RopeKv};
+pub use round::Round;
 pub use route::{Route, Router};
 pub use rules::{ENTRY_WORDS, MOST_ENTRIES, MOST_TOP, REPORT_WORDS, RuleWords};
 pub use sample::{LANE_WORDS, Sample};
@@ -171,6 +173,7 @@ ops! {
     AllReduce "all_reduce",
     AllGather "all_gather",
     RankNorm "rank_norm",
+    Round "round",
 }
 
 impl<Buf: Handle> Op<Buf> {

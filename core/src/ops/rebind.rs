@@ -3,7 +3,7 @@
 use super::{
     Act, Activation, Adjust, AllGather, AllReduce, Attention, Conv1d, Embed, ExpertMatmul, ExpertRange, Gate,
     GatedDelta, Gather, HeadMatmul, KvPool, LatentAttention, LatentKv, Logprobs, Matmul, RankNorm, RmsNorm, RopeKv,
-    Route, Router, RowBlock, Sample, ScanForm, SelectiveScan, Weight,
+    Round, Route, Router, RowBlock, Sample, ScanForm, SelectiveScan, Weight,
 };
 use crate::{
     format::Format,
@@ -75,7 +75,7 @@ macro_rules! fields {
 
 fields! {
     Step { bucket, ints }
-    RowBlock { w, format, col }
+    RowBlock { w, format, col, squares }
     Weight { blocks, n, k }
     KvPool { k, v }
     Gate { z, act, before }
@@ -101,4 +101,5 @@ fields! {
     AllReduce { x, out, accumulate }
     AllGather { x, out }
     RankNorm { norm, ranks }
+    Round { x, out }
 }

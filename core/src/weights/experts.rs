@@ -53,6 +53,22 @@ impl<B: Backend> Loader<'_, B> {
         }
     }
 
+    /// Whether the inputs of all experts `[n, k]` are rounded, of which a token has `inputs`.
+    pub fn rounds_experts(&mut self, [experts, n, k]: [usize; 3], inputs: usize, parts: &ExpertParts) -> bool {
+        let rounds = match parts.stacked.iter().find(|name| self.stores(name)) {
+            Some(name) => self.rounds(name, &[experts, n, k]),
+            None if parts.each.is_empty() => {
+                parts.stacked.first().is_some_and(|name| self.rounds(name, &[experts, n, k]))
+            }
+            None => (0..experts).all(|e| {
+                let name = |pattern: &str| pattern.replace("{}", &e.to_string());
+                parts.each.iter().all(|(pattern, rows)| self.rounds(&name(pattern), &[*rows, k]))
+            }),
+        };
+        self.will_round(if rounds { inputs * k / self.ranks().len() } else { 0 });
+        rounds
+    }
+
     /// Each rank's share of every expert, read expert by expert.
     async fn shared_experts(
         &mut self,
@@ -136,7 +152,7 @@ impl<B: Backend> Loader<'_, B> {
             let (mut col, mut blocks) = (0, Vec::new());
             for run in runs {
                 let (format, rows) = (run.tensor.format, run.count);
-                blocks.push(RowBlock { w: self.adopt(run.tensor).await?, format, col });
+                blocks.push(RowBlock { w: self.adopt(run.tensor).await?, format, col, squares: false });
                 col += rows;
             }
             return Ok(vec![ExpertRange { first: 0, experts, blocks }]);
@@ -171,7 +187,12 @@ impl<B: Backend> Loader<'_, B> {
                 if self.backend.adopts() {
                     let (format, row) = (tensor.format, tensor.row_bytes() / tensor.dtype.bytes());
                     let w = self.adopt(tensor).await?;
-                    blocks.push(RowBlock { w: Tensor::new(w.buf, w.dtype, &[1, *rows, row]), format, col });
+                    blocks.push(RowBlock {
+                        w: Tensor::new(w.buf, w.dtype, &[1, *rows, row]),
+                        format,
+                        col,
+                        squares: false,
+                    });
                 } else {
                     if gather.is_none() {
                         gather = Some(ExpertGather::new(self, &name, &tensor, [experts, n, k])?);
@@ -278,7 +299,7 @@ impl<B: Backend> ExpertGather<B> {
             for col in (0..n).step_by(rows) {
                 let dims = [count, rows.min(n - col), row_bytes / dtype.bytes()];
                 let buf = l.room(name, dtype, format, &dims)?;
-                blocks.push(RowBlock { w: Tensor::new(buf, dtype, &dims), format, col });
+                blocks.push(RowBlock { w: Tensor::new(buf, dtype, &dims), format, col, squares: false });
             }
             ranges.push(ExpertRange { first, experts: count, blocks });
         }

@@ -9,6 +9,9 @@ use crate::{
     tensor::Tensor,
 };
 
+/// Rows of a block of weights that may share their scales.
+const SQUARE: usize = 128;
+
 /// Stored tensors, and which of their rows are the columns of a matrix.
 pub(super) type Stored = (Vec<StoredTensor>, Vec<Piece>);
 
@@ -81,6 +84,7 @@ impl<B: Backend> Loader<'_, B> {
             let rows = |copies: &[Piece]| copies.iter().map(|p| p.count).sum::<usize>();
             let dims = [rows(&copies[0]), row / dtype.bytes()];
             assert!(copies.iter().all(|c| rows(c) == dims[0]), "{name}: ranks with different rows");
+            let squares = shares.iter().zip(&copies).all(|((tensors, _), copies)| in_squares(tensors, copies));
             let buf = self.room(name, dtype, format, &dims)?;
             for (index, copies) in copies.into_iter().enumerate() {
                 let rank = (shares.len() > 1).then_some(Rank { index, of: shares.len() });
@@ -90,7 +94,7 @@ impl<B: Backend> Loader<'_, B> {
                 }
                 to.finish(self)?;
             }
-            let block = RowBlock { w: Tensor::new(buf, dtype, &dims), format, col };
+            let block = RowBlock { w: Tensor::new(buf, dtype, &dims), format, col, squares };
             self.arrange(&block)?;
             blocks.push(block);
         }
@@ -117,6 +121,20 @@ impl<B: Backend> Loader<'_, B> {
         }
         Ok(())
     }
+}
+
+/// Whether rows of a block share scales as [`RowBlock::squares`] says.
+fn in_squares(tensors: &[StoredTensor], copies: &[Piece]) -> bool {
+    let mut at = 0;
+    copies.iter().all(|p| {
+        let tensor = &tensors[p.tensor];
+        let shared = tensor.rows_of_a_scale().is_some_and(|rows| {
+            rows >= tensor.rows() || rows == SQUARE && p.step == 1 && p.first.is_multiple_of(SQUARE)
+        });
+        let begins = at % SQUARE == 0;
+        at += p.count;
+        shared && begins
+    })
 }
 
 /// Bytes of the first `elements` of a tensor's rows, which may be cut there.

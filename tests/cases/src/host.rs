@@ -384,7 +384,7 @@ impl<Buf: Clone> Bound<'_, Buf> {
 
     /// A row block of a weight.
     pub fn block(&self, name: &str, col: usize) -> RowBlock<Buf> {
-        RowBlock { w: self.t(name), format: self.host.array(name).format, col }
+        RowBlock { w: self.t(name), format: self.host.array(name).format, col, squares: false }
     }
 
     pub fn opt(&self, name: &str) -> Option<Tensor<Buf>> {

@@ -19,6 +19,8 @@ mod matmul;
 mod ranks;
 mod rms_norm;
 mod rope_kv;
+mod round;
+mod rounded;
 mod route;
 mod rules;
 mod run;
@@ -29,6 +31,7 @@ pub mod timed;
 
 pub use chain::{Chain, chains};
 pub use host::Dtypes;
+pub use rounded::{Rounded, rounded};
 pub use run::{CaseReport, Check, Loaded, run};
 #[cfg(not(target_arch = "wasm32"))]
 pub use run::{OpReport, run_all};
@@ -104,7 +107,7 @@ impl Handle for Plain {
 pub fn all() -> Vec<Case> {
     let mut t = Table { op: "", cases: vec![] };
     type Fill = fn(&mut Table);
-    let ops: [(&'static str, Fill); 21] = [
+    let ops: [(&'static str, Fill); 22] = [
         ("embed", embed::cases),
         ("gather", embed::gather),
         ("rms_norm", rms_norm::cases),
@@ -126,6 +129,7 @@ pub fn all() -> Vec<Case> {
         ("all_reduce", ranks::all_reduce),
         ("all_gather", ranks::all_gather),
         ("rank_norm", ranks::rank_norm),
+        ("round", round::cases),
     ];
     for (op, cases) in ops {
         t.op = op;
@@ -199,6 +203,7 @@ specs! {
     AllReduce ranks::Sum,
     AllGather ranks::Columns,
     RankNorm ranks::Norm,
+    Round round::Eight,
 }
 
 /// The table while it is being filled.

@@ -13,7 +13,7 @@ use selkie_core::tensor::{DType, Tensor};
 
 /// Largest RMS error over RMS value, of an output or of one slot: for f32, and where activations or the array have 16
 /// bits. A single element may be off by ten times that.
-const LIMITS: [(&str, f64, f64); 21] = [
+const LIMITS: [(&str, f64, f64); 22] = [
     ("embed", 1e-6, 3e-3),
     ("gather", 0.0, 0.0),
     ("rms_norm", 1e-5, 1e-2),
@@ -36,6 +36,7 @@ const LIMITS: [(&str, f64, f64); 21] = [
     ("all_reduce", 1e-6, 1e-2),
     ("all_gather", 0.0, 0.0),
     ("rank_norm", 1e-5, 1e-2),
+    ("round", 0.0, 0.0),
 ];
 /// Error of a single element over the RMS value plus its own, in units of the op's limit.
 const ELEMENT: f64 = 10.0;

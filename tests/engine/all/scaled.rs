@@ -211,6 +211,57 @@ fn equals_its_decoded_values(coded: &ModelFiles, rounds: bool) {
     assert_eq!(coded.checkpoint.passed_over(), [""; 0]);
 }
 
+/// A hybrid of 8-bit floats, with scales of activations in the file or without.
+fn eights(input_scales: bool) -> Tensors {
+    hybrid(|to, name, shape, r| {
+        eight(to, name, shape, "weight_scale", &[1], r);
+        if input_scales {
+            to.floats(&format!("{name}.input_scale"), &[1], &[0.05]);
+        }
+    })
+}
+
+#[test]
+fn activations_are_rounded_where_the_recipe_says_so() {
+    let ids: Vec<u32> = (0..80).map(|i| (i * 29 + 3) % 40).collect();
+    let logits = |m: &ModelFiles, products, steps: &[usize]| {
+        let logits = logits_by(products, &m.config, &m.checkpoint, &ids, steps).unwrap();
+        assert!(logits.iter().all(|x| x.is_finite()));
+        logits
+    };
+    let groups = |inputs: &str| {
+        let weights = r#"{"num_bits":8,"type":"float","strategy":"tensor"}"#;
+        format!(
+            r#"{{"quant_method":"compressed-tensors","format":"float-quantized","config_groups":{{"a":{{"weights":{weights},"input_activations":{inputs}}}}}}}"#
+        )
+    };
+    let modelopt = r#"{"quant_method":"modelopt","quant_algo":"FP8"}"#.to_owned();
+    let mut rounded: Option<Vec<f32>> = None;
+    for (recipe, input_scales, rounds) in [
+        (r#"{"quant_method":"fp8","activation_scheme":"dynamic"}"#.to_owned(), false, true),
+        (groups(r#"{"num_bits":8,"type":"float","dynamic":true,"strategy":"token"}"#), false, true),
+        (groups("null"), false, false),
+        (modelopt.clone(), true, true),
+        (modelopt, false, false),
+    ] {
+        let m = eights(input_scales).open(&recipe).unwrap();
+        let exact = logits(&m, Products::Exact, &[80]);
+        let fast = logits(&m, Products::Fast, &[80]);
+        assert_eq!(fast != exact, rounds, "{recipe}");
+        // Whatever the number of rows.
+        assert_eq!(logits(&m, Products::Fast, &[1; 80]), fast, "{recipe}");
+        assert_eq!(logits(&m, Products::Fast, &[50, 7, 23]), fast, "{recipe}");
+        if rounds {
+            let error = |x: &[f32]| x.iter().zip(&exact).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+            let size: f64 = exact.iter().map(|x| f64::from(*x).powi(2)).sum();
+            assert!(error(&fast) / size < 2e-2, "{recipe}: {}", error(&fast) / size);
+            // All of these recipes round alike.
+            assert_eq!(*rounded.get_or_insert_with(|| fast.clone()), fast, "{recipe}");
+        }
+        assert_eq!(m.checkpoint.passed_over(), [""; 0]);
+    }
+}
+
 #[test]
 fn other_recipes_are_refused_by_name() {
     let mut tensors = mixed();

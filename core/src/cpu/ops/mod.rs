@@ -18,6 +18,7 @@ mod matmul;
 mod rank_norm;
 mod rms_norm;
 mod rope_kv;
+mod round;
 mod route;
 mod sample;
 mod selective_scan;
@@ -39,6 +40,7 @@ impl Op<Buf> {
             Self::Matmul(op) => op.run(products),
             Self::Activation(op) => op.run(),
             Self::RopeKv(op) => op.run(),
+            Self::Round(op) => op.run(),
             Self::Attention(op) => op.run(),
             Self::Conv1d(op) => op.run(),
             Self::SelectiveScan(op) => op.run(),

@@ -1,0 +1,38 @@
+// Activations as 8-bit floats with a power of two per 128 columns; see round_eight in core/src/format.rs.
+
+// Of 128 columns, the largest bits of which are `most` but for their sign.
+struct EightScale {
+    float scale, inverse;
+    DEV EightScale(u32 most) {
+        // The exponent is one larger where the mantissa exceeds that of 448.
+        u32 exponent = min(max((most + 0x1fffffu) >> 23, 35u) - 8u, 247u);
+        scale = most < 0x7f800000u ? __uint_as_float(exponent << 23) : __uint_as_float(0x7fc00000u);
+        inverse = __uint_as_float((254u - exponent) << 23);
+    }
+};
+
+// The code of a number of at most 448 in magnitude, without its sign.
+DEV u32 eight_code(float y) {
+    u32 bits = __float_as_uint(y) & 0x7fffffffu;
+    if (bits < 121u << 23) return __float2uint_rn(fabsf(y) * 512.f);
+    return ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+}
+
+// What the code of `y` stands for.
+DEV float eight_value(float y) {
+    u32 code = eight_code(y);
+    float v = code < 8 ? (float)code * 0x1p-9f : __uint_as_float((code << 20) + (120u << 23));
+    return copysignf(v, y);
+}
+
+// The scale of 128 columns, of which neighbouring 128 / N lanes have N each.
+template <int N> DEV EightScale eight_scale(const float *x) {
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
+    constexpr int LANES = 128 / N;
+    u32 mask = LANES == 32 ? 0xffffffffu : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+    for (int d = LANES / 2; d > 0; d /= 2) most = max(most, __shfl_xor_sync(mask, most, d));
+    return EightScale(most);
+}
