@@ -19,6 +19,7 @@
 //   ROWS            rows of W that a warp multiplies at a time; divides STAGES; above 1 only if a stage holds a whole row
 //   EVICT_FIRST     W is loaded with the evict-first policy
 //   ACCUMULATE, HAS_COLUMNS, HAS_BIAS   the output's old value, factors and biases of columns
+//   ROUND           0: the input is taken as it is
 //   ACT, HAS_SECOND, ROW_GATE           of the prologue: activation; it has a gate or second factor; distance of the row's gate
 //   VEC, GROUP, THREADS, GATE, SHARED_WEIGHT   of a norm, as in rms_norm.cu
 //   CONV_FIRST, CHANNELS, TAPS, CONV_ACT       of a convolution
@@ -36,6 +37,7 @@ constexpr bool SPARE = ROWS == 1 && STAGES > 2; // a warp issues its next copy b
 constexpr int CONSUMERS = 32 * WARPS;
 DEV void sync_consumers() { __syncthreads(); }
 
+#include "round.cuh"
 #include "prologue_epilogue.cuh"
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
@@ -96,11 +98,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         if constexpr (CONV) channel.fetch(ints, row_at(i) - CONV_FIRST, conv_weight, conv_weight_stride, pool, pool_stride);
     };
     if (state_unwritten) fetch_channel(lane);
-    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, x, sums);
     wait_for_inputs();
     // Trigger the next kernel only here: its early blocks would take slots from ours.
     let_next_start();
-    if constexpr (PROLOGUE == 2) activation(first, second, resident);
+    if constexpr (PROLOGUE == 2) activation(first, second, resident, x);
     if constexpr (PROLOGUE != 0) {
         __syncthreads();
         for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)

@@ -20,6 +20,7 @@
 
 #include "codes.cuh"
 
+static_assert(!ROUND || X_RESIDENT, "only x in shared memory is rounded");
 constexpr int UNITS = div_up(K, UNIT);
 constexpr int TEAMS = WARPS / SHARE;
 constexpr int SLICES = div_up(div_up(UNITS, SHARE), DEPTH); // stages per tile and warp
@@ -35,8 +36,8 @@ constexpr int EACH = div_up(SUMS, CONSUMERS);
 constexpr u32 FACTOR = OFFSETS ? 0x3f803f80u : BIAS == 136.f ? 0xc308c308u : BIAS == 144.f ? 0xc310c310u : 0xc510c510u;
 DEV void sync_consumers() { __syncthreads(); }
 
-#include "prologue_epilogue.cuh"
 #include "round.cuh"
+#include "prologue_epilogue.cuh"
 
 // As mma_bf16, from `c` to `d`. Not volatile: the compiler mixes the products of several units.
 DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
@@ -154,15 +155,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         }
     };
     if (state_unwritten) fetch_channel(0);
-    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, x, sums);
     wait_for_inputs();
     // Trigger the next kernel only here: its early blocks would take slots from ours.
     let_next_start();
-    if constexpr (PROLOGUE == 2) activation(first, second, resident);
+    if constexpr (PROLOGUE == 2) activation(first, second, resident, x);
     if constexpr (PROLOGUE != 0) {
         __syncthreads();
-        for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
-            reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
+        if constexpr (!ROUNDED_STORES)
+            for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)
+                reinterpret_cast<uint4 *>(x)[i] = reinterpret_cast<uint4 *>(resident)[i];
     } else if constexpr (X_RESIDENT) {
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0) {
@@ -177,17 +179,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         __syncthreads();
 #endif
     }
-    if constexpr (ROUND) {
-        static_assert(X_RESIDENT, "only x in shared memory is rounded");
+    if constexpr (ROUND && !ROUNDED_STORES) {
         if constexpr (PROLOGUE != 0) __syncthreads();
         for (int i = threadIdx.x; i < M * (K / 8); i += CONSUMERS) {
-            bf16 *at = resident + i / (K / 8) * X_PITCH + i % (K / 8) * 8;
-            float v[8];
-            load<8>(at, v);
-            EightScale s = eight_scale<8>(v);
-#pragma unroll
-            for (int e = 0; e < 8; e++) v[e] = s.scale * eight_value(v[e] * s.inverse);
-            store<8>(at, v);
+            uint4 *at = reinterpret_cast<uint4 *>(resident + i / (K / 8) * X_PITCH) + i % (K / 8);
+            uint4 v = *at;
+            u32 pairs[4] = {v.x, v.y, v.z, v.w};
+            round_pairs<8>(pairs);
+            *at = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
         __syncthreads();
     }

@@ -25,6 +25,7 @@ constexpr bool RAGGED = K % SPAN != 0;
 
 DEV void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
+#include "round.cuh"
 #include "prologue_epilogue.cuh"
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
@@ -90,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
             channel.fetch(ints, tile * ROWS + (int)threadIdx.x - CONV_FIRST, conv_weight, conv_weight_stride, pool, pool_stride);
     };
     if (state_unwritten) fetch_channel(blockIdx.x);
-    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, sums);
+    if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, x, sums);
     wait_for_inputs();
     // Trigger the next kernel only here: its early blocks would take slots from ours.
     let_next_start();
-    if constexpr (PROLOGUE == 2) activation(first, second, resident);
+    if constexpr (PROLOGUE == 2) activation(first, second, resident, x);
     if constexpr (PROLOGUE != 0) {
         sync_consumers();
         for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < K / 8; i += gridDim.x * CONSUMERS)

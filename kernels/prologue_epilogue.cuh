@@ -1,10 +1,12 @@
 // The ops before and after a product of one row, as parts of its kernel: computed by CONSUMERS threads in WARPS warps, which
-// synchronise in `sync_consumers`.
+// synchronise in `sync_consumers`. With ROUND the product's input is rounded, see round.cuh, which is included before.
 
 constexpr int NORM_WARPS = THREADS / 32;         // of a group in rms_norm.cu; each warp here does the work of several of them
 constexpr int NORM_UNITS = PROLOGUE == 1 ? K / GROUP * NORM_WARPS : 1;
 constexpr int NORM_TURNS = div_up(NORM_UNITS, WARPS);
 constexpr int NORM_PASSES = div_up(GROUP, VEC * THREADS);
+// The prologue rounds what it stores: 128 columns lie in lanes that are all active, or none.
+constexpr bool ROUNDED_STORES = ROUND && (PROLOGUE == 2 || (PROLOGUE == 1 && VEC >= 4 && GROUP % 128 == 0));
 
 // A channel's part of a convolution over one token, in a thread.
 struct Channel {
@@ -40,8 +42,24 @@ struct Channel {
     }
 };
 
+// Stores N elements of the prologue's output for the product. Where they are rounded, one block writes the others to `out`.
+template <int N> DEV void put_input(bf16 *x, bf16 *out, int c, float *v) {
+    if constexpr (ROUNDED_STORES && N >= 4) {
+        if (c / N % gridDim.x == blockIdx.x) store<N>(out + c, v);
+        u32 pairs[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) pairs[i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+        round_pairs<N>(pairs);
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+            reinterpret_cast<uint2 *>(x + c)[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
+    } else {
+        store<N>(x + c, v);
+    }
+}
+
 // The norm of the only row, by all consumers.
-DEV void norm(const bf16 *a, const bf16 *gate, const float *weight, float eps, bf16 *x, float *sums) {
+DEV void norm(const bf16 *a, const bf16 *gate, const float *weight, float eps, bf16 *x, bf16 *out, float *sums) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float v[NORM_TURNS][NORM_PASSES][VEC], w[NORM_TURNS][NORM_PASSES][VEC], z[NORM_TURNS][NORM_PASSES][VEC];
     auto each = [&](auto &&f) {
@@ -90,12 +108,12 @@ DEV void norm(const bf16 *a, const bf16 *gate, const float *weight, float eps, b
             v[i][p][e] *= w[i][p][e] * r;
             if constexpr (GATE == 2) v[i][p][e] *= z[i][p][e];
         }
-        store<VEC>(x + group * GROUP + c, v[i][p]);
+        put_input<VEC>(x, out, group * GROUP + c, v[i][p]);
     });
 }
 
 // act(a) or act(a) * b of the only row, by all consumers; with ROW_GATE times sigmoid(a[ROW_GATE]).
-DEV void activation(const bf16 *a, const bf16 *b, bf16 *x) {
+DEV void activation(const bf16 *a, const bf16 *b, bf16 *x, bf16 *out) {
     float gate = ROW_GATE ? sigmoid(to_f32(a[ROW_GATE])) : 1.f;
     constexpr int STEP = CONSUMERS * 8, AHEAD = 4;
     for (int base = threadIdx.x * 8; base < K; base += AHEAD * STEP) {
@@ -115,7 +133,7 @@ DEV void activation(const bf16 *a, const bf16 *b, bf16 *x) {
                 if constexpr (HAS_SECOND) g[i][e] *= u[i][e];
                 if constexpr (ROW_GATE != 0) g[i][e] *= gate;
             }
-            if (c < K) store<8>(x + c, g[i]);
+            if (c < K) put_input<8>(x, out, c, g[i]);
         }
     }
 }

@@ -36,3 +36,33 @@ template <int N> DEV EightScale eight_scale(const float *x) {
     for (int d = LANES / 2; d > 0; d /= 2) most = max(most, __shfl_xor_sync(mask, most, d));
     return EightScale(most);
 }
+
+// Rounds N of 128 columns in place, pairs of bf16 numbers; neighbouring lanes have the others. A number is added that leaves four bits
+// of each, or a multiple of 2^-9 of the scale, and taken off again.
+template <int N> DEV void round_pairs(u32 *pair) {
+    constexpr u32 ONE = 0x3f803f80u, SIGNS = 0x80008000u;
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) largest = __vmaxu2(largest, pair[i] & ~SIGNS);
+    constexpr int LANES = 128 / N;
+    u32 mask = LANES == 32 ? 0xffffffffu : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+    for (int d = LANES / 2; d > 0; d /= 2) largest = __vmaxu2(largest, __shfl_xor_sync(mask, largest, d));
+    u32 most = max(largest << 16, largest & 0xffff0000u);
+    EightScale s(most);
+    if (most < 0x7c000000u) {
+        // The exponent of the smallest number of four bits, and from that of a number to that of 24 times its power of two.
+        u32 least = (__float_as_uint(s.scale) >> 16) - (6 << 7), leasts = least | least << 16;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            u32 x = pair[i], far = __vmaxu2(x & 0x7f807f80u, leasts) + 0x02400240u;
+            u32 r = fma_bf16x2(fma_bf16x2(x, ONE, far), ONE, far ^ SIGNS);
+            pair[i] = r | (x & SIGNS);
+        }
+        return;
+    }
+    // There is no room above the largest.
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        pair[i] = pack_bf16(s.scale * eight_value(bf16_lo(pair[i]) * s.inverse), s.scale * eight_value(bf16_hi(pair[i]) * s.inverse));
+}

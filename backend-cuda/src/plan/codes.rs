@@ -118,7 +118,6 @@ pub(super) fn launch<B: Address>(
         .int("STAGES", shape.stages)
         .int("DEPTH", shape.depth)
         .flag("X_RESIDENT", shape.resident)
-        .flag("ROUND", neighbours.rounds())
         .flag("EVICT_FIRST", evict_first(&layout, p.n(), device));
     let spec = neighbours.constants(spec, p);
     let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * shape.warps, &neighbours.arguments(p, hazards));

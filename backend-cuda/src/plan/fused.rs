@@ -160,6 +160,7 @@ impl<B: Address> Neighbours<'_, B> {
         spec.flag("ACCUMULATE", p.op.accumulate)
             .flag("HAS_COLUMNS", p.op.columns.is_some())
             .flag("HAS_BIAS", p.op.bias.is_some())
+            .flag("ROUND", self.rounds)
             .int("PROLOGUE", prologue.map_or(0, |p| if p.norm { 1 } else { 2 }))
             .int("ACT", prologue.map_or(0, |p| act(p.act)))
             .flag("HAS_SECOND", prologue.is_some_and(|p| p.second.is_some()))

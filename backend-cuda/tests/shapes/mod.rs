@@ -422,6 +422,9 @@ fn formats(s: &Shape, m: &Maker) -> Vec<Format> {
 /// Products, embeddings and experts with coded weights.
 fn coded(s: &Shape, m: &mut Maker, ops: &mut Vec<Op<Fake>>) {
     let (step, t, d) = (m.step.clone(), m.step.bucket.tokens, s.width);
+    if d.is_multiple_of(128) {
+        ops.push(Round { x: m.act(&[t, d]), out: m.act(&[t, d]) }.into());
+    }
     for format in formats(s, m) {
         let (table, last) = (m.codes(format, s.vocab, d), m.of(DType::U32, &[64]));
         ops.push(Embed { step: step.clone(), last, table, out: m.act(&[t, d]), scale: 1.0 }.into());

@@ -130,7 +130,7 @@ pub(super) fn coded_models() -> Vec<TestModel> {
     };
     let mut models = Vec::new();
     for products in [Products::Fast, Products::Exact] {
-        for (hidden, recipe) in [(32, "q8_0"), (64, "nvfp4"), (96, "q5_0"), (256, "q4_k_m")] {
+        for (hidden, recipe) in [(32, "q8_0"), (64, "nvfp4"), (96, "q5_0"), (256, "q4_k_m"), (128, "fp8")] {
             models.push(hybrid(hidden).coded(recipe, products));
         }
     }
