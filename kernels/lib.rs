@@ -34,6 +34,7 @@ files![
     "expert_matmul.cu",
     "expert_sort.cu",
     "expert_stream.cu",
+    "expert_stream_codes.cu",
     "expert_wgmma.cu",
     "fill.cu",
     "gated_delta.cu",

@@ -32,58 +32,10 @@ constexpr int CONSUMERS = 32 * WARPS;
 constexpr int COLS = M == 1 ? 1 : 2;             // columns of x in a lane; with one row, all columns of the operand are that row
 constexpr int SUMS = TEAMS * M * TILE;           // of a turn
 constexpr int EACH = div_up(SUMS, CONSUMERS);
-// Two bf16 of 1, or of -BIAS: 136, 144 or 2304.
-constexpr u32 FACTOR = OFFSETS ? 0x3f803f80u : BIAS == 136.f ? 0xc308c308u : BIAS == 144.f ? 0xc310c310u : 0xc510c510u;
 DEV void sync_consumers() { __syncthreads(); }
 
 #include "round.cuh"
 #include "prologue_epilogue.cuh"
-
-// As mma_bf16, from `c` to `d`. Not volatile: the compiler mixes the products of several units.
-DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
-// Adds the products of two groups of 32 elements. b: of each group, the lane's elements of x in both halves.
-DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[COLS]) {
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        // Sums of x: times -BIAS, sums of codes begin with them; with an offset, they are multiplied with that and the bias.
-        float sums[4] = {}, d[2][4] = {};
-        if constexpr (BIASED) {
-            u32 a[4] = {FACTOR, FACTOR, FACTOR, FACTOR};
-            product(sums, a, b[j][0], sums);
-            product(sums, a, b[j][1], sums);
-        }
-        if constexpr (BIASED && !OFFSETS) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) d[0][i] = sums[i];
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int p = 0; p < LOW_PLANES; p++) {
-                u32 a[4] = {codes.pair[j][0][p][2 * half], codes.pair[j][1][p][2 * half], codes.pair[j][0][p][2 * half + 1],
-                            codes.pair[j][1][p][2 * half + 1]};
-                float *to = d[HALVES ? half : 0];
-                product(to, a, b[j][half], to);
-            }
-        int group = 2 * sub + j;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float first = scales.scale(group, r, 0), second = HALVES ? scales.scale(group, r, 1) : 0.f;
-            float less = OFFSETS ? -__fmaf_rn(first, BIAS, scales.offset(group, r)) : 0.f;
-#pragma unroll
-            for (int c = 0; c < COLS; c++) {
-                total[r][c] = __fmaf_rn(first, d[0][2 * r + c], total[r][c]);
-                if constexpr (HALVES) total[r][c] = __fmaf_rn(second, d[1][2 * r + c], total[r][c]);
-                if constexpr (OFFSETS) total[r][c] = __fmaf_rn(less, sums[2 * r + c], total[r][c]);
-            }
-        }
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
@@ -235,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
                         bool in = X_RESIDENT || K % UNIT == 0 || from < K;
                         b[i / 2][i % 2] = in ? *reinterpret_cast<const uint2 *>(mine + from) : make_uint2(0, 0);
                     }
-                    multiply(Codes(at, sub, lane), scales, sub, b, total);
+                    multiply<COLS>(Codes(at, sub, lane), scales, sub, b, total);
                 }
             };
             if (there) {

@@ -125,6 +125,7 @@ kernels! {
     ExpertMatmul "expert_matmul" Early ExpertMatmul,
     ExpertSort "expert_sort" Early ExpertSort,
     ExpertStream "expert_stream" Late ExpertStream,
+    ExpertStreamCodes "expert_stream_codes" Late ExpertStream,
     ExpertWgmma "expert_wgmma" Early ExpertWgmma,
     Fill "fill" Never Fill,
     GatedDelta "gated_delta" Early GatedDelta,

@@ -153,6 +153,20 @@ fn rounded_on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Tr
     common::on(name, open, cases::rounded().into_iter().map(case))
 }
 
+/// The experts' choice and both their halves, in one step and one by one.
+fn expert_chains_on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
+    let case = |case: cases::ExpertChain| {
+        let name = format!("experts {}", case.name());
+        let run = move |b: &B| match pollster::block_on(case.difference(b)) {
+            Ok(None) => Ok(()),
+            Ok(Some(what)) => Err(what.into()),
+            Err(e) => Err(e.to_string().into()),
+        };
+        (name, false, run)
+    };
+    common::on(name, open, cases::expert_chains().into_iter().map(case))
+}
+
 /// The shader variants that a device with these facts has for an op.
 fn variants(op: &Op<cases::Plain>, facts: &Facts) -> Vec<Spec> {
     // If no variant takes the shape, the case itself fails.
@@ -272,6 +286,8 @@ fn main() {
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     let parts = ("parts of a buffer beyond the limit of a binding".to_owned(), false, parts_of_a_buffer as Check);
     trials.extend(common::on("wgpu", common::wgpu, [parts]));
+    trials.extend(expert_chains_on("cpu", || Ok(CpuBackend::new())));
+    trials.extend(expert_chains_on("cuda", || Cuda::open(Options::default())));
     trials.extend(rounded_on("cpu", || Ok(CpuBackend::new())));
     trials.extend(rounded_on("cuda", || Cuda::open(Options::default())));
     trials.extend(rounded_on("cuda-generic", generic));

@@ -66,6 +66,63 @@ fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, de
     (n.is_multiple_of(parts) && stages >= needed.min(2)).then_some(StreamShape { rows, stages, blocks, shared })
 }
 
+/// Warps of a block of the kernel that streams codes.
+const CODES_WARPS: usize = 16;
+/// Bytes of codes that one warp copies and multiplies at a time, if a unit of them is not larger.
+const ITEM_BYTES: usize = 3 << 10;
+
+/// How that kernel is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct CodesShape {
+    /// Units of an item.
+    depth: usize,
+    stages: usize,
+    blocks: usize,
+    /// Dynamic shared memory.
+    shared: usize,
+}
+
+/// As [`stream_shape`], of codes in this layout with `unit` elements in a unit.
+fn codes_shape(
+    [tokens, top, n]: [usize; 3],
+    parts: usize,
+    combine: bool,
+    (layout, unit): (&Layout, usize),
+    device: &Device,
+) -> Option<CodesShape> {
+    let depth = (ITEM_BYTES / layout.unit_bytes).clamp(1, layout.units);
+    let all = tokens * if combine { 1 } else { top } * (n / parts).div_ceil(codes::TILE);
+    let blocks = all.min(device.sms);
+    let jobs = all.div_ceil(blocks);
+    let items = jobs * if combine { top } else { parts } * layout.units.div_ceil(depth);
+    let x_bytes = 2 * layout.units * unit * tokens * if combine { top } else { 1 };
+    let sums = 4 * codes::TILE * (items + jobs);
+    let room = device.shared.checked_sub(SMEM_LEFT_FREE + 4096 + x_bytes + sums)? / CODES_WARPS;
+    let (stage, needed) = (depth * layout.unit_bytes, items.div_ceil(CODES_WARPS));
+    let stages = (room / stage).min(needed).min(16);
+    let shared = CODES_WARPS * stages * stage + x_bytes + sums;
+    let halves = parts == 1 || n.is_multiple_of(2 * codes::TILE);
+    (halves && stages >= needed.min(2)).then_some(CodesShape { depth, stages, blocks, shared })
+}
+
+/// How the kernel that streams codes is cut for few pairs, in `parts` halves, if it takes this op.
+fn codes_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) -> Option<(Layout, CodesShape)> {
+    let (_, block) = in_one_block(a)?;
+    let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
+    let layout = (Layout::of(block.format, k)?, codes::unit(block.format)?);
+    let few = device.tuned && device.bulk_copies && tokens * top < FEW_PAIRS;
+    if !(few && k.is_multiple_of(8) && wide(&[&a.x])) {
+        return None;
+    }
+    let shape = codes_shape([tokens, top, n], parts, a.combine.is_some(), (&layout.0, layout.1), device)?;
+    Some((layout.0, shape))
+}
+
+/// Whether a kernel that streams W takes this op.
+fn streams<B: Address>(a: &ExpertMatmul<B>, device: &Device) -> bool {
+    stream_cut(a, 1, device).is_some() || codes_cut(a, 1, device).is_some()
+}
+
 /// How the kernel that streams W is cut for few pairs, in `parts` halves, if it takes this op.
 fn stream_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) -> Option<StreamShape> {
     let (_, block) = in_one_block(a)?;
@@ -77,10 +134,11 @@ fn stream_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) ->
     stream_shape([tokens, top, n, k], parts, a.combine.is_some(), device)
 }
 
-/// Few pairs in the kernel that streams W, with the choice of the experts before the products and the activation after them, if it takes
-/// this op.
+/// Few pairs in a kernel that streams W, with the choice of the experts before the products and the activation after them, if one takes
+/// this op. `rounds`: the input is rounded.
 fn streamed<B: Address>(
     a: &ExpertMatmul<B>,
+    rounds: bool,
     route: Option<&Route<B>>,
     then: Option<&Activation<B>>,
     device: &Device,
@@ -89,15 +147,23 @@ fn streamed<B: Address>(
     let (experts, block) = in_one_block(a)?;
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
     let parts = if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 };
-    let shape = stream_cut(a, parts, device)?;
-    let spec = Spec::new(File::ExpertStream)
+    let codes = codes_cut(a, parts, device);
+    let plain = if rounds { None } else { stream_cut(a, parts, device) };
+    let (spec, warps, stages) = match (&codes, plain) {
+        (Some((layout, shape)), _) => {
+            let spec = Spec::new(File::ExpertStreamCodes).int("FORMAT", layout.format).int("DEPTH", shape.depth);
+            (spec.flag("ROUND", rounds), CODES_WARPS, shape.stages)
+        }
+        (None, Some(shape)) => (Spec::new(File::ExpertStream).int("ROWS", shape.rows), STREAM_WARPS, shape.stages),
+        (None, None) => return None,
+    };
+    let spec = spec
         .int("TOKENS", tokens)
         .int("K", k)
         .int("N", n)
         .int("TOP", top)
-        .int("WARPS", STREAM_WARPS)
-        .int("STAGES", shape.stages)
-        .int("ROWS", shape.rows)
+        .int("WARPS", warps)
+        .int("STAGES", stages)
         .int("PARTS", parts)
         .flag("COMBINE", a.combine.is_some())
         .flag("ACCUMULATE", a.accumulate)
@@ -110,7 +176,7 @@ fn streamed<B: Address>(
         .constants(spec, route.map_or(1, |r| r.logits.row_len()), bias.is_some())
         .ty("out_t", a.out.dtype)
         .ty("mid_t", then.map_or(DType::F32, |t| t.out.dtype));
-    let args = arguments::ExpertStream {
+    let mut args = arguments::ExpertStream {
         x: (&a.x).into(),
         w: (&block.w).into(),
         experts: experts as u32,
@@ -125,13 +191,18 @@ fn streamed<B: Address>(
         route_scale: rule.scale,
         inputs_complete: u32::from(hazards.inputs_complete),
     };
-    let launch = Launch::new(spec, [shape.blocks, 1, 1], 32 * STREAM_WARPS, &args);
-    Some(Work::Kernel(launch.with_shared(shape.shared)))
+    if let Some((layout, _)) = &codes {
+        args.w = Rows { at: address(&block.w), stride: layout.bytes(n) as u64 };
+    }
+    let (blocks, shared) =
+        codes.map_or_else(|| plain.map(|s| (s.blocks, s.shared)), |(_, s)| Some((s.blocks, s.shared)))?;
+    let launch = Launch::new(spec, [blocks, 1, 1], 32 * warps, &args);
+    Some(Work::Kernel(launch.with_shared(shared)))
 }
 
 /// Whether the kernel of `a` may compute the activation after it too.
 pub(super) fn may_fuse<B: Address>(a: &ExpertMatmul<B>, device: &Device) -> bool {
-    a.combine.is_none() && stream_cut(a, 1, device).is_some() || grouped::may_fuse(a, device)
+    a.combine.is_none() && streams(a, device) || grouped::may_fuse(a, device)
 }
 
 /// Whether the second half of the experts may be computed from the tables of `a`, the first one.
@@ -142,6 +213,7 @@ pub(super) fn may_share_tables<B: Address>(a: &ExpertMatmul<B>, device: &Device)
 /// Products and the activation that reads all of them, as one kernel (after the sort, if they are grouped).
 pub(super) fn with_activation<B: Address>(
     a: &ExpertMatmul<B>,
+    rounds: bool,
     then: &Activation<B>,
     device: &Device,
     arena: &Arena,
@@ -150,8 +222,8 @@ pub(super) fn with_activation<B: Address>(
     if !reads_all(then, a) {
         return None;
     }
-    let work = streamed(a, None, Some(then), device, hazards).map(|work| vec![work]);
-    work.or_else(|| grouped::with_activation(a, then, device, arena))
+    let work = streamed(a, rounds, None, Some(then), device, hazards).map(|work| vec![work]);
+    work.or_else(|| if rounds { None } else { grouped::with_activation(a, then, device, arena) })
 }
 
 /// Whether an activation reads all products of the first half of the experts, and may be computed with them.
@@ -171,7 +243,7 @@ fn reads_all<B: Address>(then: &Activation<B>, a: &ExpertMatmul<B>) -> bool {
 
 /// Whether the kernels that stream W for `a` may choose its experts too: of one token, without groups of experts.
 pub(super) fn may_choose<B: Address>(route: &Route<B>, a: &ExpertMatmul<B>, device: &Device) -> bool {
-    may_begin(route) && same_view(&route.ids, &a.ids) && a.combine.is_none() && stream_cut(a, 1, device).is_some()
+    may_begin(route) && same_view(&route.ids, &a.ids) && a.combine.is_none() && streams(a, device)
 }
 
 /// Whether they may, as far as the routing decides.
@@ -180,11 +252,13 @@ pub(super) fn may_begin<B: Address>(route: &Route<B>) -> bool {
 }
 
 /// The choice of a token's experts and their first half, and of `rest` the activation and the second half, as far as these follow: each
-/// half chooses by itself, so that its weights are on their way as soon as the logits are there.
+/// half chooses by itself, so that its weights are on their way as soon as the logits are there. `rounds`: of each op, whether its input
+/// is rounded.
 pub(super) fn with_choice<B: Address>(
     route: &Route<B>,
     up: &ExpertMatmul<B>,
     rest: &[Op<B>],
+    rounds: &[bool],
     device: &Device,
     hazards: &Hazards,
 ) -> Option<Vec<Work>> {
@@ -200,7 +274,7 @@ pub(super) fn with_choice<B: Address>(
     if !may_choose(route, up, device) || !apart || then.is_some_and(|then| !reads_all(then, up)) {
         return None;
     }
-    let first = streamed(up, Some(route), then, device, hazards)?;
+    let first = streamed(up, rounds[1], Some(route), then, device, hazards)?;
     let Some(down) = down else { return Some(vec![first]) };
     let fits = same_view(&down.ids, &route.ids)
         && down.combine.as_ref().is_some_and(|weights| same_view(weights, &route.weights))
@@ -210,7 +284,7 @@ pub(super) fn with_choice<B: Address>(
     }
     // The first half starts the second one when all before it is complete, the logits too.
     let hazards = Hazards { inputs_complete: true, ..*hazards };
-    Some(vec![first, streamed(down, Some(route), None, device, &hazards)?])
+    Some(vec![first, streamed(down, rounds[3], Some(route), None, device, &hazards)?])
 }
 
 /// Both halves of the experts with the activation in between, if the second one is computed from the tables of the first.
@@ -225,7 +299,12 @@ pub(super) fn both_halves<B: Address>(
     if !may_share_tables(up, device) {
         return None;
     }
-    grouped::both_halves(up, with_activation(up, then, device, arena, hazards)?, down, device, arena)
+    grouped::both_halves(up, with_activation(up, false, then, device, arena, hazards)?, down, device, arena)
+}
+
+/// Few pairs of which the input is rounded.
+pub(super) fn rounded<B: Address>(a: &ExpertMatmul<B>, device: &Device, hazards: &Hazards) -> Option<Work> {
+    streamed(a, true, None, None, device, hazards)
 }
 
 pub(super) fn expert_matmul<B: Address>(
@@ -234,7 +313,7 @@ pub(super) fn expert_matmul<B: Address>(
     arena: &Arena,
     hazards: &Hazards,
 ) -> Result<Vec<Work>> {
-    if let Some(work) = streamed(a, None, None, device, hazards) {
+    if let Some(work) = streamed(a, false, None, None, device, hazards) {
         return Ok(vec![work]);
     }
     if let Some((block, form)) = grouped::form(a, device) {

@@ -3,8 +3,10 @@
 //! weights arrive while the prologue runs. Experts compute their activation too, and for one token their choice; those of many
 //! tokens sort once for both halves.
 
+use std::borrow::Cow;
+
 use selkie_core::{
-    ops::{Act, Activation, Conv1d, Matmul, Op, RmsNorm},
+    ops::{Act, Activation, Conv1d, ExpertMatmul, Matmul, Op, RmsNorm, Round},
     tensor::{DType, Tensor},
 };
 
@@ -23,68 +25,102 @@ use crate::{
 
 /// Whether `ops`, one op or several that [`fused`] takes, may become one kernel with the next op.
 pub fn may_fuse<B: Address>(ops: &[Op<B>], device: &Device) -> bool {
-    device.tuned
-        && device.bulk_copies
-        && match ops {
-            [Op::Route(a)] => experts::may_begin(a),
-            [Op::Route(route), Op::ExpertMatmul(a)] | [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(_)] => {
-                experts::may_choose(route, a, device)
-            }
-            // The second half of the experts takes over the tables of the first.
-            [Op::ExpertMatmul(a), Op::Activation(_)] => experts::may_share_tables(a, device),
-            [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
-            [Op::Activation(a)] => a.gate.rows() == 1,
-            [.., Op::Round(_)] => true,
-            [Op::ExpertMatmul(a)] => experts::may_fuse(a, device),
-            [.., Op::Matmul(a)] => a.x.rows() == 1 && !a.accumulate,
-            _ => false,
+    if !(device.tuned && device.bulk_copies) {
+        return false;
+    }
+    if matches!(ops, [.., Op::Round(_)]) {
+        return true;
+    }
+    let Some(Unrounded { ops, .. }) = unrounded(ops) else { return false };
+    match &ops[..] {
+        [Op::Route(a)] => experts::may_begin(a),
+        [Op::Route(route), Op::ExpertMatmul(a)] | [Op::Route(route), Op::ExpertMatmul(a), Op::Activation(_)] => {
+            experts::may_choose(route, a, device)
         }
-}
-
-/// The kernels of several ops, fewer than those of the ops one by one. They write everything that those write, to the same bits.
-/// `arena` has the scratch memory that any of the ops needs.
-pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards: &Hazards) -> Option<Vec<Work>> {
-    match ops {
-        [Op::Route(route), Op::ExpertMatmul(a), rest @ ..] => experts::with_choice(route, a, rest, device, hazards),
-        [Op::ExpertMatmul(a), Op::Activation(act)] => experts::with_activation(a, act, device, arena, hazards),
-        [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] => {
-            experts::both_halves(a, act, b, device, arena, hazards)
-        }
-        [Op::Activation(a), Op::Conv1d(c)] => state::gated_conv1d(a, c, hazards).map(|work| vec![work]),
-        // They wait for the product.
-        [first, round @ Op::Round(_)] => {
-            let each = [first, round].map(|op| plan(op, device, arena, hazards).ok());
-            each.into_iter().collect::<Option<Vec<_>>>().map(|work| work.concat())
-        }
-        _ => {
-            let work = one_kernel(ops, device, hazards).map(|work| vec![work]);
-            work.or_else(|| match ops {
-                [Op::Round(round), Op::Matmul(product)] => eight::launch(round, product, device, arena),
-                _ => None,
-            })
-        }
+        // The second half of the experts takes over the tables of the first.
+        [Op::ExpertMatmul(a), Op::Activation(_)] => experts::may_share_tables(a, device),
+        [Op::RmsNorm(a)] => a.x.rows() == 1 && !a.accumulate,
+        [Op::Activation(a)] => a.gate.rows() == 1,
+        [Op::ExpertMatmul(a)] => experts::may_fuse(a, device),
+        [.., Op::Matmul(a)] => a.x.rows() == 1 && !a.accumulate,
+        _ => false,
     }
 }
 
+/// Ops without roundings, whose inputs the products after them have instead.
+struct Unrounded<'a, B: Clone> {
+    ops: Cow<'a, [Op<B>]>,
+    /// Of each op, whether its input is rounded.
+    rounds: Vec<bool>,
+}
+
+/// `None` if another op than the product of what it writes follows a rounding.
+fn unrounded<B: Address>(ops: &[Op<B>]) -> Option<Unrounded<'_, B>> {
+    if !ops.iter().any(|op| matches!(op, Op::Round(_))) {
+        return Some(Unrounded { ops: ops.into(), rounds: vec![false; ops.len()] });
+    }
+    let (mut all, mut rounds, mut before) = (Vec::new(), Vec::new(), None::<&Round<B>>);
+    for op in ops {
+        if let Op::Round(round) = op {
+            before = Some(round);
+            continue;
+        }
+        rounds.push(before.is_some());
+        all.push(match (before.take(), op) {
+            (None, op) => op.clone(),
+            (Some(round), Op::Matmul(a)) if same_view(&a.x, &round.out) => {
+                Matmul { x: round.x.clone(), ..a.clone() }.into()
+            }
+            (Some(round), Op::ExpertMatmul(a)) if same_view(&a.x, &round.out) => {
+                ExpertMatmul { x: round.x.clone(), ..a.clone() }.into()
+            }
+            (Some(_), _) => return None,
+        });
+    }
+    Some(Unrounded { ops: all.into(), rounds })
+}
+
+/// The kernels of several ops, fewer than those of the ops one by one. They write everything that those write, to the same bits, but
+/// for rounded inputs. `arena` has the scratch memory that any of the ops needs.
+pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards: &Hazards) -> Option<Vec<Work>> {
+    // A rounding waits for the product.
+    if let [before @ .., round @ Op::Round(_)] = ops {
+        let mut work = match before {
+            [one] => plan(one, device, arena, hazards).ok()?,
+            several => fused(several, device, arena, hazards)?,
+        };
+        work.extend(plan(round, device, arena, hazards).ok()?);
+        return Some(work);
+    }
+    let Unrounded { ops: all, rounds } = unrounded(ops)?;
+    match &all[..] {
+        [Op::Route(route), Op::ExpertMatmul(a), rest @ ..] => {
+            experts::with_choice(route, a, rest, &rounds, device, hazards)
+        }
+        [Op::ExpertMatmul(a)] => experts::rounded(a, device, hazards).map(|work| vec![work]),
+        [Op::ExpertMatmul(a), Op::Activation(act)] => {
+            experts::with_activation(a, rounds[0], act, device, arena, hazards)
+        }
+        [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] if !rounds.contains(&true) => {
+            experts::both_halves(a, act, b, device, arena, hazards)
+        }
+        [Op::Activation(a), Op::Conv1d(c)] => state::gated_conv1d(a, c, hazards).map(|work| vec![work]),
+        ops => one_kernel(ops, &rounds, device, hazards).map(|work| vec![work]),
+    }
+    .or_else(|| match ops {
+        [Op::Round(round), Op::Matmul(product)] => eight::launch(round, product, device, arena),
+        _ => None,
+    })
+}
+
 /// A product with the ops around it.
-fn one_kernel<B: Address>(ops: &[Op<B>], device: &Device, hazards: &Hazards) -> Option<Work> {
-    let (ops, conv) = match ops {
-        [ops @ .., Op::Conv1d(c)] => (ops, Some(c)),
-        _ => (ops, None),
-    };
-    let (before, product) = match ops {
-        [before @ .., Op::Matmul(p)] => (before, p),
+fn one_kernel<B: Address>(ops: &[Op<B>], rounds: &[bool], device: &Device, hazards: &Hazards) -> Option<Work> {
+    let (first, product, conv) = match ops {
+        [first @ .., Op::Matmul(p)] => (first, p, None),
+        [first @ .., Op::Matmul(p), Op::Conv1d(c)] => (first, p, Some(c)),
         _ => return None,
     };
-    // The kernel rounds what the op would round.
-    let unrounded;
-    let (first, product, rounds) = match before {
-        [first @ .., Op::Round(round)] if same_view(&product.x, &round.out) => {
-            unrounded = Matmul { x: round.x.clone(), ..product.clone() };
-            (first, &unrounded, true)
-        }
-        _ => (before, product, false),
-    };
+    let rounds = rounds[first.len()];
     let prologue = match first {
         [] => None,
         [first] => Some(prologue(first, product)?),

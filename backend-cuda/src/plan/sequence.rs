@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use selkie_core::{
     Result,
-    ops::{Access, Op},
+    ops::{Access, ExpertMatmul, Op, Round},
 };
 
 use super::{Arena, Device, Hazards, fused, may_fuse, plan, scratch};
@@ -108,7 +108,11 @@ impl<B: Address> Sequencer<B> {
             state_unwritten: ops.last().is_some_and(|op| op.tensors().iter().all(unwritten)),
             inputs_complete: match ops {
                 [Op::ExpertMatmul(a), ..] => !running(&a.ids) && (a.combine.is_some() || !running(&a.x)),
-                [Op::Route(route), Op::ExpertMatmul(a), ..] => !running(&route.logits) && !running(&a.x),
+                [Op::Round(round), Op::ExpertMatmul(a), ..] => {
+                    !running(&a.ids) && (a.combine.is_some() || !running(&round.x))
+                }
+                [Op::Route(route), Op::ExpertMatmul(ExpertMatmul { x, .. }), ..]
+                | [Op::Route(route), Op::Round(Round { x, .. }), ..] => !running(&route.logits) && !running(x),
                 _ => false,
             },
         }

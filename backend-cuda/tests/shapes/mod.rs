@@ -520,6 +520,41 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
             let (x, range) = (then.out.clone(), vec![ExpertRange { first: 0, experts: e, blocks: vec![w] }]);
             let (combine, out) = (Some(weights.clone()), m.act(&[t, d]));
             let down = ExpertMatmul { x, experts: range, ids: ids.clone(), combine, out, scale: 1.0, accumulate: true };
+            if d.is_multiple_of(128) && inner.is_multiple_of(128) {
+                // The same in codes, with rounded inputs.
+                let (mut up, mut down) = (first.clone(), down.clone());
+                let eight = |m: &mut Maker, n: usize, k: usize| RowBlock {
+                    w: m.of(DType::U8, &[e, n, Format::F8.bytes(k, 1)]),
+                    format: Format::F8,
+                    col: 0,
+                    squares: true,
+                };
+                up.experts[0].blocks[0] = eight(m, up.out.row_len(), d);
+                down.experts[0].blocks[0] = eight(m, d, inner);
+                let before = [up.x.clone(), down.x.clone()];
+                up.x = m.act(before[0].dims());
+                down.x = m.act(before[1].dims());
+                let [first, second] = [(&before[0], &up.x), (&before[1], &down.x)]
+                    .map(|(x, out)| Op::from(Round { x: x.clone(), out: out.clone() }));
+                let logits = m.f32(&[t, e]);
+                let route = Route {
+                    step: step.clone(),
+                    logits,
+                    bias: None,
+                    ids: ids.clone(),
+                    weights: weights.clone(),
+                    router: Router::SoftmaxTopK { renorm: true },
+                };
+                chains.push(vec![
+                    route.into(),
+                    first.clone(),
+                    up.clone().into(),
+                    then.clone().into(),
+                    second,
+                    down.into(),
+                ]);
+                chains.push(vec![first, up.into()]);
+            }
             for router in [
                 Router::SoftmaxTopK { renorm: true },
                 Router::Sigmoid { groups: 1, topk_group: 1, renorm: true, sum_eps: 1e-6, scale: 1.0 },

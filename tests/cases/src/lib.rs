@@ -11,6 +11,7 @@ mod chain;
 mod codes;
 mod conv1d;
 mod embed;
+mod expert_chain;
 mod expert_matmul;
 mod gated_delta;
 mod host;
@@ -30,6 +31,7 @@ mod selective_scan;
 pub mod timed;
 
 pub use chain::{Chain, chains};
+pub use expert_chain::{ExpertChain, expert_chains};
 pub use host::Dtypes;
 pub use rounded::{Rounded, rounded};
 pub use run::{CaseReport, Check, Loaded, run};
