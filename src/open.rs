@@ -102,7 +102,7 @@ impl Opener {
         self
     }
 
-    /// How activations enter products with quantised weights on the CPU.
+    /// How activations enter products with quantised weights.
     #[must_use]
     pub fn products(mut self, products: Products) -> Self {
         self.place.products = products;

@@ -117,7 +117,7 @@ impl ProcessArgs {
 /// How activations enter products with quantised weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProductsArg {
-    /// In 8 bits on the CPU, as they are on GPUs
+    /// In 8 bits on the CPU, and everywhere in 8-bit floats where the weights' recipe says so
     Fast,
     /// As they are
     Exact,
