@@ -2,7 +2,7 @@
 //
 // As in expert_stream.cu, but for the weights: a job is a tile of 16 rows of an expert for one (token, choice), with PARTS = 2 also the
 // tile N / 2 rows further; with COMBINE it is a tile of columns of a token, for all its choices. A job is cut into items of DEPTH units
-// of codes.cuh, which are dealt to the warps of a block. Sums of items are added in an order that depends on K, PARTS and TOP only.
+// of codes.cuh, which are dealt to the warps of a block. The order of sums depends on K and FORMAT only, and for choices on TOP.
 //
 // With ROUND the input is rounded, see round.cuh.
 //

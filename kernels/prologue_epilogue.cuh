@@ -42,7 +42,7 @@ struct Channel {
     }
 };
 
-// Stores N elements of the prologue's output for the product. Where they are rounded, one block writes the others to `out`.
+// Stores N elements of the prologue's output for the product. Where they are rounded, `out` gets them as they were, each from one block.
 template <int N> DEV void put_input(bf16 *x, bf16 *out, int c, float *v) {
     if constexpr (ROUNDED_STORES && N >= 4) {
         if (c / N % gridDim.x == blockIdx.x) store<N>(out + c, v);

@@ -25,16 +25,21 @@ DEV float eight_value(float y) {
     return copysignf(v, y);
 }
 
-// The scale of 128 columns, of which neighbouring 128 / N lanes have N each.
+// The largest of what neighbouring 128 / N lanes have, which have N columns each.
+template <int N, class F> DEV u32 largest_of_128(u32 x, F &&larger) {
+    constexpr int LANES = 128 / N;
+    u32 mask = LANES == 32 ? 0xffffffffu : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+    for (int d = LANES / 2; d > 0; d /= 2) x = larger(x, __shfl_xor_sync(mask, x, d));
+    return x;
+}
+
+// The scale of 128 columns, of which a lane has N.
 template <int N> DEV EightScale eight_scale(const float *x) {
     u32 most = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
-    constexpr int LANES = 128 / N;
-    u32 mask = LANES == 32 ? 0xffffffffu : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
-#pragma unroll
-    for (int d = LANES / 2; d > 0; d /= 2) most = max(most, __shfl_xor_sync(mask, most, d));
-    return EightScale(most);
+    return EightScale(largest_of_128<N>(most, [](u32 a, u32 b) { return max(a, b); }));
 }
 
 // Rounds N of 128 columns in place, pairs of bf16 numbers; neighbouring lanes have the others. A number is added that leaves four bits
@@ -44,10 +49,7 @@ template <int N> DEV void round_pairs(u32 *pair) {
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) largest = __vmaxu2(largest, pair[i] & ~SIGNS);
-    constexpr int LANES = 128 / N;
-    u32 mask = LANES == 32 ? 0xffffffffu : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
-#pragma unroll
-    for (int d = LANES / 2; d > 0; d /= 2) largest = __vmaxu2(largest, __shfl_xor_sync(mask, largest, d));
+    largest = largest_of_128<N>(largest, [](u32 a, u32 b) { return __vmaxu2(a, b); });
     u32 most = max(largest << 16, largest & 0xffff0000u);
     EightScale s(most);
     if (most < 0x7c000000u) {

@@ -6,7 +6,7 @@ var<workgroup> most: array<u32, 256>;
 fn eight(y: f32) -> f32 {
     let bits = bitcast<u32>(abs(y));
     if bits < 0x3c800000u {
-        return round(abs(y) * 512.0) / 512.0;
+        return round(abs(y) * 512.0) * 0.001953125;
     }
     return bitcast<f32>((bits + 0x7ffffu + (bits >> 20u & 1u)) & 0xfff00000u);
 }

@@ -62,6 +62,14 @@ fn main() {
             Err(format!("{arch}, {tokens} tokens: {:?}", shapes::expert_kernels(arch, *tokens)).into())
         })
     }));
+    trials.push(Trial::test("a rounding goes with its product", || {
+        let expected = [
+            ("sm_90a", &[File::Route, File::MatmulCodes][..]),
+            ("sm_80", &[File::Route, File::Round, File::MatmulCodes]),
+        ];
+        let wrong = expected.iter().find(|(arch, files)| shapes::rounding_kernels(arch) != *files);
+        wrong.map_or(Ok(()), |(arch, _)| Err(format!("{arch}: {:?}", shapes::rounding_kernels(arch)).into()))
+    }));
     libtest_mimic::run(&args, trials).exit();
 }
 

@@ -273,7 +273,8 @@ impl Checkpoint {
         Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } })
     }
 
-    /// The same where activations are rounded for 8-bit floats: their recipe says so, or a scale for activations is stored.
+    /// The same where the recipe rounds activations for all weights of 8-bit floats, not only for those beside which a scale for them is
+    /// stored.
     pub(crate) fn with_rounding(self) -> Self {
         let Kind::Files { source, tensors, asked } = self.kind else { return self };
         let mut tensors = Arc::unwrap_or_clone(tensors);
@@ -287,10 +288,9 @@ impl Checkpoint {
     pub fn rounds(&self, name: &str, shape: &[usize]) -> bool {
         match &self.kind {
             Kind::Random { recipe, .. } => recipe.is_some_and(|recipe| recipe.format(name, shape) == Format::F8),
-            Kind::Files { .. } => self.info(name).is_some_and(|info| {
-                let parts = info.joined.as_ref().map_or(std::slice::from_ref(info), |joined| joined);
-                parts.iter().all(|part| part.scaled.as_ref().is_some_and(|s| s.rounds(part)))
-            }),
+            Kind::Files { .. } => {
+                self.info(name).is_some_and(|info| info.scaled.as_ref().is_some_and(|scaled| scaled.rounds(info)))
+            }
         }
     }
 

@@ -237,7 +237,7 @@ pub const EIGHT_GROUP: usize = 128;
 
 /// Rounds 128 activations of a token to 8-bit floats: `out` is `scale * code`, where the scale is the smallest power of two from
 /// 2^-100 on with which the largest code is at most 448. All are NaN unless all activations are finite. Four bits are left of
-/// each number, so bf16 and f16 hold them exactly, and to round them again changes nothing.
+/// each number, so bf16 holds them exactly, and to round them again changes nothing.
 #[inline(always)]
 pub fn round_eight(x: &[f32; EIGHT_GROUP], out: &mut [f32; EIGHT_GROUP]) {
     let most = x.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff));

@@ -5,7 +5,7 @@
 //! gets views of them; for the others the rows are gathered, in the order of their columns and in the stored dtype, into
 //! as few buffers as one binding's limit allows. Of several ranks each has parts of its own ([`Rank`]).
 
-use std::collections::HashMap;
+use std::{collections::HashMap, ops::Range};
 
 use crate::{
     Error, Result,
@@ -49,16 +49,52 @@ impl NormKind {
 /// A linear layer on the device: `scale * columns * x Wᵀ + bias`.
 #[derive(Clone, Debug)]
 pub struct Linear<Buf> {
-    /// `[N, K]`.
-    pub w: Weight<Buf>,
+    /// `[N, K]`, in the order of output columns.
+    pub parts: Vec<LinearPart<Buf>>,
     /// `[N] f32`: a factor per output column, if they differ.
     pub columns: Option<Tensor<Buf>>,
     /// `[N] f32`, with its factors folded in.
     pub bias: Option<Tensor<Buf>>,
     /// Factor on the product.
     pub scale: f32,
+}
+
+/// Neighbouring output columns of a linear layer that take its input in one form.
+#[derive(Clone, Debug)]
+pub struct LinearPart<Buf> {
+    /// `[n, K]`.
+    pub w: Weight<Buf>,
+    /// First output column.
+    pub col: usize,
     /// Its input is rounded, see [`crate::ops::Round`].
     pub rounds: bool,
+}
+
+impl<Buf> Linear<Buf> {
+    /// Output columns N.
+    pub fn n(&self) -> usize {
+        self.parts.iter().map(|part| part.w.n).sum()
+    }
+}
+
+impl<Buf: Clone> LinearPart<Buf> {
+    /// A matrix by whether the input of its blocks is rounded.
+    fn of(mut w: Weight<Buf>, rounds: impl Fn(&RowBlock<Buf>) -> bool) -> Vec<Self> {
+        let first = w.blocks.first().is_some_and(&rounds);
+        if w.blocks.iter().all(|block| rounds(block) == first) {
+            return vec![Self { w, col: 0, rounds: first }];
+        }
+        w.blocks.sort_by_key(|block| block.col);
+        let alike = w.blocks.chunk_by(|a, b| rounds(a) == rounds(b));
+        let part = |blocks: &[RowBlock<Buf>]| {
+            let col = blocks[0].col;
+            let n = blocks.iter().map(|block| block.w.rows()).sum();
+            let rounds = rounds(&blocks[0]);
+            let blocks = blocks.iter().map(|block| RowBlock { col: block.col - col, ..block.clone() }).collect();
+            Self { w: Weight { blocks, n, k: w.k }, col, rounds }
+        };
+        alike.map(part).collect()
+    }
 }
 
 /// Progress of a load.
@@ -433,11 +469,17 @@ impl<'a, B: Backend> Loader<'a, B> {
     async fn linear_of(&mut self, k: usize, shares: Shares, bias: bool, input: f32) -> Result<Linear<B::Buf>> {
         let mut first = shares[0].clone();
         let with_bias = if bias { shares.clone() } else { Vec::new() };
-        let rounds = first.iter().all(|p| self.rounds(&p.name, &[p.of, p.stored_k(k)]));
-        self.will_round(if rounds { k } else { 0 });
+        let rounds = |p: &Part| self.rounds(&p.name, &[p.of, p.stored_k(k)]);
+        let unrounded: Vec<Range<usize>> =
+            first.iter().filter(|p| !rounds(p)).map(|p| p.col..p.col + p.rows.len()).collect();
         let w = self.unfactored(k, shares).await?;
+        let n = w.n;
+        // A block with rows of both kinds takes the input as it is.
+        let rounds = |b: &RowBlock<B::Buf>| unrounded.iter().all(|c| c.end <= b.col || b.col + b.w.rows() <= c.start);
+        let parts = LinearPart::of(w, rounds);
+        self.will_round(if parts.iter().any(|part| part.rounds) { k } else { 0 });
         let bias = match bias {
-            true => Some(self.biases(w.n, &with_bias).await?),
+            true => Some(self.biases(n, &with_bias).await?),
             false => None,
         };
         // Biases have their factors by now, and those of stored matrices do not concern them.
@@ -445,24 +487,23 @@ impl<'a, B: Backend> Loader<'a, B> {
             p.scale *= self.checkpoint.factor(&self.full(&p.name)).await?;
         }
         if first.iter().all(|p| p.scale == first[0].scale) {
-            return Ok(Linear { w, columns: None, bias, scale: input * first[0].scale, rounds });
+            return Ok(Linear { parts, columns: None, bias, scale: input * first[0].scale });
         }
-        let mut columns = vec![0.0; w.n];
+        let mut columns = vec![0.0; n];
         for p in &first {
             columns[p.col..p.col + p.rows.len()].fill(input * p.scale);
         }
-        let columns = self.upload(&format!("factors of {}", first[0].name), &columns, &[w.n])?;
-        Ok(Linear { w, columns: Some(columns), bias, scale: 1.0, rounds })
+        let columns = self.upload(&format!("factors of {}", first[0].name), &columns, &[n])?;
+        Ok(Linear { parts, columns: Some(columns), bias, scale: 1.0 })
     }
 
-    /// Whether the input of products with a matrix is rounded: where its recipe says so, unless products are exact. Of a layer of
-    /// several matrices all must ask for it.
+    /// Whether the input of products with a matrix is rounded: where its recipe says so, unless products are exact.
     fn rounds(&self, name: &str, shape: &[usize]) -> bool {
         self.backend.caps().rounds && self.checkpoint.rounds(&self.full(name), shape)
     }
 
     /// Notes an input of so many elements per token that is rounded.
-    fn will_round(&mut self, elements: usize) {
+    pub fn will_round(&mut self, elements: usize) {
         self.rounded = self.rounded.max(elements);
     }
 

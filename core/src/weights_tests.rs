@@ -29,3 +29,18 @@ fn biases_follow_the_rows_of_their_parts_and_the_scale() {
     // The factor of the input is none of a bias.
     assert_eq!(linear.scale, 0.125);
 }
+
+/// Blocks in any order, of which the middle columns take the input as it is.
+#[test]
+fn parts_of_a_layer_are_runs_of_columns_that_are_rounded_or_not() {
+    let block = |col: usize, n: usize| RowBlock::plain(Tensor::new((), DType::F32, &[n, 8]), col);
+    let weight = || Weight { blocks: vec![block(6, 3), block(0, 1), block(1, 3), block(4, 2)], n: 9, k: 8 };
+    let parts = LinearPart::of(weight(), |block| block.col != 4);
+    let found: Vec<_> = parts.iter().map(|p| (p.col, p.w.n, p.rounds, p.w.blocks.len())).collect();
+    assert_eq!(found, [(0, 4, true, 2), (4, 2, false, 1), (6, 3, true, 1)]);
+    assert_eq!(parts[0].w.blocks.iter().map(|b| b.col).collect::<Vec<_>>(), [0, 1]);
+    assert!(parts[1..].iter().all(|p| p.w.blocks[0].col == 0));
+    // Alike, they stay as they are.
+    let [part] = &LinearPart::of(weight(), |_| true)[..] else { panic!("several parts") };
+    assert_eq!((part.col, part.rounds, part.w.blocks[0].col), (0, true, 6));
+}

@@ -286,7 +286,6 @@ fn main() {
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     let parts = ("parts of a buffer beyond the limit of a binding".to_owned(), false, parts_of_a_buffer as Check);
     trials.extend(common::on("wgpu", common::wgpu, [parts]));
-    trials.extend(expert_chains_on("cpu", || Ok(CpuBackend::new())));
     trials.extend(expert_chains_on("cuda", || Cuda::open(Options::default())));
     trials.extend(rounded_on("cpu", || Ok(CpuBackend::new())));
     trials.extend(rounded_on("cuda", || Cuda::open(Options::default())));

@@ -80,8 +80,8 @@ fn unrounded<B: Address>(ops: &[Op<B>]) -> Option<Unrounded<'_, B>> {
     Some(Unrounded { ops: all.into(), rounds })
 }
 
-/// The kernels of several ops, fewer than those of the ops one by one. They write everything that those write, to the same bits, but
-/// for rounded inputs. `arena` has the scratch memory that any of the ops needs.
+/// The kernels of several ops, fewer than those of the ops one by one. They write everything that those write, but for
+/// rounded inputs, and to the same bits, unless codes are multiplied. `arena` has the scratch memory that any of the ops needs.
 pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards: &Hazards) -> Option<Vec<Work>> {
     // A rounding waits for the product.
     if let [before @ .., round @ Op::Round(_)] = ops {

@@ -60,8 +60,14 @@ impl<B: Address> Sequencer<B> {
                 self.pending_work = joined;
             } else {
                 let op = self.pending.pop();
+                // A rounding goes on with its product, not with the ops before it.
+                let joined = self.pending.len() > 1;
+                let round = self.pending.pop_if(|last| joined && matches!(last, Op::Round(_)));
+                if round.is_some() {
+                    self.pending_work.iter_mut().for_each(|work| work.truncate(work.len() - 1));
+                }
                 self.finish(arena, emit)?;
-                self.pending.extend(op);
+                return round.into_iter().chain(op).try_for_each(|op| self.push(op, arena, emit));
             }
         }
         if may_fuse(&self.pending, &self.device) { Ok(()) } else { self.finish(arena, emit) }

@@ -159,6 +159,22 @@ pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
     let (x, experts) = (mid, vec![ExpertRange { first: 0, experts: 128, blocks: vec![w] }]);
     let (combine, out) = (Some(m.f32(&[tokens, 6])), m.act(&[tokens, d]));
     let down = ExpertMatmul { x, experts, ids, combine, out, scale: 1.0, accumulate: true };
+    kernels(arch, vec![up.into(), act.into(), down.into()])
+}
+
+/// Kernels of a token's routing and of a product of rounded activations after it, of other inputs.
+pub fn rounding_kernels(arch: &str) -> Vec<File> {
+    let mut m = Maker::new(DType::Bf16, DType::F32, Bucket::holding(1, 1, 1, 1, 1), true);
+    let (step, logits, ids, weights) = (m.step.clone(), m.f32(&[1, 64]), m.of(DType::U32, &[1, 4]), m.f32(&[1, 4]));
+    let route = Route { step, logits, bias: None, ids, weights, router: Router::SoftmaxTopK { renorm: true } };
+    let (x, rounded, out, w) = (m.act(&[1, 512]), m.act(&[1, 512]), m.act(&[1, 256]), m.codes(Format::F8, 256, 512));
+    let round = Round { x, out: rounded.clone() };
+    let product = Matmul { x: rounded, w, columns: None, bias: None, out, scale: 1.0, accumulate: false };
+    kernels(arch, vec![route.into(), round.into(), product.into()])
+}
+
+/// Kernels of ops that follow one another in a step.
+fn kernels(arch: &str, ops: Vec<Op<Fake>>) -> Vec<File> {
     let mut files = Vec::new();
     let mut sequencer = Sequencer::new(device(arch, 227 << 10, true));
     let arena = &mut |_: u64| Ok(ARENA);
@@ -169,7 +185,7 @@ pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
         }));
         Ok(())
     };
-    for op in [up.into(), act.into(), down.into()] {
+    for op in ops {
         sequencer.push(op, arena, emit).expect("a shape of a supported model");
     }
     sequencer.finish(arena, emit).expect("a shape of a supported model");

@@ -86,8 +86,8 @@ impl<Buf: Handle> Adapter<Buf> {
         pass.linear(&self.down, u, &low)?;
         let mut col = 0;
         for (i, up) in self.up.iter().enumerate() {
-            pass.add_linear(up, &low.cols(i * rank, rank), &proj.cols(col, up.w.n))?;
-            col += up.w.n;
+            pass.add_linear(up, &low.cols(i * rank, rank), &proj.cols(col, up.n()))?;
+            col += up.n();
         }
         Ok(())
     }

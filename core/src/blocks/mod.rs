@@ -24,7 +24,7 @@ use crate::{
     ops::{Feature, Matmul, Op, Round},
     step::Step,
     tensor::{DType, Tensor},
-    weights::{Linear, Loader, Rank},
+    weights::{Linear, LinearPart, Loader, Rank},
 };
 
 /// An activation buffer that all layers share, by its name. A step's ops run in order, so a buffer is free again after
@@ -183,16 +183,20 @@ impl<Buf: Handle> Pass<'_, Buf> {
     }
 
     fn product(&mut self, l: &Linear<Buf>, x: &Tensor<Buf>, out: &Tensor<Buf>, accumulate: bool) -> Result<()> {
-        let x = self.input(x, l.rounds)?;
-        self.op(Matmul {
-            x,
-            w: l.w.clone(),
-            columns: l.columns.clone(),
-            bias: l.bias.clone(),
-            out: out.clone(),
-            scale: l.scale,
-            accumulate,
-        })
+        for LinearPart { w, col, rounds } in &l.parts {
+            let of_part = |t: &Option<Tensor<Buf>>| t.as_ref().map(|t| t.slice_rows(*col, w.n));
+            let x = self.input(x, *rounds)?;
+            self.op(Matmul {
+                x,
+                w: w.clone(),
+                columns: of_part(&l.columns),
+                bias: of_part(&l.bias),
+                out: out.cols(*col, w.n),
+                scale: l.scale,
+                accumulate,
+            })?;
+        }
+        Ok(())
     }
 }
 

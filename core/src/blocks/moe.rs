@@ -135,10 +135,11 @@ impl Plan {
             each: from.each.iter().map(|leaf| (name(leaf), rows / from.each.len())).collect(),
         };
         let [up, down] = [parts(&self.input, self.proj_width()), parts(&self.output, width)];
-        let rounds = [
-            l.rounds_experts([e, self.proj_width(), width], 1, &up),
-            l.rounds_experts([e, width, self.inner], self.top_k, &down),
-        ];
+        let rounds =
+            [l.rounds_experts([e, self.proj_width(), width], &up), l.rounds_experts([e, width, self.inner], &down)];
+        for (rounds, inputs) in rounds.into_iter().zip([width, self.top_k * mine.inner]) {
+            l.will_round(if rounds { inputs } else { 0 });
+        }
         let router = l.linear(self.width, &[Part::whole(name(self.router), e, 0)], false, 1.0).await?;
         let router_bias = match self.router_bias {
             Some(leaf) => Some(l.vector(&format!("{prefix}{leaf}"), e, |b| b).await?),

@@ -34,15 +34,17 @@ pub(super) async fn apply(source: &dyn Source, config: &mut Config, checkpoint: 
     Ok(checkpoint)
 }
 
-/// Whether a recipe rounds activations for weights of 8-bit floats. Those of modelopt store a scale for them instead.
+/// Whether a recipe rounds activations for all weights of 8-bit floats. Where one of modelopt has a fixed scale for them, that is stored.
 fn rounds(recipe: &Value) -> bool {
     match recipe["quant_method"].as_str() {
         Some("fp8") => true,
         Some("compressed-tensors") => {
             let groups = recipe["config_groups"].as_object();
             let eight = |of: &Value| of["num_bits"] == 8 && of["type"] == "float";
-            groups.into_iter().flat_map(|g| g.values()).any(|g| eight(&g["weights"]) && eight(&g["input_activations"]))
+            let mut groups = groups.into_iter().flat_map(|g| g.values()).filter(|g| eight(&g["weights"])).peekable();
+            groups.peek().is_some() && groups.all(|g| eight(&g["input_activations"]))
         }
+        Some("modelopt") => recipe["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN",
         _ => false,
     }
 }

@@ -4,23 +4,19 @@ use serde::{Deserialize, Serialize};
 
 use super::{Access, Cost, ensure, expect, moved};
 use crate::backend::Handle;
+use crate::format::EIGHT_GROUP;
 use crate::tensor::Tensor;
 
-/// Rounds the input of a linear layer as [`crate::format::round_eight`] does, to numbers that every dtype of activations holds
-/// exactly. A product of them equals that of the codes with their scales, whatever kernel computes it.
+/// Rounds the input of a linear layer as [`crate::format::round_eight`] does, to numbers that f32 and bf16 hold exactly. So kernels
+/// for activations multiply them as they are, and others their codes.
 ///
 /// Only the op that follows reads `out`. A backend that computes both at once need not write it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Round<Buf> {
-    /// `[M, K]`, K a multiple of [`Round::GROUP`].
+    /// `[M, K]`, K a multiple of [`EIGHT_GROUP`].
     pub x: Tensor<Buf>,
     /// `[M, K]`, of the dtype of `x`.
     pub out: Tensor<Buf>,
-}
-
-impl<Buf> Round<Buf> {
-    /// Columns that share a scale: those of a block of weights.
-    pub const GROUP: usize = crate::format::EIGHT_GROUP;
 }
 
 impl<Buf: Handle> Round<Buf> {
@@ -36,6 +32,6 @@ impl<Buf: Handle> Round<Buf> {
         let k = self.x.row_len();
         expect("round", "out", &self.out, &[self.x.rows(), k]);
         ensure!("round", self.x.dtype == self.out.dtype, "{:?} to {:?}", self.x.dtype, self.out.dtype);
-        ensure!("round", k.is_multiple_of(Self::GROUP), "{k} columns are no whole groups");
+        ensure!("round", k.is_multiple_of(EIGHT_GROUP), "{k} columns are no whole groups");
     }
 }

@@ -53,9 +53,9 @@ impl<B: Backend> Loader<'_, B> {
         }
     }
 
-    /// Whether the inputs of all experts `[n, k]` are rounded, of which a token has `inputs`.
-    pub fn rounds_experts(&mut self, [experts, n, k]: [usize; 3], inputs: usize, parts: &ExpertParts) -> bool {
-        let rounds = match parts.stacked.iter().find(|name| self.stores(name)) {
+    /// Whether the inputs of all experts `[n, k]` are rounded.
+    pub fn rounds_experts(&self, [experts, n, k]: [usize; 3], parts: &ExpertParts) -> bool {
+        match parts.stacked.iter().find(|name| self.stores(name)) {
             Some(name) => self.rounds(name, &[experts, n, k]),
             None if parts.each.is_empty() => {
                 parts.stacked.first().is_some_and(|name| self.rounds(name, &[experts, n, k]))
@@ -64,9 +64,7 @@ impl<B: Backend> Loader<'_, B> {
                 let name = |pattern: &str| pattern.replace("{}", &e.to_string());
                 parts.each.iter().all(|(pattern, rows)| self.rounds(&name(pattern), &[*rows, k]))
             }),
-        };
-        self.will_round(if rounds { inputs * k / self.ranks().len() } else { 0 });
-        rounds
+        }
     }
 
     /// Each rank's share of every expert, read expert by expert.

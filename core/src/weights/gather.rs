@@ -123,17 +123,23 @@ impl<B: Backend> Loader<'_, B> {
     }
 }
 
-/// Whether rows of a block share scales as [`RowBlock::squares`] says.
+/// Whether rows of a block share scales as [`RowBlock::squares`] says: all copies begin at a multiple of 128 of the block's rows, and of
+/// their tensor's where these are not all alike.
 fn in_squares(tensors: &[StoredTensor], copies: &[Piece]) -> bool {
+    let rows = |p: &Piece| (tensors[p.tensor].rows(), tensors[p.tensor].rows_of_a_scale());
+    are_squares(copies.iter().map(|p| (p, rows(p))))
+}
+
+/// Of each copy the tensor's rows, and those that share scales.
+fn are_squares<'a>(mut copies: impl Iterator<Item = (&'a Piece, (usize, Option<usize>))>) -> bool {
     let mut at = 0;
-    copies.iter().all(|p| {
-        let tensor = &tensors[p.tensor];
-        let shared = tensor.rows_of_a_scale().is_some_and(|rows| {
-            rows >= tensor.rows() || rows == SQUARE && p.step == 1 && p.first.is_multiple_of(SQUARE)
-        });
+    copies.all(|(p, (rows, sharing))| {
         let begins = at % SQUARE == 0;
         at += p.count;
-        shared && begins
+        begins
+            && sharing.is_some_and(|sharing| {
+                sharing >= rows || sharing == SQUARE && p.step == 1 && p.first.is_multiple_of(SQUARE)
+            })
     })
 }
 
@@ -184,5 +190,28 @@ impl<Buf: Clone> Stream<Buf> {
         l.write(self.rank, &self.buf, self.at, &held)?;
         self.at += held.len() as u64;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn squares_begin_where_scales_do() {
+        let piece = |first: usize, count: usize| Piece { tensor: 0, first, step: 1, count, col: 0, skip: 0 };
+        let squares = |copies: &[(Piece, usize, usize)]| {
+            are_squares(copies.iter().map(|(p, rows, sharing)| (p, (*rows, Some(*sharing)))))
+        };
+        // Rows of the tensor, and of them those that share scales.
+        assert!(squares(&[(piece(0, 200), 200, 128)]));
+        assert!(squares(&[(piece(128, 256), 1024, 128), (piece(0, 72), 1024, 128)]));
+        assert!(squares(&[(piece(64, 256), 1024, 1024), (piece(3, 5), 8, usize::MAX)]));
+        // A block begins within another's 128 rows, a copy within those of its tensor; a scale per row; other steps.
+        assert!(!squares(&[(piece(0, 2880), 2880, 128), (piece(0, 128), 128, 128)]));
+        assert!(!squares(&[(piece(64, 128), 1024, 128)]));
+        assert!(!squares(&[(piece(0, 128), 1024, 1)]));
+        assert!(!squares(&[(Piece { step: 2, ..piece(0, 128) }, 1024, 128)]));
+        assert!(!are_squares([(&piece(0, 128), (128, None))].into_iter()));
     }
 }

@@ -154,9 +154,12 @@ impl ExpertChain {
                 true => backend.run(|rec| ops.iter().try_for_each(|op| rec.op(op.clone())))?,
                 false => ops.iter().try_for_each(|op| backend.run(|rec| rec.op(op.clone())))?,
             }
-            Ok::<_, selkie_core::Error>([("weights", weights), ("proj", proj), ("mid", mid), ("out", out)])
+            Ok::<_, selkie_core::Error>((ids, [("weights", weights), ("proj", proj), ("mid", mid), ("out", out)]))
         };
-        let (together, apart) = (run(true)?, run(false)?);
+        let ((ids, together), (same_ids, apart)) = (run(true)?, run(false)?);
+        if backend.read(&ids).await? != backend.read(&same_ids).await? {
+            return Ok(Some("other experts are chosen".into()));
+        }
         for ((name, a), (_, b)) in together.iter().zip(&apart) {
             let (a, b) = (a.dtype.to_f32(&backend.read(a).await?), b.dtype.to_f32(&backend.read(b).await?));
             let sum = |of: &mut dyn Iterator<Item = f64>| of.map(|x| x * x).sum::<f64>().sqrt();

@@ -62,6 +62,7 @@ pub(super) fn cases(to: &mut Table) {
     to.add("groups of different size", Eight { spread: 40, ..base.clone() });
     to.add("numbers below the smallest scale", Eight { rms: 1e-30, spread: 4, ..base.clone() });
     to.add("large numbers", Eight { rms: 1e30, ..base.clone() });
+    to.add("numbers near the largest", Eight { rms: 1e37, ..base.clone() });
     to.add("zeros", Eight { rms: 0.0, ..base.clone() });
     to.add("columns of wider matrices", Eight { views: true, ..base.clone() });
     for rows in [1, 512] {

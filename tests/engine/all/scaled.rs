@@ -262,6 +262,27 @@ fn activations_are_rounded_where_the_recipe_says_so() {
     }
 }
 
+/// Queries and keys of 8-bit floats with rounded activations, values of plain floats, all three one linear layer.
+#[test]
+fn a_layer_of_which_one_matrix_is_not_rounded() {
+    let ids: Vec<u32> = (0..40).map(|i| (i * 29 + 3) % 40).collect();
+    let model = |plain_values: bool, coded: bool| {
+        let tensors = hybrid(|to, name, shape, r| match name.ends_with("v_proj") && plain_values {
+            true => to.floats(&format!("{name}.weight"), &shape, &r.floats(shape[0] * shape[1], 0.0, 0.1)),
+            false => eight(to, name, shape, "weight_scale", &[1], r),
+        });
+        let m = tensors.open(r#"{"quant_method":"fp8"}"#).unwrap();
+        let products = if coded { Products::Fast } else { Products::Exact };
+        logits_by(products, &m.config, &m.checkpoint, &ids, &[40]).unwrap()
+    };
+    for plain_values in [true, false] {
+        let (fast, exact) = (model(plain_values, true), model(plain_values, false));
+        let sum = |of: &mut dyn Iterator<Item = f32>| of.map(|x| f64::from(x).powi(2)).sum::<f64>();
+        let error = sum(&mut fast.iter().zip(&exact).map(|(a, b)| a - b)) / sum(&mut exact.iter().copied());
+        assert!(error > 0.0 && error < 2e-2, "{error}");
+    }
+}
+
 #[test]
 fn other_recipes_are_refused_by_name() {
     let mut tensors = mixed();
