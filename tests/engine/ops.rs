@@ -125,46 +125,42 @@ fn parts_of_a_buffer(_: &WgpuBackend) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Several ops that wgpu makes one dispatch of, and the same one by one.
-fn fusions_on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Trial> {
-    let case = |chain: cases::Chain| {
-        let name = format!("fuses {}", chain.name);
-        let run = move |b: &WgpuBackend| match pollster::block_on(chain.difference(b)) {
+/// Ops that a backend may make one kernel of: a trial of each case, which is wrong if there is a difference.
+fn differences_on<B: Backend, C: Send + 'static>(
+    name: &'static str,
+    open: fn() -> Result<B>,
+    cases: Vec<C>,
+    title: fn(&C) -> String,
+    difference: fn(&C, &B) -> Result<Option<String>>,
+) -> Vec<Trial> {
+    let trial = |case: C| {
+        let title = title(&case);
+        let run = move |b: &B| match difference(&case, b) {
             Ok(None) => Ok(()),
             Ok(Some(what)) => Err(what.into()),
             Err(e) => Err(e.to_string().into()),
         };
-        (name, false, run)
+        (title, false, run)
     };
-    common::on(name, open, cases::chains().into_iter().map(case))
+    common::on(name, open, cases.into_iter().map(trial))
+}
+
+/// Several ops that wgpu makes one dispatch of, and the same one by one.
+fn fusions_on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Trial> {
+    let title = |case: &cases::Chain| format!("fuses {}", case.name);
+    differences_on(name, open, cases::chains(), title, |case, b| pollster::block_on(case.difference(b)))
 }
 
 /// Products of rounded activations, with the ops before them.
 fn rounded_on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
-    let case = |case: cases::Rounded| {
-        let name = format!("rounds {}", case.name());
-        let run = move |b: &B| match pollster::block_on(case.difference(b)) {
-            Ok(None) => Ok(()),
-            Ok(Some(what)) => Err(what.into()),
-            Err(e) => Err(e.to_string().into()),
-        };
-        (name, false, run)
-    };
-    common::on(name, open, cases::rounded().into_iter().map(case))
+    let title = |case: &cases::Rounded| format!("rounds {}", case.name());
+    differences_on(name, open, cases::rounded(), title, |case, b| pollster::block_on(case.difference(b)))
 }
 
 /// The experts' choice and both their halves, in one step and one by one.
 fn expert_chains_on<B: Backend>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
-    let case = |case: cases::ExpertChain| {
-        let name = format!("experts {}", case.name());
-        let run = move |b: &B| match pollster::block_on(case.difference(b)) {
-            Ok(None) => Ok(()),
-            Ok(Some(what)) => Err(what.into()),
-            Err(e) => Err(e.to_string().into()),
-        };
-        (name, false, run)
-    };
-    common::on(name, open, cases::expert_chains().into_iter().map(case))
+    let title = |case: &cases::ExpertChain| format!("experts {}", case.name());
+    differences_on(name, open, cases::expert_chains(), title, |case, b| pollster::block_on(case.difference(b)))
 }
 
 /// The shader variants that a device with these facts has for an op.
