@@ -8,7 +8,7 @@ fn eight(y: f32) -> f32 {
     if bits < 0x3c800000u {
         return round(abs(y) * 512.0) * 0.001953125;
     }
-    return bitcast<f32>((bits + 0x7ffffu + (bits >> 20u & 1u)) & 0xfff00000u);
+    return bitcast<f32>((bits + 0x7ffffu + ((bits >> 20u) & 1u)) & 0xfff00000u);
 }
 
 @compute @workgroup_size(256)
