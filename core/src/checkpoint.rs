@@ -273,8 +273,8 @@ impl Checkpoint {
         Ok(Self { kind: Kind::Files { source, tensors: Arc::new(tensors), asked } })
     }
 
-    /// The same where the recipe rounds activations for all weights of 8-bit floats, not only for those beside which a scale for them is
-    /// stored.
+    /// The same, with activations rounded for all weights of 8-bit floats. Without this, they are rounded only for weights that have a
+    /// stored `input_scale`.
     pub(crate) fn with_rounding(self) -> Self {
         let Kind::Files { source, tensors, asked } = self.kind else { return self };
         let mut tensors = Arc::unwrap_or_clone(tensors);

@@ -35,8 +35,9 @@ fn fits<B: Address>(op: &Matmul<B>, device: &Device) -> bool {
 }
 
 /// Rows of w at a time.
-fn rows_at_once(k: usize) -> usize {
-    (CODES_BYTES / k / SQUARE).max(1) * SQUARE
+fn rows_at_once<B: Address>(op: &Matmul<B>) -> usize {
+    let most = op.w.blocks.iter().map(|b| b.w.rows()).max().unwrap_or(0);
+    most.min((CODES_BYTES / op.w.k / SQUARE).max(1) * SQUARE)
 }
 
 /// Scales of a row of blocks of w.
@@ -54,8 +55,7 @@ pub(super) fn scratch<B: Address>(op: &Matmul<B>, device: &Device) -> u64 {
     if !fits(op, device) {
         return 0;
     }
-    let rows = op.w.blocks.iter().map(|b| b.w.rows()).max().unwrap_or(0);
-    parts(op.x.rows(), op.w.k, rows.min(rows_at_once(op.w.k))).iter().sum::<usize>() as u64
+    parts(op.x.rows(), op.w.k, rows_at_once(op)).iter().sum::<usize>() as u64
 }
 
 /// The product of the rounded rows `round.out`, which are not written, if the library takes it.
@@ -70,7 +70,7 @@ pub(super) fn launch<B: Address>(
         return None;
     }
     aligned("round", 8, &[&round.x]).ok()?;
-    let rows = op.w.blocks.iter().map(|b| b.w.rows()).max().unwrap_or(0).min(rows_at_once(k));
+    let rows = rows_at_once(op);
     let [x, x_scales, w, _] = parts(m, k, rows);
     let x_at = [arena.scratch, arena.scratch + x as u64];
     let w_at = [x_at[1] + x_scales as u64, x_at[1] + (x_scales + w) as u64];
