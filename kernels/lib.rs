@@ -32,6 +32,7 @@ files![
     "expert_grouped.cu",
     "expert_grouped_codes.cu",
     "expert_matmul.cu",
+    "expert_ring_codes.cu",
     "expert_sort.cu",
     "expert_stream.cu",
     "expert_stream_codes.cu",

@@ -462,6 +462,17 @@ arguments! {
         ids: Rows = "const u32",
         out: Rows = "out_t",
     }
+    /// Of `expert_ring_codes.cu`; the stride of w is that of an expert, in bytes. `tables_complete`: the tables are written when the
+    /// kernel starts.
+    ExpertRingCodes {
+        x: Rows = "const bf16",
+        w: Rows = "const u8",
+        tiles: At = "const u32",
+        order: At = "const u32",
+        out: Rows = "out_t",
+        mid: Rows = "mid_t",
+        tables_complete: u32,
+    }
     /// Of `expert_sort.cu`.
     ExpertSort {
         ids: Rows = "const u32",

@@ -123,6 +123,7 @@ kernels! {
     ExpertGrouped "expert_grouped" Early ExpertGrouped,
     ExpertGroupedCodes "expert_grouped_codes" Early ExpertGroupedCodes,
     ExpertMatmul "expert_matmul" Early ExpertMatmul,
+    ExpertRingCodes "expert_ring_codes" Late ExpertRingCodes,
     ExpertSort "expert_sort" Early ExpertSort,
     ExpertStream "expert_stream" Late ExpertStream,
     ExpertStreamCodes "expert_stream_codes" Late ExpertStream,

@@ -287,10 +287,12 @@ pub(super) fn with_choice<B: Address>(
     Some(vec![first, streamed(down, rounds[3], Some(route), None, device, &hazards)?])
 }
 
-/// Both halves of the experts with the activation in between, if the second one is computed from the tables of the first.
+/// Both halves of the experts with the activation in between, if the second one is computed from the tables of the first. `round`: the
+/// kernels of a rounding before the second half.
 pub(super) fn both_halves<B: Address>(
     up: &ExpertMatmul<B>,
     then: &Activation<B>,
+    round: Vec<Work>,
     down: &ExpertMatmul<B>,
     device: &Device,
     arena: &Arena,
@@ -299,7 +301,9 @@ pub(super) fn both_halves<B: Address>(
     if !may_share_tables(up, device) {
         return None;
     }
-    grouped::both_halves(up, with_activation(up, false, then, device, arena, hazards)?, down, device, arena)
+    let mut first = with_activation(up, false, then, device, arena, hazards)?;
+    first.extend(round);
+    grouped::both_halves(up, first, down, device, arena)
 }
 
 /// Few pairs of which the input is rounded.
@@ -318,7 +322,7 @@ pub(super) fn expert_matmul<B: Address>(
     }
     if let Some((block, form)) = grouped::form(a, device) {
         let mut work = vec![grouped::sort(a, form, arena)];
-        work.extend(grouped::second_half(a, (block, form), device, arena));
+        work.extend(grouped::second_half(a, (block, form), false, device, arena));
         return Ok(work);
     }
     let mut work = pair_by_pair(a, arena);

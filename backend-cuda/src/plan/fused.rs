@@ -101,8 +101,13 @@ pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards:
         [Op::ExpertMatmul(a), Op::Activation(act)] => {
             experts::with_activation(a, rounds[0], act, device, arena, hazards)
         }
-        [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(b)] if !rounds.contains(&true) => {
-            experts::both_halves(a, act, b, device, arena, hazards)
+        [Op::ExpertMatmul(a), Op::Activation(act), Op::ExpertMatmul(_)] if !rounds[..2].contains(&true) => {
+            let [.., before, Op::ExpertMatmul(down)] = ops else { return None };
+            let round = match before {
+                Op::Round(_) => plan(before, device, arena, hazards).ok()?,
+                _ => Vec::new(),
+            };
+            experts::both_halves(a, act, round, down, device, arena, hazards)
         }
         [Op::Activation(a), Op::Conv1d(c)] => state::gated_conv1d(a, c, hazards).map(|work| vec![work]),
         ops => one_kernel(ops, &rounds, device, hazards).map(|work| vec![work]),

@@ -1,15 +1,14 @@
 //! Products of many pairs of token and choice: sorted by expert, multiplied in tiles on tensor cores, summed over the choices.
 
 use selkie_core::{
-    format::Format,
     ops::{Activation, ExpertMatmul, RowBlock},
     tensor::DType,
 };
 
-use super::{Arena, Device, act, experts::in_one_block, same_view, vector, wide};
+use super::{Arena, Device, SMEM_LEFT_FREE, act, experts::in_one_block, same_view, vector, wide};
 use crate::{
     arguments::{self, At, Rows},
-    codes::Layout,
+    codes::{Layout, TILE},
     launch::{Address, Launch, Work, address},
     spec::{File, Spec},
 };
@@ -34,6 +33,8 @@ pub(super) enum Form {
     Warpgroups(usize),
     /// `expert_grouped_codes.cu`.
     Codes(usize),
+    /// `expert_ring_codes.cu`.
+    Ring(usize),
 }
 
 impl Form {
@@ -51,15 +52,21 @@ impl Form {
         })
     }
 
-    /// The form for coded weights, whose operands leave registers for the sums of 64 pairs.
-    fn of_codes(pairs: usize, experts: usize) -> Self {
-        Self::Codes(if pairs / experts <= 12 { 16 } else { 64 })
+    /// The form for coded weights, `ring` if their kernel takes these. Codes of experts with few pairs arrive at memory speed; operands of the other form leave registers for
+    /// the sums of 64 pairs.
+    fn of_codes(pairs: usize, experts: usize, ring: bool) -> Self {
+        match pairs / experts {
+            0..=3 if ring => Self::Ring(8),
+            0..=12 if ring => Self::Ring(16),
+            0..=12 => Self::Codes(16),
+            _ => Self::Codes(64),
+        }
     }
 
     /// Most pairs of a tile.
     fn pairs(self) -> usize {
         match self {
-            Self::Warps(pairs) | Self::Warpgroups(pairs) | Self::Codes(pairs) => pairs,
+            Self::Warps(pairs) | Self::Warpgroups(pairs) | Self::Codes(pairs) | Self::Ring(pairs) => pairs,
         }
     }
 
@@ -71,6 +78,8 @@ impl Form {
                 (stages, stages * (pairs + 128) * 72 * 2)
             }
             Self::Codes(pairs) => (4, 4 * pairs * 80 * 2),
+            // Cut by the format, see `Ring`.
+            Self::Ring(_) => (0, 0),
             // Two warpgroups store 32 pairs of 128 columns at a time; tiles begin at a multiple of 1024 bytes.
             Self::Warpgroups(pairs) => {
                 let ring = WARPGROUP_STAGES * (WARPGROUP_ROWS + pairs) * 128;
@@ -80,13 +89,47 @@ impl Form {
     }
 }
 
+/// Bytes of codes that are copied at a time, if a unit of them is not larger.
+const RING_STAGE: usize = 3 << 10;
+/// Bytes of a tile of which a warp takes at least so many, if it shares the tile.
+const RING_SHARE: usize = 8 << 10;
+
+/// How `expert_ring_codes.cu` is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ring {
+    warps: usize,
+    /// Warps that share a tile.
+    share: usize,
+    /// Units of a stage.
+    depth: usize,
+    stages: usize,
+    /// Dynamic shared memory.
+    shared: usize,
+}
+
+impl Ring {
+    /// For rows of this layout and tiles of `pairs` pairs, in `parts` halves, if two stages fit.
+    fn of(layout: &Layout, pairs: usize, parts: usize, device: &Device) -> Option<Self> {
+        // As many as have registers for the sums.
+        let warps = if pairs > 8 { 12 } else { 16 };
+        let share = if layout.tile_bytes() >= 2 * RING_SHARE { 2 } else { 1 };
+        let depth = (RING_STAGE / layout.unit_bytes).clamp(1, layout.units.div_ceil(share));
+        // The sums of a tile's second half, twice, and barriers.
+        let sums = 2 * (warps / 2) * parts * pairs / 8 * 512 + 4096;
+        let stage = depth * layout.unit_bytes;
+        let stages = (device.shared.checked_sub(SMEM_LEFT_FREE + sums)? / warps / stage).min(16);
+        (stages >= 2).then_some(Self { warps, share, depth, stages, shared: warps * stages * stage })
+    }
+}
+
 /// The one block of weights and the form of the products, if they are grouped.
 pub(super) fn form<'a, B: Address>(a: &'a ExpertMatmul<B>, device: &Device) -> Option<(&'a RowBlock<B>, Form)> {
     let (experts, block) = in_one_block(a)?;
     let pairs = a.ids.len();
     let grouped = device.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x]);
-    if block.format != Format::Plain {
-        return grouped.then(|| (block, Form::of_codes(pairs, experts)));
+    if let Some(layout) = Layout::of(block.format, a.x.row_len()) {
+        let ring = device.bulk_copies && Ring::of(&layout, 16, 2, device).is_some();
+        return grouped.then(|| (block, Form::of_codes(pairs, experts, ring)));
     }
     let fits = grouped && wide(&[&block.w]);
     let stores = a.out.row_len().is_multiple_of(8) && (a.combine.is_some() || wide(&[&a.out]));
@@ -97,8 +140,8 @@ pub(super) fn form<'a, B: Address>(a: &'a ExpertMatmul<B>, device: &Device) -> O
 fn tables<B: Address>(a: &ExpertMatmul<B>) -> (usize, usize) {
     let experts: usize = a.experts.iter().map(|r| r.experts).sum();
     let pairs = a.ids.len();
-    // An expert's last tile may hold one pair, and no tile is smaller than 16.
-    let tiles = 16 * (1 + pairs / 16 + pairs.min(experts));
+    // An expert's last tile may hold one pair, and no tile is smaller than 8.
+    let tiles = 16 * (1 + pairs / 8 + pairs.min(experts));
     (tiles, (tiles + 4 * pairs).next_multiple_of(256))
 }
 
@@ -126,12 +169,14 @@ pub(super) fn sort<B: Address>(a: &ExpertMatmul<B>, form: Form, arena: &Arena) -
     Work::Kernel(Launch::new(spec, [1, 1, 1], 1024, &args))
 }
 
-/// The products of the pairs in the tables, to `out` of the dtype, and the activation after them in the form that computes it.
+/// The products of the pairs in the tables, to `out` of the dtype, and the activation after them in the forms that compute it.
+/// `sorted`: a kernel lies between the one that writes the tables and this one.
 pub(super) fn multiply<B: Address>(
     a: &ExpertMatmul<B>,
     (block, form): (&RowBlock<B>, Form),
     (out, out_t): (Rows, DType),
     then: Option<&Activation<B>>,
+    sorted: bool,
     device: &Device,
     arena: &Arena,
 ) -> Work {
@@ -161,6 +206,7 @@ pub(super) fn multiply<B: Address>(
             let args = arguments::ExpertGroupedCodes { x: (&a.x).into(), w, tiles, order, out };
             Launch::new(constants(spec, bm), grid(bm), 128, &args)
         }
+        Form::Ring(pairs) => return ring(a, (block, pairs), (out, out_t), then, sorted, device, arena),
         Form::Warpgroups(columns) => {
             let spec = Spec::new(File::ExpertWgmma)
                 .int("K", k)
@@ -178,6 +224,50 @@ pub(super) fn multiply<B: Address>(
         }
     };
     Work::Kernel(launch.with_shared(shared))
+}
+
+/// As [`multiply`], from codes, for tiles of at most `pairs` pairs.
+fn ring<B: Address>(
+    a: &ExpertMatmul<B>,
+    (block, pairs): (&RowBlock<B>, usize),
+    (out, out_t): (Rows, DType),
+    then: Option<&Activation<B>>,
+    sorted: bool,
+    device: &Device,
+    arena: &Arena,
+) -> Work {
+    let (k, n) = (a.x.row_len(), a.out.row_len());
+    let layout = Layout::of(block.format, k).expect("rows of codes");
+    let parts = if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 };
+    let cut = Ring::of(&layout, pairs, parts, device).expect("a ring that fits");
+    let (tiles, order) = table_args(a, arena);
+    let spec = Spec::new(File::ExpertRingCodes)
+        .int("FORMAT", layout.format)
+        .int("K", k)
+        .int("N", n)
+        .int("BM", pairs)
+        .int("WARPS", cut.warps)
+        .int("SHARE", cut.share)
+        .int("STAGES", cut.stages)
+        .int("DEPTH", cut.depth)
+        .int("TOP", a.ids.row_len())
+        .int("PARTS", parts)
+        .flag("X_PER_PAIR", a.combine.is_some())
+        .flag("HAS_MID", then.is_some())
+        .int("ACT", then.map_or(0, |t| act(t.act)))
+        .ty("out_t", out_t)
+        .ty("mid_t", then.map_or(DType::F32, |t| t.out.dtype));
+    let args = arguments::ExpertRingCodes {
+        x: (&a.x).into(),
+        w: Rows { at: address(&block.w), stride: layout.bytes(n) as u64 },
+        tiles,
+        order,
+        out,
+        mid: then.map(|t| &t.out).into(),
+        tables_complete: u32::from(sorted),
+    };
+    let launch = Launch::new(spec, [device.sms, 1, 1], 32 * cut.warps, &args);
+    Work::Kernel(launch.with_shared(cut.shared))
 }
 
 /// The sum over the choices of the products, which have the dtype `product`.
@@ -204,7 +294,7 @@ pub(super) fn combine<B: Address>(a: &ExpertMatmul<B>, product: DType, arena: &A
 
 /// Whether the kernel of `a` may compute the activation after it too, and the second half be computed from the same tables.
 pub(super) fn may_fuse<B: Address>(a: &ExpertMatmul<B>, device: &Device) -> bool {
-    a.combine.is_none() && matches!(form(a, device), Some((_, Form::Warpgroups(_))))
+    a.combine.is_none() && matches!(form(a, device), Some((_, Form::Warpgroups(_) | Form::Ring(_))))
 }
 
 /// The first half with the activation that reads all of it, as one kernel after the sort.
@@ -214,14 +304,17 @@ pub(super) fn with_activation<B: Address>(
     device: &Device,
     arena: &Arena,
 ) -> Option<Vec<Work>> {
-    let form = form(a, device).filter(|f| matches!(f.1, Form::Warpgroups(_)))?;
-    if !(wide(&[&then.out]) && then.out.row_len().is_multiple_of(8)) {
-        return None;
-    }
-    Some(vec![sort(a, form.1, arena), multiply(a, form, ((&a.out).into(), DType::Bf16), Some(then), device, arena)])
+    let form = form(a, device)?;
+    let fits = match form.1 {
+        Form::Warpgroups(_) => wide(&[&then.out]) && then.out.row_len().is_multiple_of(8),
+        Form::Ring(_) => then.up.is_none() || a.out.row_len().is_multiple_of(2 * TILE),
+        _ => false,
+    };
+    let product = || multiply(a, form, ((&a.out).into(), a.out.dtype), Some(then), false, device, arena);
+    fits.then(|| vec![sort(a, form.1, arena), product()])
 }
 
-/// Both halves with the activation in between, which sort once. `first` are the kernels of the first half and the activation.
+/// Both halves with the activation in between, which sort once. `first` are the kernels before the second half.
 pub(super) fn both_halves<B: Address>(
     up: &ExpertMatmul<B>,
     mut first: Vec<Work>,
@@ -234,14 +327,15 @@ pub(super) fn both_halves<B: Address>(
     if !same {
         return None;
     }
-    first.extend(second_half(down, (block, with), device, arena));
+    first.extend(second_half(down, (block, with), true, device, arena));
     Some(first)
 }
 
-/// The products of the pairs in the tables, combined.
+/// The products of the pairs in the tables, combined. `sorted` as in [`multiply`].
 pub(super) fn second_half<B: Address>(
     a: &ExpertMatmul<B>,
     form: (&RowBlock<B>, Form),
+    sorted: bool,
     device: &Device,
     arena: &Arena,
 ) -> Vec<Work> {
@@ -250,13 +344,15 @@ pub(super) fn second_half<B: Address>(
         Some(_) => (Rows { at: products(a, arena), stride: a.out.row_len() as u64 }, DType::Bf16),
         None => (Rows { at: address(&a.out), stride: a.out.row_stride as u64 }, a.out.dtype),
     };
-    let mut work = vec![multiply(a, form, (to, dtype), None, device, arena)];
+    let mut work = vec![multiply(a, form, (to, dtype), None, sorted, device, arena)];
     work.extend(combine(a, DType::Bf16, arena));
     work
 }
 
 #[cfg(test)]
 mod tests {
+    use selkie_core::format::Format;
+
     use super::*;
 
     #[test]
@@ -269,6 +365,34 @@ mod tests {
         assert_eq!(Form::of(512 * 6, 128, true), Form::Warpgroups(128));
         assert_eq!(Form::of(2048 * 8, 256, true), Form::Warpgroups(128));
         assert_eq!(Form::of(2048 * 10, 72, true), Form::Warpgroups(160));
+        assert_eq!(Form::of_codes(64 * 10, 512, true), Form::Ring(8));
+        assert_eq!(Form::of_codes(64 * 8, 64, true), Form::Ring(16));
+        assert_eq!(Form::of_codes(64 * 8, 64, false), Form::Codes(16));
+        assert_eq!(Form::of_codes(2048 * 10, 512, true), Form::Codes(64));
+    }
+
+    #[test]
+    fn rings_fit_into_shared_memory() {
+        for format in Format::CODED.into_iter().chain(Format::SCALED) {
+            for (k, pairs, parts) in [(2048, 8, 2), (512, 8, 1), (2688, 16, 2), (14_336, 16, 1)] {
+                let layout = Layout::of(format, k).expect("a coded format");
+                let ring = Ring::of(&layout, pairs, parts, &Device::like_h200(227)).expect("a common shape");
+                let sums = if ring.share > 1 {
+                    2 * ring.warps / 2 * parts * pairs / 8 * 512
+                } else {
+                    2 * parts * pairs / 8 * 512
+                };
+                assert!(
+                    ring.shared + sums + 8 * ring.warps * ring.stages <= 227 << 10,
+                    "{} {k}: {ring:?}",
+                    format.name()
+                );
+                assert!(ring.share <= layout.units);
+                // Less shared memory has two stages at least, or another form.
+                let small = Ring::of(&layout, pairs, parts, &Device::like_h200(99));
+                assert!(small.is_none_or(|r| r.stages >= 2 && r.shared <= 99 << 10));
+            }
+        }
     }
 
     #[test]
