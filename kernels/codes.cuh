@@ -1,10 +1,14 @@
 // Coded weights on the device: where the codes of 16 rows lie, and what they stand for. FORMAT is the format.
 //
+// Codes become operands of tensor cores without arithmetic: the bits of a code of up to 8 bits are those of a bf16 number, subnormal or
+// just above, that is 2^-133 times the code, and those of an 8-bit or 4-bit float are a bf16 number with a smaller exponent. So operands
+// are 2^-DOWN times what the codes stand for; the inputs of the product are multiplied by 2^UP, and its sums by what is left.
+//
 // Layout: a matrix is tiles of 16 rows, a tile is units of UNIT elements of each row, in their order. codes_arrange.cu writes it; it
 // has the bytes of the stored blocks, in the order in which a warp multiplies them. Lane 4 g + q holds rows g and g + 8, and of 32
 // elements of a row 4 q to 4 q + 3 and 16 + 4 q to 16 + 4 q + 3: four pairs of neighbours. A unit is, in this order:
-//   codes    4 bits: 16 bytes a lane for two groups of 32, a word per group and row; pair i is the nibbles i and 4 + i of the word.
-//            8 bits: a plane of low nibbles and one of high ones. F8: 16 bytes a lane and group, as the pairs are multiplied.
+//   codes    4 bits: 16 bytes a lane for two groups of 32, a word per group and row; pair i is the nibbles i and 4 + i of the word,
+//            of E2M1 in the order of `pairs_of_e2m1`. 8 bits: 16 bytes a lane and group, two words per row, each two pairs.
 //   high     the fifth bit, a word a lane for two groups: bit 4 (2 r + group) + i, second elements 16 further (r: which row).
 //            Fifth and sixth: a word a lane and group, field 2 (4 r + i).
 //   scales   as `Scales` reads them.
@@ -19,7 +23,10 @@ constexpr bool FLOATS = FORMAT == I4 || FORMAT == I8;                 // scales 
 constexpr bool OFFSETS = SIXES || FLOATS || FORMAT == Q4_1 || FORMAT == Q5_1;
 constexpr bool HALVES = FORMAT == Q6_K || FORMAT == NVFP4 || FORMAT == F4; // a scale per 16
 constexpr int HIGH_BITS = FORMAT == Q6_K ? 2 : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 1 : 0;
-constexpr int LOW_PLANES = FORMAT == Q8_0 || FORMAT == I8 ? 2 : 1;     // operands that add up to a code
+constexpr bool BYTES = FORMAT == Q8_0 || FORMAT == I8 || FORMAT == F8; // codes of 8 bits
+constexpr bool SIXTEENFOLD = FORMAT == Q4_0 || FORMAT == Q4_1 || FORMAT == Q4_K || FORMAT == I4; // operands of odd pairs are so
+constexpr int DOWN = FORMAT == IQ4_NL ? 0 : FORMAT == F8 ? 120 : E2M1 ? 127 : 133;
+constexpr int UP = DOWN ? 64 : 0;
 
 // Elements and bytes of a stored block.
 constexpr int BLOCK = SIXES || FORMAT == Q6_K ? 256 : FORMAT == F8 ? 128 : FORMAT == NVFP4 || FORMAT == F4 || FORMAT == I4 ? 64 : 32;
@@ -40,21 +47,34 @@ constexpr int TILE = 16;                                              // rows
 constexpr int UNIT = BLOCK < 64 ? 64 : BLOCK;
 constexpr int UNIT_BYTES = TILE * (UNIT / BLOCK) * BLOCK_BYTES;
 constexpr int PLANE_BYTES = TILE * UNIT / 2;
-constexpr int HIGH_AT = (FORMAT == F8 ? 2 : LOW_PLANES) * PLANE_BYTES;
+constexpr int HIGH_AT = (BYTES ? 2 : 1) * PLANE_BYTES;
 constexpr int SCALES_AT = HIGH_AT + TILE * UNIT * HIGH_BITS / 8;
 static_assert(UNIT_BYTES % 16 == 0, "units are copied 16 bytes at a time");
 
-// What the operands are more than the codes, besides what is taken off where they are made.
-constexpr float BIAS = FORMAT == Q4_0                                ? 136.f
-                       : FORMAT == Q5_0                              ? 144.f
-                       : FORMAT == Q8_0 || FORMAT == I8              ? 2304.f
-                       : OFFSETS                                     ? 128.f
-                                                                     : 0.f;
-constexpr bool BIASED = BIAS != 0.f;
+// What codes are more than what they stand for, and where their middle is.
+constexpr int BIAS = FORMAT == Q4_0 ? 8 : FORMAT == Q5_0 ? 16 : FORMAT == Q6_K ? 32 : FORMAT == Q8_0 || FORMAT == I8 ? 128 : 0;
+constexpr int MIDDLE = BYTES ? 128 : HIGH_BITS == 1 ? 16 : 8;
+// Sums of x over the elements of a scale belong to the sums of codes.
+constexpr bool SUMS_OF_X = BIAS != 0 || OFFSETS;
+constexpr int SCALE_WIDTH = HALVES ? 16 : 32;
 
-// The same for codes that are centred where they have an offset, and two bf16 of minus it.
-constexpr float MIDDLE = LOW_PLANES == 2 ? 2304.f : HIGH_BITS == 1 ? 144.f : 136.f;
-constexpr u32 MINUS_MIDDLE = LOW_PLANES == 2 ? 0xc510c510u : HIGH_BITS == 1 ? 0xc310c310u : 0xc308c308u;
+constexpr float power_of_two_f32(int n) { return n == 0 ? 1.f : n > 0 ? 2.f * power_of_two_f32(n - 1) : 0.5f * power_of_two_f32(n + 1); }
+// What sums of products are multiplied with, and the same of operands whose other factor is an element.
+constexpr float OF_SUMS = power_of_two_f32(DOWN - UP);
+// Two bf16 of 2^UP, and of what x is multiplied with where odd pairs have sixteenfold operands.
+constexpr u32 X_EVEN = (127u + UP) << 7 | (127u + UP) << 23;
+constexpr u32 X_ODD = SIXTEENFOLD ? (123u + UP) << 7 | (123u + UP) << 23 : X_EVEN;
+constexpr u32 MINUS_ZERO = 0x80008000u;
+
+// Four elements of x, the first of them a multiple of 4, for `multiply`.
+DEV uint2 for_product(uint2 x) {
+    if constexpr (UP == 0) return x;
+    return make_uint2(fma_bf16x2(x.x, X_EVEN, MINUS_ZERO), fma_bf16x2(x.y, X_ODD, MINUS_ZERO));
+}
+DEV uint4 for_product(uint4 x) {
+    uint2 a = for_product(make_uint2(x.x, x.y)), b = for_product(make_uint2(x.z, x.w));
+    return make_uint4(a.x, a.y, b.x, b.y);
+}
 
 // Byte `i` of a word as a float.
 DEV float byte_to_f32(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540 | i)) - 8388608.f; }
@@ -75,10 +95,15 @@ DEV u32 and_or(u32 a, u32 mask, u32 set) {
     return r;
 }
 
-// The four pairs of a word of nibbles: 128 plus each, or of the upper nibbles of bytes 2048 plus 16 times each.
-DEV void pairs_of_nibbles(u32 w, bool upper, u32 *pair) {
+// The four pairs of a word of nibbles.
+DEV void pairs_of_nibbles(u32 w, u32 *pair) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) pair[i] = and_or(w >> 4 * i, 0x000f000fu, upper ? 0x45004500u : 0x43004300u);
+    for (int i = 0; i < 4; i++) {
+        if constexpr (SIXTEENFOLD)
+            pair[i] = w >> i / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);
+        else
+            pair[i] = w >> 4 * i & 0x000f000fu;
+    }
 }
 
 // Of numbers of 16 codes, the bytes that four nibbles of `index` choose; `upper`: 3210 with 4 added where a code is 8 or more.
@@ -99,56 +124,57 @@ DEV void pairs_of_table(u32 w, u32 *pair) {
     for (int i = 0; i < 4; i++) pair[i] = __byte_perm(lo[i / 2], hi[i / 2], i % 2 ? 0x7632 : 0x5410);
 }
 
-// The four pairs of a word of E2M1 codes, doubled: the bits of each become those of a subnormal or very small bf16 number.
+// The four pairs of a word of E2M1 codes, doubled: a code's bits end at bit 6. Halves of a word have sign and magnitude of pairs 0, 1 and
+// 2 three bits after one another, so that one shift brings both into place; those of pair 3 are in what is left.
 DEV void pairs_of_e2m1(u32 w, u32 *pair) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 sign = w << (12 - 4 * i) & 0x80008000u;
-        u32 magnitude = i < 2 ? w << (6 - 4 * i) : w >> (4 * i - 6);
-        pair[i] = fma_bf16x2(and_or(magnitude, 0x01c001c0u, sign), 0x7f007f00u, 0x80008000u); // times 2^127
-    }
+    constexpr u32 PLACE = 0x81c081c0u;
+    pair[0] = w & PLACE;
+    pair[1] = w << 3 & PLACE;
+    pair[2] = w << 6 & PLACE;
+    pair[3] = and_or(w >> 6, 0x01800180u, and_or(w >> 4, 0x00400040u, w << 4 & 0x80008000u));
 }
 
-// Two pairs of E4M3 codes, of which the upper bytes of halves are the first.
-DEV void pairs_of_e4m3(u32 w, u32 *pair) {
+// Two pairs of codes of 8 bits. Those of E4M3 end at bit 4; the upper bytes of halves are the first pair.
+DEV void pairs_of_bytes(u32 w, u32 *pair) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        u32 v = i ? w << 8 : w;
-        pair[i] = fma_bf16x2(and_or(v >> 4, 0x07f007f0u, v & 0x80008000u), 0x7b807b80u, 0x80008000u); // times 2^120
+        if constexpr (FORMAT == F8) {
+            u32 v = i ? w << 8 : w;
+            pair[i] = and_or(v >> 4, 0x07f007f0u, v & 0x80008000u);
+        } else {
+            pair[i] = w >> 8 * i & 0x00ff00ffu;
+        }
     }
 }
 
-// The codes of two groups of 32 as operands of tensor cores. The codes of a format are the sum of its planes less BIAS.
+// The codes of two groups of 32 as operands of tensor cores.
 struct Codes {
-    u32 pair[2][2][LOW_PLANES][4]; // group, row, plane, pair
+    u32 pair[2][2][4]; // group, row, pair
 
     // Groups 2 sub and 2 sub + 1 of a unit.
     DEV Codes(const u8 *unit, int sub, int lane) {
-        if constexpr (FORMAT == F8) {
+        if constexpr (BYTES) {
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 uint4 w = reinterpret_cast<const uint4 *>(unit)[(2 * sub + j) * 32 + lane];
-                pairs_of_e4m3(w.x, pair[j][0][0]);
-                pairs_of_e4m3(w.y, pair[j][0][0] + 2);
-                pairs_of_e4m3(w.z, pair[j][1][0]);
-                pairs_of_e4m3(w.w, pair[j][1][0] + 2);
+                pairs_of_bytes(w.x, pair[j][0]);
+                pairs_of_bytes(w.y, pair[j][0] + 2);
+                pairs_of_bytes(w.z, pair[j][1]);
+                pairs_of_bytes(w.w, pair[j][1] + 2);
             }
             return;
         }
+        uint4 w4 = reinterpret_cast<const uint4 *>(unit)[sub * 32 + lane];
+        u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
 #pragma unroll
-        for (int p = 0; p < LOW_PLANES; p++) {
-            uint4 w4 = reinterpret_cast<const uint4 *>(unit + p * PLANE_BYTES)[sub * 32 + lane];
-            u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                u32 *to = pair[c / 2][c % 2][p];
-                if constexpr (FORMAT == IQ4_NL)
-                    pairs_of_table(w[c], to);
-                else if constexpr (E2M1)
-                    pairs_of_e2m1(w[c], to);
-                else
-                    pairs_of_nibbles(w[c], p == 1, to);
-            }
+        for (int c = 0; c < 4; c++) {
+            u32 *to = pair[c / 2][c % 2];
+            if constexpr (FORMAT == IQ4_NL)
+                pairs_of_table(w[c], to);
+            else if constexpr (E2M1)
+                pairs_of_e2m1(w[c], to);
+            else
+                pairs_of_nibbles(w[c], to);
         }
         if constexpr (HIGH_BITS == 1) {
             u32 h = reinterpret_cast<const u32 *>(unit + HIGH_AT)[lane * (UNIT / 64) + sub];
@@ -159,7 +185,7 @@ struct Codes {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         int at = 4 * (2 * r + j) + i;
-                        u32 *to = pair[j][r][0] + i;
+                        u32 *to = pair[j][r] + i;
                         *to = and_or(at < 4 ? h << (4 - at) : h >> (at - 4), 0x00100010u, *to);
                     }
         }
@@ -173,9 +199,8 @@ struct Codes {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         int at = 2 * (4 * r + i);
-                        u32 *to = pair[j][r][0] + i;
+                        u32 *to = pair[j][r] + i;
                         *to = and_or(at < 4 ? h[j] << (4 - at) : h[j] >> (at - 4), 0x00300030u, *to);
-                        *to = fma_bf16x2(*to, 0x3f803f80u, 0xc320c320u);     // less 160
                     }
         }
     }
@@ -255,7 +280,7 @@ struct Scales {
         if constexpr (FORMAT == NVFP4 || FORMAT == F4) {
             int up = 20 - 16 * (c % 2) - 8 * half; // of the byte, to exponent and mantissa of a float
             u32 e = (up < 0 ? words[c / 2] >> -up : words[c / 2] << up) & 127u << 20;
-            float v = e == 127u << 20 ? 0.f : __uint_as_float(e) * __uint_as_float((127u + 119u) << 23);
+            float v = __uint_as_float(e) * __uint_as_float((127u + 119u) << 23);
             return FORMAT == F4 ? __fmul_rn(d[r], v) : v;
         }
         return half_to_f32(words[c / 2] >> 16 * (c % 2));
@@ -273,8 +298,9 @@ struct Scales {
     }
 };
 
-// Two bf16 of 1, or of -BIAS: 136, 144 or 2304.
-constexpr u32 FACTOR = OFFSETS ? 0x3f803f80u : BIAS == 136.f ? 0xc308c308u : BIAS == 144.f ? 0xc310c310u : 0xc510c510u;
+// Operands that sum x, or -BIAS times it where codes have no offset, of even and of odd pairs.
+constexpr u32 FACTOR = OFFSETS ? 0x00010001u : 0x80008000u | BIAS | BIAS << 16;
+constexpr u32 ODD_FACTOR = !SIXTEENFOLD ? FACTOR : OFFSETS ? 0x00100010u : 0x80008000u | BIAS << 4 | BIAS << 20;
 
 // As mma_bf16, from `c` to `d`. Not volatile: the compiler mixes the products of several units.
 DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
@@ -283,72 +309,86 @@ DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// Adds the products of two groups of 32 elements. b: of each group, the lane's elements of x in both halves.
-// COLS: columns of x in a lane; with one, all columns of the operand are that row.
-template <int COLS> DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[COLS]) {
+// Adds the products of two groups of 32 elements. b: of each group, the lane's elements of x in both halves, as `for_product` makes them.
+// COLS: columns of x in a lane; with one, all columns of the operand are that row. KNOWN: `known` has the sums of x, times 2^(UP - DOWN),
+// of the elements of each scale.
+template <int COLS, bool KNOWN = false>
+DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[COLS],
+                  const float (*known)[COLS] = nullptr) {
+    constexpr int PARTS = 32 / SCALE_WIDTH;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         // Sums of x: times -BIAS, sums of codes begin with them; with an offset, they are multiplied with that and the bias.
-        float sums[4] = {}, d[2][4] = {};
-        if constexpr (BIASED) {
-            u32 a[4] = {FACTOR, FACTOR, FACTOR, FACTOR};
-            product(sums, a, b[j][0], sums);
-            product(sums, a, b[j][1], sums);
+        float sums[PARTS][4] = {}, d[PARTS][4] = {};
+        if constexpr (SUMS_OF_X && KNOWN) {
+#pragma unroll
+            for (int i = 0; i < PARTS * 4; i++) sums[i / 4][i % 4] = known[j * PARTS + i / 4][i % COLS] * (OFFSETS ? 1.f : -BIAS);
+        } else if constexpr (SUMS_OF_X) {
+            u32 a[4] = {FACTOR, FACTOR, ODD_FACTOR, ODD_FACTOR};
+#pragma unroll
+            for (int half = 0; half < 2; half++) product(sums[half * PARTS / 2], a, b[j][half], sums[half * PARTS / 2]);
         }
-        if constexpr (BIASED && !OFFSETS) {
+        if constexpr (SUMS_OF_X && !OFFSETS) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) d[0][i] = sums[i];
+            for (int i = 0; i < PARTS * 4; i++) d[i / 4][i % 4] = sums[i / 4][i % 4];
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int p = 0; p < LOW_PLANES; p++) {
-                u32 a[4] = {codes.pair[j][0][p][2 * half], codes.pair[j][1][p][2 * half], codes.pair[j][0][p][2 * half + 1],
-                            codes.pair[j][1][p][2 * half + 1]};
-                float *to = d[HALVES ? half : 0];
-                product(to, a, b[j][half], to);
-            }
+        for (int half = 0; half < 2; half++) {
+            u32 a[4] = {codes.pair[j][0][2 * half], codes.pair[j][1][2 * half], codes.pair[j][0][2 * half + 1],
+                        codes.pair[j][1][2 * half + 1]};
+            float *to = d[half * PARTS / 2];
+            product(to, a, b[j][half], to);
+        }
         int group = 2 * sub + j;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float first = scales.scale(group, r, 0), second = HALVES ? scales.scale(group, r, 1) : 0.f;
-            float less = OFFSETS ? -__fmaf_rn(first, BIAS, scales.offset(group, r)) : 0.f;
 #pragma unroll
-            for (int c = 0; c < COLS; c++) {
-                total[r][c] = __fmaf_rn(first, d[0][2 * r + c], total[r][c]);
-                if constexpr (HALVES) total[r][c] = __fmaf_rn(second, d[1][2 * r + c], total[r][c]);
-                if constexpr (OFFSETS) total[r][c] = __fmaf_rn(less, sums[2 * r + c], total[r][c]);
+            for (int p = 0; p < PARTS; p++) {
+                float scale = scales.scale(group, r, p), less = OFFSETS ? -__fmaf_rn(scale, BIAS, scales.offset(group, r)) : 0.f;
+#pragma unroll
+                for (int c = 0; c < COLS; c++) {
+                    total[r][c] = __fmaf_rn(scale, d[p][2 * r + c], total[r][c]);
+                    if constexpr (OFFSETS) total[r][c] = __fmaf_rn(less, sums[p][2 * r + c], total[r][c]);
+                }
             }
         }
     }
+}
+
+// What half `h` of pair `i` of operands stands for, without its scale.
+DEV float value_of(u32 pair, int i, int h) {
+    if constexpr (FORMAT == IQ4_NL || FORMAT == F8 || E2M1) return (h ? bf16_hi(pair) : bf16_lo(pair)) * power_of_two_f32(DOWN);
+    // The bits of a float of 2^23 and the code, or of 2^19 where the code is sixteenfold.
+    bool more = SIXTEENFOLD && i % 2;
+    u32 bits = (h ? pair >> 16 : pair & 0xffffu) | (more ? 0x49000000u : 0x4b000000u);
+    return __uint_as_float(bits) - ((more ? 524288.f : 8388608.f) + BIAS);
 }
 
 // The elements of row g + 8 r that a lane holds of group 2 sub + j: 4 q to 4 q + 3, and those 16 further. Rounded as the CPU does.
 DEV void elements(const Codes &codes, const Scales &scales, int sub, int j, int r, float *v) {
     float offset = scales.offset(2 * sub + j, r);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float scale = scales.scale(2 * sub + j, r, i / 2), lo = -BIAS, hi = -BIAS;
-#pragma unroll
-        for (int p = 0; p < LOW_PLANES; p++) {
-            lo += bf16_lo(codes.pair[j][r][p][i]);
-            hi += bf16_hi(codes.pair[j][r][p][i]);
-        }
-        v[2 * i] = __fsub_rn(__fmul_rn(scale, lo), offset);
-        v[2 * i + 1] = __fsub_rn(__fmul_rn(scale, hi), offset);
+    for (int i = 0; i < 8; i++) {
+        float scale = scales.scale(2 * sub + j, r, i / 4), value = value_of(codes.pair[j][r][i / 2], i / 2, i % 2);
+        v[i] = __fsub_rn(__fmul_rn(scale, value), offset);
     }
 }
 
-// The two elements that a pair stands for, in bf16 arithmetic: scale and offset are rounded, and the element is. An offset is taken from
-// the middle of the codes, where it is small.
+// 2^-UP times the two elements that a pair stands for, in bf16 arithmetic: scale and offset are rounded, and the element is. The offset is
+// that of the middle of the codes for the rounded scale.
 DEV u32 rounded(const Codes &codes, const Scales &scales, int sub, int j, int r, int pair) {
-    constexpr u32 ONE = 0x3f803f80u;
-    u32 code = codes.pair[j][r][LOW_PLANES - 1][pair];
-    // Codes of up to 8 bits are bf16 numbers.
-    if constexpr (BIASED) code = fma_bf16x2(code, ONE, MINUS_MIDDLE);
-    if constexpr (LOW_PLANES == 2) code = fma_bf16x2(code, ONE, codes.pair[j][r][0][pair]);
-    float scale = scales.scale(2 * sub + j, r, pair / 2);
-    if constexpr (!OFFSETS) return fma_bf16x2(code, pack_bf16(scale, scale), 0x80008000u);
-    float middle = __fmaf_rn(MIDDLE - BIAS, scale, -scales.offset(2 * sub + j, r));
-    return fma_bf16x2(code, pack_bf16(scale, scale), pack_bf16(middle, middle));
+    u32 code = codes.pair[j][r][pair];
+    float scale = scales.scale(2 * sub + j, r, pair / 2), times = scale * OF_SUMS;
+    u32 factor = pack_bf16(times, times), odd = factor;
+    if constexpr (SIXTEENFOLD) odd = fma_bf16x2(factor, 0x3d803d80u, MINUS_ZERO);
+    u32 less = MINUS_ZERO;
+    if constexpr (OFFSETS) {
+        constexpr float SMALLER = power_of_two_f32(-UP);
+        float middle = __fmaf_rn((MIDDLE - BIAS) * SMALLER, scale, -SMALLER * scales.offset(2 * sub + j, r));
+        float at = __fmaf_rn(bf16_lo(factor), -MIDDLE * power_of_two_f32(-DOWN), middle);
+        less = pack_bf16(at, at);
+    } else if constexpr (BIAS != 0) {
+        less = fma_bf16x2(factor, FACTOR, MINUS_ZERO);
+    }
+    return fma_bf16x2(code, pair % 2 ? odd : factor, less);
 }

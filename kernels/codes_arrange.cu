@@ -28,9 +28,20 @@ DEV u32 stored_code(const u8 *b, int e) {
     return HIGH_BITS == 0 ? low : low | (b[AT - 4 + e / 8] >> e % 8 & 1) << 4;
 }
 
+// The bits of a half of a word of E2M1 codes that are those of the code of pair `i`.
+DEV u32 place_e2m1(u32 code, int i) {
+    u32 sign = code >> 3, magnitude = code & 7;
+    if (i < 3) return sign << (15 - 3 * i) | magnitude << (6 - 3 * i);
+    return (magnitude >> 1) << 13 | sign << 11 | (magnitude & 1) << 10;
+}
+
 // Copies the `n` bytes of a row's scales.
 DEV void copy_bytes(u8 *to, const u8 *from, int n) {
     for (int i = 0; i < n; i++) to[i] = from ? from[i] : 0;
+}
+// The same of E4M3, of which NaN counts as zero.
+DEV void copy_eights(u8 *to, const u8 *from, int n) {
+    for (int i = 0; i < n; i++) to[i] = from && (from[i] & 127) != 127 ? from[i] : 0;
 }
 
 // The scales of a row, of which the first block in the unit is `b`; null for none.
@@ -49,8 +60,8 @@ DEV void put_scales(u8 *at, const u8 *b, const u8 *second, int row) {
     if constexpr (FORMAT == F8) return copy_bytes(at + 8 * g + 4 * r, b, 4);
     if constexpr (FORMAT == NVFP4 || FORMAT == F4) {
         const u8 *d = FORMAT == F4 && b ? b + 4 : b;
-        copy_bytes(at + 8 * g + 2 * r, d, 2);
-        copy_bytes(at + 8 * g + 4 + 2 * r, d ? d + 2 : d, 2);
+        copy_eights(at + 8 * g + 2 * r, d, 2);
+        copy_eights(at + 8 * g + 4 + 2 * r, d ? d + 2 : d, 2);
         if constexpr (FORMAT == F4) copy_bytes(at + 64 + 8 * g + 4 * r, b, 4);
         return;
     }
@@ -77,22 +88,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
             for (int i = 0; i < 8; i++) {
                 int pair = i / 2, second = i % 2;
                 u32 code = stored_code(b, group * 32 % BLOCK + i / 4 * 16 + 4 * q + i % 4);
-                if constexpr (FORMAT == F8) {
-                    low[r][pair / 2] |= code << (8 * (1 - pair % 2) + 16 * second);
+                if constexpr (BYTES) {
+                    low[r][pair / 2] |= code << (8 * (FORMAT == F8 ? 1 - pair % 2 : pair % 2) + 16 * second);
                     continue;
                 }
-                low[0][r] |= (code & 15) << (4 * pair + 16 * second);
-                if constexpr (LOW_PLANES == 2) low[1][r] |= (code >> 4) << (4 * pair + 16 * second);
+                u32 nibble = E2M1 ? place_e2m1(code, pair) : (code & 15) << 4 * pair;
+                low[0][r] |= nibble << 16 * second;
                 if constexpr (HIGH_BITS == 1) high[0] |= (code >> 4) << (4 * (2 * r + group % 2) + pair + 16 * second);
                 if constexpr (HIGH_BITS == 2) high[0] |= (code >> 4) << (2 * (4 * r + pair) + 16 * second);
             }
         }
-        if constexpr (FORMAT == F8) {
+        if constexpr (BYTES) {
             reinterpret_cast<uint4 *>(to)[group * 32 + lane] = make_uint4(low[0][0], low[0][1], low[1][0], low[1][1]);
             continue;
         }
-        for (int p = 0; p < LOW_PLANES; p++)
-            reinterpret_cast<uint2 *>(to + p * PLANE_BYTES)[group / 2 * 64 + lane * 2 + group % 2] = make_uint2(low[p][0], low[p][1]);
+        reinterpret_cast<uint2 *>(to)[group / 2 * 64 + lane * 2 + group % 2] = make_uint2(low[0][0], low[0][1]);
         if constexpr (HIGH_BITS == 1) {
             u32 *word = reinterpret_cast<u32 *>(to + HIGH_AT) + lane * (UNIT / 64) + group / 2;
             *word = group % 2 ? *word | high[0] : high[0];

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
 #pragma unroll
                         for (int m = 0; m < GROUPS; m++)
 #pragma unroll
-                            for (int e = 0; e < 4; e++) b[m][e / 2][e % 2] = next[m][e / 2][e % 2];
+                            for (int e = 0; e < 4; e++) b[m][e / 2][e % 2] = for_product(next[m][e / 2][e % 2]);
                         if constexpr (AHEAD) fetch(sub + 1 < SUBS ? k + 64 : (first + after) * UNIT);
                         Codes codes(unit, sub, lane);
 #pragma unroll
@@ -163,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
                 for (int r = 0; r < 2; r++) {
                     int col = job % TILES * TILE + g + 8 * r;
                     if (col >= N / PARTS) continue;
-                    out_t v = from_f32<out_t>(total[0][m][r][c]);
+                    out_t v = from_f32<out_t>(total[0][m][r][c] * OF_SUMS);
                     out[row * out_stride + col] = v;
                     float a = activate<ACT>(to_f32(v));
                     if constexpr (PARTS == 2) {
-                        v = from_f32<out_t>(total[1][m][r][c]);
+                        v = from_f32<out_t>(total[1][m][r][c] * OF_SUMS);
                         out[row * out_stride + col + N / 2] = v;
                         a *= to_f32(v);
                     }

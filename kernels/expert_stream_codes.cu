@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             round_pairs<8>(pairs);
             v = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-        reinterpret_cast<uint4 *>(resident)[i] = v;
+        reinterpret_cast<uint4 *>(resident)[i] = for_product(v);
     }
     // A column of the block's jobs: with COMBINE its token, else its (token, choice).
     auto column = [&](int at, int &row, int &col) {
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         float v = 0.f;
 #pragma unroll
         for (int s = 0; s < SLICES; s++) v += from[s * TILE];
-        return v;
+        return v * OF_SUMS;
     };
     for (int at = threadIdx.x; at < jobs * TILE; at += THREADS) {
         int row, col;

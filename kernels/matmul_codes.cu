@@ -32,6 +32,9 @@ constexpr int CONSUMERS = 32 * WARPS;
 constexpr int COLS = M == 1 ? 1 : 2;             // columns of x in a lane; with one row, all columns of the operand are that row
 constexpr int SUMS = TEAMS * M * TILE;           // of a turn
 constexpr int EACH = div_up(SUMS, CONSUMERS);
+constexpr int X_SUMS = UNITS * UNIT / SCALE_WIDTH; // of a row of x, one for each scale of a row of W
+constexpr int X_COLS = M == 1 ? 1 : div_up(M, 2) * 2;
+constexpr bool KNOWN = SUMS_OF_X && X_RESIDENT && X_SUMS * X_COLS <= 2048; // they are computed once
 DEV void sync_consumers() { __syncthreads(); }
 
 #include "round.cuh"
@@ -39,6 +42,7 @@ DEV void sync_consumers() { __syncthreads(); }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
     extern __shared__ __align__(128) u8 shared[];
+    __shared__ __align__(8) float sums_of_x[KNOWN ? X_SUMS : 1][X_COLS];
     __shared__ float part[2][TEAMS][SHARE][M][TILE], sums[NORM_UNITS];
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     int team = warp / SHARE, member = warp % SHARE;
@@ -131,14 +135,24 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         __syncthreads();
 #endif
     }
-    if constexpr (ROUND && !ROUNDED_STORES) {
+    if constexpr (X_RESIDENT) {
         if constexpr (PROLOGUE != 0) __syncthreads();
-        for (int i = threadIdx.x; i < M * (K / 8); i += CONSUMERS) {
-            uint4 *at = reinterpret_cast<uint4 *>(resident + i / (K / 8) * X_PITCH) + i % (K / 8);
-            uint4 v = *at;
-            u32 pairs[4] = {v.x, v.y, v.z, v.w};
-            round_pairs<8>(pairs);
-            *at = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        constexpr int PIECES = UNITS * UNIT / 8, LANES = SCALE_WIDTH / 8;
+        u32 mask = ((1u << LANES) - 1) << lane / LANES * LANES; // of the lanes that have the elements of a scale
+        for (int i = threadIdx.x; i < M * PIECES; i += CONSUMERS) {
+            uint4 *at = reinterpret_cast<uint4 *>(resident + i / PIECES * X_PITCH) + i % PIECES, v = *at;
+            if constexpr (ROUND && !ROUNDED_STORES) {
+                u32 pairs[4] = {v.x, v.y, v.z, v.w};
+                round_pairs<8>(pairs);
+                v = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
+            *at = for_product(v);
+            if constexpr (KNOWN) {
+                float sum = bf16_lo(v.x) + bf16_hi(v.x) + (bf16_lo(v.y) + bf16_hi(v.y)) + (bf16_lo(v.z) + bf16_hi(v.z)) + (bf16_lo(v.w) + bf16_hi(v.w));
+#pragma unroll
+                for (int m = 1; m < LANES; m *= 2) sum += __shfl_xor_sync(mask, sum, m);
+                if (i % LANES == 0) sums_of_x[i % PIECES / LANES][i / PIECES] = sum / OF_SUMS;
+            }
         }
         __syncthreads();
     }
@@ -152,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         for (int e = 0; e < EACH; e++) {
             int of_team, m, row;
             if (!sum_of(turn, e, of_team, m, row)) continue;
-            factor[e] = scale;
+            factor[e] = scale * OF_SUMS;
             if constexpr (HAS_COLUMNS) factor[e] *= columns[row];
             if constexpr (HAS_BIAS) add[e] = bias[row];
             if constexpr (ACCUMULATE) before[e] = out[m * out_stride + row];
@@ -185,9 +199,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
                     for (int i = 0; i < 4; i++) {
                         int from = k + u * UNIT + sub * 64 + i * 16;
                         bool in = X_RESIDENT || K % UNIT == 0 || from < K;
-                        b[i / 2][i % 2] = in ? *reinterpret_cast<const uint2 *>(mine + from) : make_uint2(0, 0);
+                        uint2 v = in ? *reinterpret_cast<const uint2 *>(mine + from) : make_uint2(0, 0);
+                        b[i / 2][i % 2] = X_RESIDENT ? v : for_product(v);
                     }
-                    multiply<COLS>(Codes(at, sub, lane), scales, sub, b, total);
+                    float known[64 / SCALE_WIDTH][COLS];
+                    if constexpr (KNOWN) {
+                        int first = (k + u * UNIT + sub * 64) / SCALE_WIDTH, col = COLS == 1 ? 0 : min(2 * q, X_COLS - 2);
+#pragma unroll
+                        for (int i = 0; i < 64 / SCALE_WIDTH * COLS; i++) known[i / COLS][i % COLS] = sums_of_x[first + i / COLS][col + i % COLS];
+                    }
+                    multiply<COLS, KNOWN>(Codes(at, sub, lane), scales, sub, b, total, known);
                 }
             };
             if (there) {

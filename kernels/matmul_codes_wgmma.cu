@@ -34,6 +34,12 @@ constexpr u32 BATCH_BYTES = COLS * 128;          // 64 elements of all rows of x
 constexpr u32 X_BYTES = BATCHES * BATCH_BYTES;
 constexpr int EACH = div_up(M * 4, GROUP);       // a thread's pieces of a batch of x, of 16 elements
 
+DEV uint4 larger(uint4 v) {
+    if constexpr (UP == 0) return v;
+    return make_uint4(fma_bf16x2(v.x, X_EVEN, MINUS_ZERO), fma_bf16x2(v.y, X_EVEN, MINUS_ZERO), fma_bf16x2(v.z, X_EVEN, MINUS_ZERO),
+                      fma_bf16x2(v.w, X_EVEN, MINUS_ZERO));
+}
+
 // The pieces of a batch of x of a thread, on their way to shared memory.
 struct Pieces {
     uint4 v[EACH][2];
@@ -49,13 +55,13 @@ struct Pieces {
             v[e][1] = in ? at[1] : make_uint4(0, 0, 0, 0);
         }
     }
-    // In the order of elements that a lane's codes have: of 16, those of 4 q and 4 q + 1, then those of 4 q + 2 and 4 q + 3.
+    // In the order of elements that a lane's codes have: of 16, those of 4 q and 4 q + 1, then those of 4 q + 2 and 4 q + 3. Times 2^UP.
     DEV void store(u32 to) const {
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             int i = threadIdx.x % GROUP + e * GROUP;
             if (M * 4 % GROUP != 0 && i >= M * 4) continue;
-            uint4 a = v[e][0], b = v[e][1];
+            uint4 a = larger(v[e][0]), b = larger(v[e][1]);
             store_shared16(to + swizzle<8>(i / 4, i % 4 * 2), make_uint4(a.x, a.z, b.x, b.z));
             store_shared16(to + swizzle<8>(i / 4, i % 4 * 2 + 1), make_uint4(a.y, a.w, b.y, b.w));
         }
