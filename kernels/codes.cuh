@@ -259,6 +259,18 @@ struct Scales {
         }
     }
 
+    // Those of a whole unit times what `rounded` needs of each.
+    DEV Scales &for_elements() {
+        if constexpr (SIXES) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                d[r] *= OF_SUMS;
+                dmin[r] *= -power_of_two_f32(-UP);
+            }
+        }
+        return *this;
+    }
+
     // Of 16 elements of a group.
     DEV float scale(int group, int r, int half) const {
         if constexpr (SIXES) return byte_times(sc[r][group / 4], group % 4, d[r], 8388608.f * d[r]);
@@ -375,20 +387,18 @@ DEV void elements(const Codes &codes, const Scales &scales, int sub, int j, int 
 }
 
 // 2^-UP times the two elements that a pair stands for, in bf16 arithmetic: scale and offset are rounded, and the element is. The offset is
-// that of the middle of the codes for the rounded scale.
+// that of the middle of the codes for the rounded scale. `scales` are those of `for_elements`.
 DEV u32 rounded(const Codes &codes, const Scales &scales, int sub, int j, int r, int pair) {
-    u32 code = codes.pair[j][r][pair];
-    float scale = scales.scale(2 * sub + j, r, pair / 2), times = scale * OF_SUMS;
-    u32 factor = pack_bf16(times, times), odd = factor;
+    float times = scales.scale(2 * sub + j, r, pair / 2) * (SIXES ? 1.f : OF_SUMS);
+    u32 factor = pack_bf16(times, times), odd = factor, less = MINUS_ZERO;
     if constexpr (SIXTEENFOLD) odd = fma_bf16x2(factor, 0x3d803d80u, MINUS_ZERO);
-    u32 less = MINUS_ZERO;
     if constexpr (OFFSETS) {
-        constexpr float SMALLER = power_of_two_f32(-UP);
-        float middle = __fmaf_rn((MIDDLE - BIAS) * SMALLER, scale, -SMALLER * scales.offset(2 * sub + j, r));
-        float at = __fmaf_rn(bf16_lo(factor), -MIDDLE * power_of_two_f32(-DOWN), middle);
+        constexpr float SMALL = power_of_two_f32(-UP), TO_X = power_of_two_f32(-DOWN);
+        float offset = scales.offset(2 * sub + j, r) * (SIXES ? 1.f : -SMALL) - BIAS * TO_X * times;
+        float at = __fmaf_rn(times - bf16_lo(factor), MIDDLE * TO_X, offset);
         less = pack_bf16(at, at);
     } else if constexpr (BIAS != 0) {
         less = fma_bf16x2(factor, FACTOR, MINUS_ZERO);
     }
-    return fma_bf16x2(code, pair % 2 ? odd : factor, less);
+    return fma_bf16x2(codes.pair[j][r][pair], pair % 2 ? odd : factor, less);
 }

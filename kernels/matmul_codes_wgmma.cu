@@ -6,12 +6,16 @@
 // The slices of all tiles are dealt evenly to the blocks, one after the other. Of a tile that is dealt to several blocks, the one
 // with the first slice, which takes it last, adds the sums that the others have left in `partial`, in the order of the slices.
 //
+// With EIGHTS, x are codes of E4M3 too, and a scale per row and 128 columns in x_scales [K / 128, M], see round_codes.cu: codes are
+// multiplied as they are, and sums over 128 elements with the scales of both.
+//
 // Grid: blocks that are on the device at once, since they wait for each other; at most the slices of all tiles.
 // Constants:
 //   FORMAT, K, M
 //   GROUPS          warpgroups that multiply
 //   STAGES, DEPTH   of a warp's ring; units of a slice
 //   X_STAGES        of the ring of slices of x
+//   EIGHTS          x are codes; its stride is in bytes
 //   FOURS           four columns of out can be read and written at once
 //   EVICT_FIRST, ACCUMULATE, HAS_COLUMNS, HAS_BIAS
 // Type: out_t.
@@ -27,12 +31,15 @@ constexpr int GROUP = 128;                       // threads of a warpgroup
 constexpr int THREADS = GROUP * (GROUPS + 1);
 constexpr int ROWS = TILE * WARPS;
 constexpr int STAGE_BYTES = DEPTH * UNIT_BYTES;
-constexpr int BATCHES = SLICE / 64;              // products of 64 elements
+constexpr int BATCH = EIGHTS ? 128 : 64;         // elements of a product: rows of 128 bytes of x
+constexpr int BATCHES = SLICE / BATCH;
 constexpr int COLS = div_up(M, 16) * 16;         // columns of a product: rows of x, and some that reach no result
 constexpr int SUMS = COLS / 2;                   // of a thread
-constexpr u32 BATCH_BYTES = COLS * 128;          // 64 elements of all rows of x
+constexpr u32 BATCH_BYTES = COLS * 128;          // of all rows of x
 constexpr u32 X_BYTES = BATCHES * BATCH_BYTES;
-constexpr int EACH = div_up(M * 4, GROUP);       // a thread's pieces of a batch of x, of 16 elements
+constexpr int EACH = div_up(M * 4, GROUP);       // a thread's pieces of a batch of x, of 32 bytes
+constexpr int PIECE = BATCH / 4;                 // elements of a piece
+static_assert(!EIGHTS || FORMAT == F8 && K % UNIT == 0, "scales of whole units");
 
 DEV uint4 larger(uint4 v) {
     if constexpr (UP == 0) return v;
@@ -40,15 +47,23 @@ DEV uint4 larger(uint4 v) {
                       fma_bf16x2(v.w, X_EVEN, MINUS_ZERO));
 }
 
+typedef Raw<EIGHTS ? 1 : 2>::type x_t;           // of x, as bits
+
+// Codes of x in the order of the bytes of a word of codes of W.
+DEV uint4 as_codes(uint4 v) {
+    constexpr u32 ORDER = 0x1302;
+    return make_uint4(__byte_perm(v.x, 0, ORDER), __byte_perm(v.y, 0, ORDER), __byte_perm(v.z, 0, ORDER), __byte_perm(v.w, 0, ORDER));
+}
+
 // The pieces of a batch of x of a thread, on their way to shared memory.
 struct Pieces {
     uint4 v[EACH][2];
 
-    DEV void fetch(const bf16 *x, i64 stride, int k) {
+    DEV void fetch(const x_t *x, i64 stride, int k) {
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             int i = threadIdx.x % GROUP + e * GROUP;
-            k += e == 0 ? i % 4 * 16 : 0;
+            k += e == 0 ? i % 4 * PIECE : 0;
             bool in = (M * 4 % GROUP == 0 || i < M * 4) && (K % SLICE == 0 || k < K);
             const uint4 *at = reinterpret_cast<const uint4 *>(x + i / 4 * stride + k);
             v[e][0] = in ? at[0] : make_uint4(0, 0, 0, 0);
@@ -61,6 +76,11 @@ struct Pieces {
         for (int e = 0; e < EACH; e++) {
             int i = threadIdx.x % GROUP + e * GROUP;
             if (M * 4 % GROUP != 0 && i >= M * 4) continue;
+            if constexpr (EIGHTS) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) store_shared16(to + swizzle<8>(i / 4, i % 4 * 2 + h), as_codes(v[e][h]));
+                continue;
+            }
             uint4 a = larger(v[e][0]), b = larger(v[e][1]);
             store_shared16(to + swizzle<8>(i / 4, i % 4 * 2), make_uint4(a.x, a.z, b.x, b.z));
             store_shared16(to + swizzle<8>(i / 4, i % 4 * 2 + 1), make_uint4(a.y, a.w, b.y, b.w));
@@ -79,18 +99,34 @@ struct RingOfX {
     DEV void is_empty(int job) const { mbar_arrive(empty + job % X_STAGES * 8); }
 };
 
+// The scales of the slices of x in the ring.
+typedef float ScalesOfX[X_STAGES][EIGHTS ? DEPTH : 1][EIGHTS ? COLS : 1];
+
 // Brings the slices of x of `jobs` jobs into the ring, each while the one before is waited for.
-DEV void copy_x(const bf16 *x, i64 stride, const RingOfX &ring, int slice, int jobs) {
+DEV void copy_x(const x_t *x, i64 stride, const float *x_scales, const RingOfX &ring, ScalesOfX &scales, int slice, int jobs) {
     Pieces next[BATCHES];
+    float next_scales[DEPTH] = {};
+    int t = threadIdx.x % GROUP;
+    auto fetch_scales = [&]() {
 #pragma unroll
-    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, slice * SLICE + b * 64);
+        for (int u = 0; u < DEPTH; u++)
+            if (EIGHTS && t < M && slice * DEPTH + u < UNITS) next_scales[u] = x_scales[(slice * DEPTH + u) * M + t];
+    };
+#pragma unroll
+    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, slice * SLICE + b * BATCH);
+    fetch_scales();
     for (int job = 0; job < jobs; job++) {
         slice = slice + 1 < SLICES ? slice + 1 : 0;
         ring.wait_empty(job);
+        if (EIGHTS && t < COLS) {
+#pragma unroll
+            for (int u = 0; u < DEPTH; u++) scales[job % X_STAGES][EIGHTS ? u : 0][EIGHTS ? t : 0] = next_scales[u];
+        }
+        if (job + 1 < jobs) fetch_scales();
 #pragma unroll
         for (int b = 0; b < BATCHES; b++) {
             next[b].store(ring.tile(job) + b * BATCH_BYTES);
-            if (job + 1 < jobs) next[b].fetch(x, stride, slice * SLICE + b * 64);
+            if (job + 1 < jobs) next[b].fetch(x, stride, slice * SLICE + b * BATCH);
         }
         wgmma_publish();
         ring.is_full(job);
@@ -158,9 +194,43 @@ struct Four {
     }
 };
 
+// Adds the products of the `count` units of a slice, codes with codes; `wait` waits for those of x.
+template <class F>
+DEV void multiply_eights(const u8 *stage, int count, int lane, u64 desc, float *sums, const float (*scales_of_x)[EIGHTS ? COLS : 1], F &&wait) {
+#pragma unroll
+    for (int u = 0; u < DEPTH; u++) {
+        if (u >= count) break;
+        const u8 *unit = stage + u * UNIT_BYTES;
+        u32 a[16];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint4 w = reinterpret_cast<const uint4 *>(unit)[j * 32 + lane];
+            a[4 * j] = w.x;
+            a[4 * j + 1] = w.z;
+            a[4 * j + 2] = w.y;
+            a[4 * j + 3] = w.w;
+        }
+        if (u == 0) wait();
+        float part[SUMS];
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; j++) wgmma_eights<COLS>(part, a + 4 * j, desc + u * (BATCH_BYTES >> 4) + j * 2, j > 0);
+        wgmma_commit();
+        Scales scales(unit, lane / 4);
+        float of_row[2] = {scales.scale(0, 0, 0), scales.scale(0, 1, 0)};
+        wgmma_wait<0, SUMS>(part);
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) {
+            float of_x = scales_of_x[u][i / 4 * 8 + lane % 4 * 2 + i % 2];
+            sums[i] = __fmaf_rn(part[i], of_x * of_row[i / 2 % 2], sums[i]);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     extern __shared__ u8 shared[];
     __shared__ __align__(8) u64 full[WARPS][STAGES], of_x[2][X_STAGES];
+    __shared__ __align__(8) ScalesOfX scales_of_x;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     RingOfX ring_of_x = {(smem_addr(shared) + 1023) & ~1023u, smem_addr(of_x[0]), smem_addr(of_x[1])};
     u8 *ring = shared + (ring_of_x.tiles - smem_addr(shared)) + X_STAGES * X_BYTES + warp * STAGES * STAGE_BYTES;
@@ -195,10 +265,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     let_next_start();
     // Of the 96 or 128 registers that a thread begins with, those who copy give some to the others.
     if (warp >= WARPS) {
-        registers_lower<GROUPS == 4 ? 64 : 104>();
-        return copy_x(x, x_stride, ring_of_x, begin % SLICES, jobs);
+        registers_lower<GROUPS == 4 ? 64 : EIGHTS ? 80 : 104>();
+        return copy_x(reinterpret_cast<const x_t *>(x), x_stride, x_scales, ring_of_x, scales_of_x, begin % SLICES, jobs);
     }
-    registers_raise<GROUPS == 4 ? 104 : 136>();
+    registers_raise<GROUPS == 4 ? 104 : EIGHTS ? 144 : 136>();
 
     float sums[SUMS] = {};
     for (int job = 0; job < jobs; job++) {
@@ -207,32 +277,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         if (job > 0 && job - 1 + STAGES < jobs) copy(job - 1 + STAGES);
         u8 *stage = ring + job % STAGES * STAGE_BYTES;
         u64 desc = tile_desc(ring_of_x.tile(job), 0, 1024);
-        u32 operands[2][16];
+        if constexpr (EIGHTS) {
+            multiply_eights(stage, units(job), lane, desc, sums, scales_of_x[job % X_STAGES], [&] { ring_of_x.wait_full(job); });
+            if (lane == 0) ring_of_x.is_empty(job);
+        } else {
+            u32 operands[2][16];
 #pragma unroll
-        for (int u = 0; u < DEPTH; u++) {
-            Scales scales(stage + u * UNIT_BYTES, g);
+            for (int u = 0; u < DEPTH; u++) {
+                Scales scales = Scales(stage + u * UNIT_BYTES, g).for_elements();
 #pragma unroll
-            for (int sub = 0; sub < UNIT / 64; sub++) {
-                int batch = u * (UNIT / 64) + sub;
-                u32 *a = operands[batch % 2];
-                // Units after the inner dimension count as zeros.
-                if (UNITS % DEPTH == 0 || u < units(job)) {
-                    Codes codes(stage + u * UNIT_BYTES, sub, lane);
+                for (int sub = 0; sub < UNIT / 64; sub++) {
+                    int batch = u * (UNIT / 64) + sub;
+                    u32 *a = operands[batch % 2];
+                    // Units after the inner dimension count as zeros.
+                    if (UNITS % DEPTH == 0 || u < units(job)) {
+                        Codes codes(stage + u * UNIT_BYTES, sub, lane);
 #pragma unroll
-                    for (int i = 0; i < 16; i++) a[i] = rounded(codes, scales, sub, i / 8, i % 2, i / 2 % 4);
-                } else {
+                        for (int i = 0; i < 16; i++) a[i] = rounded(codes, scales, sub, i / 8, i % 2, i / 2 % 4);
+                    } else {
 #pragma unroll
-                    for (int i = 0; i < 16; i++) a[i] = 0;
+                        for (int i = 0; i < 16; i++) a[i] = 0;
+                    }
+                    if (batch == 0) ring_of_x.wait_full(job);
+                    wgmma_fence();
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        wgmma_registers<COLS, false>(sums, a + 4 * i, desc + batch * (BATCH_BYTES >> 4) + i * 2);
+                    wgmma_commit();
+                    // The other operands may be written from here on.
+                    wgmma_wait<1>();
+                    if (batch == 0 && job > 0 && lane == 0) ring_of_x.is_empty(job - 1);
                 }
-                if (batch == 0) ring_of_x.wait_full(job);
-                wgmma_fence();
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    wgmma_registers<COLS, false>(sums, a + 4 * i, desc + batch * (BATCH_BYTES >> 4) + i * 2);
-                wgmma_commit();
-                // The other operands may be written from here on.
-                wgmma_wait<1>();
-                if (batch == 0 && job > 0 && lane == 0) ring_of_x.is_empty(job - 1);
             }
         }
         __syncwarp();

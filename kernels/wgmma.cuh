@@ -69,6 +69,21 @@ template <int N, bool TRANSPOSED> DEV void wgmma_registers(float *d, const u32 *
     WGMMA_REGISTERS(128, NAMES64, "%64, %65, %66, %67", "%68", "%69", SUMS32(d, 0), SUMS32(d, 32));
 }
 
+// d [64, N] = a b (+ d), E4M3 in both: a [64, 32] in registers, four neighbours in each, b [N, 32] in shared memory.
+#define WGMMA_EIGHTS(COUNT, NAMES, A, B, ADD, ...)                                                                             \
+    if constexpr (N == COUNT)                                                                                                  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" #COUNT                          \
+                 "k32.f32.e4m3.e4m3 {" NAMES "}, {" A "}, " B ", p, 1, 1;}"                                                    \
+                 : __VA_ARGS__                                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
+template <int N> DEV void wgmma_eights(float *d, const u32 *a, u64 b, bool add) {
+    static_assert(N == 16 || N == 32 || N == 48 || N == 64, "a case below");
+    WGMMA_EIGHTS(16, NAMES8, "%8, %9, %10, %11", "%12", "%13", SUMS8(d, 0));
+    WGMMA_EIGHTS(32, NAMES16, "%16, %17, %18, %19", "%20", "%21", SUMS8(d, 0), SUMS8(d, 8));
+    WGMMA_EIGHTS(48, NAMES24, "%24, %25, %26, %27", "%28", "%29", SUMS8(d, 0), SUMS8(d, 8), SUMS8(d, 16));
+    WGMMA_EIGHTS(64, NAMES32, "%32, %33, %34, %35", "%36", "%37", SUMS32(d, 0));
+}
+
 // Makes this thread's writes to shared memory visible to wgmma.
 DEV void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int N> DEV void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -391,6 +391,7 @@ arguments! {
     /// sums of a tile for every block.
     MatmulCodesWgmma {
         x: Rows = "const bf16",
+        x_scales: At = "const float",
         w: At = "const u8",
         n: i32,
         columns: At = "const float",

@@ -1,4 +1,7 @@
-//! Products of 9 to 64 rows of x with coded weights, whose elements are decoded in registers for warpgroup products.
+//! Products of 9 to 64 rows of x with coded weights, whose elements are decoded in registers for warpgroup products; codes of 8-bit
+//! floats are multiplied as they are where x are such codes too.
+
+use selkie_core::format::Format;
 
 use super::{
     Arena, Device, SMEM_LEFT_FREE, codes,
@@ -6,7 +9,7 @@ use super::{
     vector, wide,
 };
 use crate::{
-    arguments::{At, MatmulCodesWgmma},
+    arguments::{At, MatmulCodesWgmma, Rows},
     codes::{Layout, unit},
     launch::{Address, Launch},
     spec::{File, Spec},
@@ -42,14 +45,14 @@ fn columns(m: usize) -> usize {
     m.next_multiple_of(16)
 }
 
-/// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits. `unit`: elements of one.
-fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
+/// Cuts a product of `m` rows of x, of `width` bytes an element, with `n` rows of codes, if a ring fits. `unit`: elements of one.
+fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
     let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES)?;
     // With few columns there are registers for one more.
     let groups = if columns(m) <= 32 { 4 } else { 3 };
     let cut = |elements: usize, x_stages: usize| {
         let depth = (elements / unit).max(1).min(layout.units);
-        let (x, stage) = (2 * x_stages * columns(m) * depth * unit, 4 * groups * depth * layout.unit_bytes);
+        let (x, stage) = (width * x_stages * columns(m) * depth * unit, 4 * groups * depth * layout.unit_bytes);
         let stages = (room.checked_sub(x)? / stage).min(MOST_STAGES);
         let (tiles, slices) = (n.div_ceil(64 * groups), layout.units.div_ceil(depth));
         // To add the sums of many blocks takes as long as some slices do.
@@ -61,25 +64,57 @@ fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> O
     SLICES.into_iter().flat_map(|elements| X_STAGES.map(|x| (elements, x))).find_map(|(elements, x)| cut(elements, x))
 }
 
-/// How the kernel is cut, if it takes the product.
-fn cut<B: Address>(p: &Product<B>, device: &Device) -> Option<(Layout, Shape)> {
+/// How the kernel is cut, if it takes the product. `width`: bytes of an element of x.
+fn cut<B: Address>(p: &Product<B>, width: usize, device: &Device) -> Option<(Layout, Shape)> {
     let (layout, unit) = (Layout::of(p.w.format, p.k())?, unit(p.w.format)?);
     let rows = p.m() > SKINNY_ROWS && p.m() <= MOST_ROWS;
     if !(device.tuned && device.wgmma && rows && wide(&[&p.op.x])) {
         return None;
     }
-    Some((layout, shape(p.m(), p.n(), &layout, unit, device)?))
+    Some((layout, shape([p.m(), width], p.n(), &layout, unit, device)?))
+}
+
+/// Bytes of sums of pieces of tiles.
+fn sums(shape: &Shape, m: usize) -> u64 {
+    (shape.blocks * 64 * shape.groups * columns(m) * 4) as u64
 }
 
 /// Bytes of the scratch memory for sums of pieces of tiles, if the kernel takes the product.
 pub(super) fn scratch<B: Address>(p: &Product<B>, device: &Device) -> Option<u64> {
-    let (_, shape) = cut(p, device)?;
-    Some((shape.blocks * 64 * shape.groups * columns(p.m()) * 4) as u64)
+    Some(sums(&cut(p, 2, device)?.1, p.m()))
+}
+
+/// The same of codes of x, whose rows are whole units of W.
+pub(super) fn scratch_of_eights<B: Address>(p: &Product<B>, device: &Device) -> Option<u64> {
+    let fits = p.w.format == Format::F8 && p.k().is_multiple_of(unit(Format::F8)?);
+    Some(sums(&cut(p, 1, device).filter(|_| fits)?.1, p.m()))
 }
 
 /// The product, if the kernel takes it.
 pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device, arena: &Arena) -> Option<Launch> {
-    let (layout, shape) = cut(p, device)?;
+    let x = ((&p.op.x).into(), None);
+    Some(launch_with(p, cut(p, 2, device)?, x, arena.scratch, (device, arena)))
+}
+
+/// The product of codes of x and their scales, with the sums of pieces at `partial`.
+pub(super) fn launch_eights<B: Address>(
+    p: &Product<B>,
+    [codes, scales]: [u64; 2],
+    partial: u64,
+    device: &Device,
+    arena: &Arena,
+) -> Option<Launch> {
+    let x = (Rows { at: codes, stride: p.k() as u64 }, Some(scales));
+    Some(launch_with(p, cut(p, 1, device)?, x, partial, (device, arena)))
+}
+
+fn launch_with<B: Address>(
+    p: &Product<B>,
+    (layout, shape): (Layout, Shape),
+    (x, scales): (Rows, Option<u64>),
+    partial: u64,
+    (device, arena): (&Device, &Arena),
+) -> Launch {
     let spec = Spec::new(File::MatmulCodesWgmma)
         .int("FORMAT", layout.format)
         .int("K", p.k())
@@ -88,6 +123,7 @@ pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device, arena: &Arena)
         .int("STAGES", shape.stages)
         .int("DEPTH", shape.depth)
         .int("X_STAGES", shape.x_stages)
+        .flag("EIGHTS", scales.is_some())
         .flag("FOURS", vector(4, &[p.out]) == 4)
         .flag("EVICT_FIRST", codes::evict_first(&layout, p.n(), device))
         .flag("ACCUMULATE", p.op.accumulate)
@@ -95,23 +131,22 @@ pub(super) fn launch<B: Address>(p: &Product<B>, device: &Device, arena: &Arena)
         .flag("HAS_BIAS", p.op.bias.is_some())
         .ty("out_t", p.out.dtype);
     let args = MatmulCodesWgmma {
-        x: (&p.op.x).into(),
+        x,
+        x_scales: At(scales.unwrap_or(0)),
         w: At(p.w.at),
         n: p.n() as i32,
         columns: p.columns(),
         bias: p.bias(),
         out: p.out.into(),
         scale: p.op.scale,
-        partial: At(arena.scratch),
+        partial: At(partial),
         tickets: At(arena.tickets),
     };
-    Some(Launch::new(spec, [shape.blocks, 1, 1], 128 * (shape.groups + 1), &args).with_shared(shape.shared))
+    Launch::new(spec, [shape.blocks, 1, 1], 128 * (shape.groups + 1), &args).with_shared(shape.shared)
 }
 
 #[cfg(test)]
 mod tests {
-    use selkie_core::format::Format;
-
     use super::*;
 
     #[test]
@@ -121,9 +156,10 @@ mod tests {
             for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (37, 768), (64, 256)] {
                 let unit = unit(format).expect("a coded format");
                 let layout = Layout::of(format, k).expect("a coded format");
-                for m in SKINNY_ROWS + 1..=MOST_ROWS {
-                    let f = shape(m, n, &layout, unit, &device).expect("a common shape");
-                    assert!(f.shared + 1024 <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
+                for (m, width) in (SKINNY_ROWS + 1..=MOST_ROWS).flat_map(|m| [(m, 1), (m, 2)]) {
+                    let f = shape([m, width], n, &layout, unit, &device).expect("a common shape");
+                    // Barriers, and scales of x.
+                    assert!(f.shared + 3072 <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
                     let slices = n.div_ceil(64 * f.groups) * layout.units.div_ceil(f.depth);
                     assert!(f.stages >= 2 && (1..=slices.min(device.sms)).contains(&f.blocks));
                 }

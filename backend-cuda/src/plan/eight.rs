@@ -1,4 +1,5 @@
-//! Products of many rows of rounded activations with 8-bit floats, as products of their codes.
+//! Products of more than 8 rows of rounded activations with 8-bit floats, as products of their codes: of up to 64 rows in a kernel of our
+//! own, of more in cuBLASLt.
 
 use selkie_core::{
     format::Format,
@@ -6,7 +7,7 @@ use selkie_core::{
 };
 
 use super::{
-    Arena, Device, aligned,
+    Arena, Device, aligned, codes_wgmma,
     pick::{Matrix, Product},
 };
 use crate::{
@@ -34,6 +35,12 @@ fn fits<B: Address>(op: &Matmul<B>, device: &Device) -> bool {
         && blocks().all(|b| writes(Matrix::of(b)))
 }
 
+/// Bytes of the sums of the kernel that takes up to 64 rows, if it takes the product.
+fn few<B: Address>(op: &Matmul<B>, device: &Device) -> Option<usize> {
+    let of = |block| Product::with(op, Matrix::of(block), |p| codes_wgmma::scratch_of_eights(&p, device));
+    op.w.blocks.iter().map(of).try_fold(0, |most, bytes| Some(most.max(bytes? as usize)))
+}
+
 /// Rows of w at a time.
 fn rows_at_once<B: Address>(op: &Matmul<B>) -> usize {
     let most = op.w.blocks.iter().map(|b| b.w.rows()).max().unwrap_or(0);
@@ -52,13 +59,37 @@ fn parts(m: usize, k: usize, n: usize) -> [usize; 4] {
 
 /// Bytes of the scratch memory of a product of rounded rows.
 pub(super) fn scratch<B: Address>(op: &Matmul<B>, device: &Device) -> u64 {
+    if let Some(sums) = few(op, device) {
+        return (parts(op.x.rows(), op.w.k, 0).iter().sum::<usize>() + sums) as u64;
+    }
     if !fits(op, device) {
         return 0;
     }
     parts(op.x.rows(), op.w.k, rows_at_once(op)).iter().sum::<usize>() as u64
 }
 
-/// The product of the rounded rows `round.out`, which are not written, if the library takes it.
+/// The kernel that writes the codes and the scales of x.
+fn round_codes<B: Address>(round: &Round<B>, [codes, scales]: [u64; 2]) -> Work {
+    let (m, k) = (round.x.rows(), round.x.row_len());
+    let spec = Spec::new(File::RoundCodes).int("DIM", k).ty("x_t", round.x.dtype);
+    let args = RoundCodes { x: (&round.x).into(), codes: At(codes), scales: At(scales) };
+    Work::Kernel(Launch::new(spec, [m, k.div_ceil(256 * 8), 1], 256, &args))
+}
+
+/// The product of up to 64 rounded rows, if a kernel takes it.
+fn launch_few<B: Address>(round: &Round<B>, op: &Matmul<B>, device: &Device, arena: &Arena) -> Option<Vec<Work>> {
+    few(op, device)?;
+    let [x, x_scales, ..] = parts(op.x.rows(), op.w.k, 0);
+    let x_at = [arena.scratch, arena.scratch + x as u64];
+    let of = |block| {
+        let sums = x_at[1] + x_scales as u64;
+        Product::with(op, Matrix::of(block), |p| codes_wgmma::launch_eights(&p, x_at, sums, device, arena))
+            .map(Work::Kernel)
+    };
+    std::iter::once(Some(round_codes(round, x_at))).chain(op.w.blocks.iter().map(of)).collect()
+}
+
+/// The product of the rounded rows `round.out`, which are not written, if a kernel or the library takes it.
 pub(super) fn launch<B: Address>(
     round: &Round<B>,
     op: &Matmul<B>,
@@ -66,17 +97,21 @@ pub(super) fn launch<B: Address>(
     arena: &Arena,
 ) -> Option<Vec<Work>> {
     let (m, k) = (op.x.rows(), op.w.k);
-    if !(fits(op, device) && m.is_multiple_of(4) && super::same_view(&op.x, &round.out)) {
+    if !super::same_view(&op.x, &round.out) {
         return None;
     }
     aligned("round", 8, &[&round.x]).ok()?;
+    if let Some(work) = launch_few(round, op, device, arena) {
+        return Some(work);
+    }
+    if !(fits(op, device) && m.is_multiple_of(4)) {
+        return None;
+    }
     let rows = rows_at_once(op);
     let [x, x_scales, w, _] = parts(m, k, rows);
     let x_at = [arena.scratch, arena.scratch + x as u64];
     let w_at = [x_at[1] + x_scales as u64, x_at[1] + (x_scales + w) as u64];
-    let spec = Spec::new(File::RoundCodes).int("DIM", k).ty("x_t", round.x.dtype);
-    let args = RoundCodes { x: (&round.x).into(), codes: At(x_at[0]), scales: At(x_at[1]) };
-    let mut work = vec![Work::Kernel(Launch::new(spec, [m, k.div_ceil(256 * 8), 1], 256, &args))];
+    let mut work = vec![round_codes(round, x_at)];
     for block in &op.w.blocks {
         let matrix = Matrix::of(block);
         let layout = Layout::of(matrix.format, k).expect("rows of codes");
