@@ -83,7 +83,8 @@ fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
     }
     if arch.starts_with("sm_8") {
         // Bulk copies.
-        absent.extend([File::ExpertStream, File::ExpertStreamCodes, File::Gemv, File::MatmulSkinnyBulk]);
+        absent.extend([File::ExpertRingCodes, File::ExpertStream, File::ExpertStreamCodes]);
+        absent.extend([File::Gemv, File::MatmulSkinnyBulk]);
     }
     if shared < 128 << 10 {
         // The stages of the chunked recurrences need more shared memory.

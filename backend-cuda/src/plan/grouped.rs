@@ -52,12 +52,12 @@ impl Form {
         })
     }
 
-    /// The form for coded weights, `ring` if their kernel takes these. Codes of experts with few pairs arrive at memory speed; operands of the other form leave registers for
-    /// the sums of 64 pairs.
-    fn of_codes(pairs: usize, experts: usize, ring: bool) -> Self {
+    /// The form for coded weights; `ring`: whether the kernel whose codes arrive at memory speed takes tiles of so many pairs. Operands of
+    /// the other form leave registers for the sums of 64 pairs.
+    fn of_codes(pairs: usize, experts: usize, ring: impl Fn(usize) -> bool) -> Self {
         match pairs / experts {
-            0..=3 if ring => Self::Ring(8),
-            0..=12 if ring => Self::Ring(16),
+            0..=3 if ring(8) => Self::Ring(8),
+            0..=12 if ring(16) => Self::Ring(16),
             0..=12 => Self::Codes(16),
             _ => Self::Codes(64),
         }
@@ -113,12 +113,16 @@ impl Ring {
         // As many as have registers for the sums.
         let warps = if pairs > 8 { 12 } else { 16 };
         let share = if layout.tile_bytes() >= 2 * RING_SHARE { 2 } else { 1 };
-        let depth = (RING_STAGE / layout.unit_bytes).clamp(1, layout.units.div_ceil(share));
+        let most = (RING_STAGE / layout.unit_bytes).clamp(1, layout.units.div_ceil(share));
         // The sums of a tile's second half, twice, and barriers.
         let sums = 2 * (warps / 2) * parts * pairs / 8 * 512 + 4096;
-        let stage = depth * layout.unit_bytes;
-        let stages = (device.shared.checked_sub(SMEM_LEFT_FREE + sums)? / warps / stage).min(16);
-        (stages >= 2).then_some(Self { warps, share, depth, stages, shared: warps * stages * stage })
+        let room = device.shared.checked_sub(SMEM_LEFT_FREE + sums)? / warps;
+        let cut = |depth: usize| {
+            let stage = depth * layout.unit_bytes;
+            let stages = (room / stage).min(16);
+            (stages >= 2).then_some(Self { warps, share, depth, stages, shared: warps * stages * stage })
+        };
+        (1..=most).rev().find_map(cut)
     }
 }
 
@@ -128,7 +132,7 @@ pub(super) fn form<'a, B: Address>(a: &'a ExpertMatmul<B>, device: &Device) -> O
     let pairs = a.ids.len();
     let grouped = device.tuned && pairs >= FEW_PAIRS && a.x.row_len().is_multiple_of(8) && wide(&[&a.x]);
     if let Some(layout) = Layout::of(block.format, a.x.row_len()) {
-        let ring = device.bulk_copies && Ring::of(&layout, 16, 2, device).is_some();
+        let ring = |pairs| device.bulk_copies && Ring::of(&layout, pairs, 2, device).is_some();
         return grouped.then(|| (block, Form::of_codes(pairs, experts, ring)));
     }
     let fits = grouped && wide(&[&block.w]);
@@ -365,10 +369,10 @@ mod tests {
         assert_eq!(Form::of(512 * 6, 128, true), Form::Warpgroups(128));
         assert_eq!(Form::of(2048 * 8, 256, true), Form::Warpgroups(128));
         assert_eq!(Form::of(2048 * 10, 72, true), Form::Warpgroups(160));
-        assert_eq!(Form::of_codes(64 * 10, 512, true), Form::Ring(8));
-        assert_eq!(Form::of_codes(64 * 8, 64, true), Form::Ring(16));
-        assert_eq!(Form::of_codes(64 * 8, 64, false), Form::Codes(16));
-        assert_eq!(Form::of_codes(2048 * 10, 512, true), Form::Codes(64));
+        assert_eq!(Form::of_codes(64 * 10, 512, |_| true), Form::Ring(8));
+        assert_eq!(Form::of_codes(64 * 8, 64, |_| true), Form::Ring(16));
+        assert_eq!(Form::of_codes(64 * 8, 64, |_| false), Form::Codes(16));
+        assert_eq!(Form::of_codes(2048 * 10, 512, |_| true), Form::Codes(64));
     }
 
     #[test]
