@@ -2,7 +2,8 @@
 //
 // Codes become operands of tensor cores without arithmetic: the bits of a code of up to 8 bits are those of a bf16 number, subnormal or
 // just above, that is 2^-133 times the code, and those of an 8-bit or 4-bit float are a bf16 number with a smaller exponent. So operands
-// are 2^-DOWN times what the codes stand for; the inputs of the product are multiplied by 2^UP, and its sums by what is left.
+// are 2^-DOWN times what the codes stand for; the inputs of the product are multiplied by 2^UP, and its sums by what is left. Inputs whose
+// magnitude is 2^63 or more become infinite.
 //
 // Layout: a matrix is tiles of 16 rows, a tile is units of UNIT elements of each row, in their order. codes_arrange.cu writes it; it
 // has the bytes of the stored blocks, in the order in which a warp multiplies them. Lane 4 g + q holds rows g and g + 8, and of 32
