@@ -62,6 +62,22 @@ fn main() {
             Err(format!("{arch}, {tokens} tokens: {:?}", shapes::expert_kernels(arch, *tokens)).into())
         })
     }));
+    trials.push(Trial::test("coded experts of few pairs are sorted once", || {
+        use File::*;
+        let apart =
+            [Round, ExpertSort, ExpertGroupedCodes, Activation, Round, ExpertSort, ExpertGroupedCodes, ExpertCombine];
+        let expected = [
+            (("sm_90a", 64), &[Round, ExpertSort, ExpertRingCodes, Round, ExpertRingCodes, ExpertCombine][..]),
+            (("sm_90a", 2048), &apart[..]),
+            (("sm_80", 64), &apart[..]),
+            (("sm_90a", 1), &[ExpertStreamCodes, ExpertStreamCodes][..]),
+        ];
+        let wrong =
+            expected.iter().find(|((arch, tokens), files)| shapes::coded_expert_kernels(arch, *tokens) != *files);
+        wrong.map_or(Ok(()), |((arch, tokens), _)| {
+            Err(format!("{arch}, {tokens} tokens: {:?}", shapes::coded_expert_kernels(arch, *tokens)).into())
+        })
+    }));
     trials.push(Trial::test("a rounding goes with its product", || {
         let expected = [
             ("sm_90a", &[File::Route, File::MatmulCodes][..]),
