@@ -146,7 +146,7 @@ fn streamed<B: Address>(
 ) -> Option<Work> {
     let (experts, block) = in_one_block(a)?;
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
-    let parts = if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 };
+    let parts = grouped::parts(then);
     let codes = codes_cut(a, parts, device);
     let plain = if rounds { None } else { stream_cut(a, parts, device) };
     let (spec, warps, stages) = match (&codes, plain) {

@@ -218,7 +218,7 @@ pub(super) fn multiply<B: Address>(
                 .int("BT", columns)
                 .int("STAGES", stages)
                 .int("TOP", top)
-                .int("PARTS", if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 })
+                .int("PARTS", parts(then))
                 .flag("X_PER_PAIR", a.combine.is_some())
                 .flag("HAS_MID", then.is_some())
                 .int("ACT", then.map_or(0, |t| act(t.act)));
@@ -228,6 +228,11 @@ pub(super) fn multiply<B: Address>(
         }
     };
     Work::Kernel(launch.with_shared(shared))
+}
+
+/// Gate and up, or one: the halves of the products that an activation reads.
+pub(super) fn parts<B>(then: Option<&Activation<B>>) -> usize {
+    if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 }
 }
 
 /// As [`multiply`], from codes, for tiles of at most `pairs` pairs.
@@ -242,7 +247,7 @@ fn ring<B: Address>(
 ) -> Work {
     let (k, n) = (a.x.row_len(), a.out.row_len());
     let layout = Layout::of(block.format, k).expect("rows of codes");
-    let parts = if then.is_some_and(|t| t.up.is_some()) { 2 } else { 1 };
+    let parts = parts(then);
     let cut = Ring::of(&layout, pairs, parts, device).expect("a ring that fits");
     let (tiles, order) = table_args(a, arena);
     let spec = Spec::new(File::ExpertRingCodes)

@@ -122,6 +122,12 @@ pub fn latent(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, latent, shared, ow
     ops.push(HeadMatmul { x: attended, w: expansion, out: values, heads }.into());
 }
 
+/// `n` rows of each of `e` experts, 8-bit floats with a scale per 128 x 128.
+pub fn eights(m: &mut Maker, e: usize, n: usize, k: usize) -> RowBlock<Fake> {
+    let w = m.of(DType::U8, &[e, n, Format::F8.bytes(k, 1)]);
+    RowBlock { w, format: Format::F8, col: 0, squares: true }
+}
+
 /// The experts' first half, with `n` columns.
 pub fn experts(m: &mut Maker, e: usize, n: usize, d: usize, ids: &Tensor<Fake>) -> ExpertMatmul<Fake> {
     let (t, k) = (ids.rows(), ids.row_len());

@@ -166,20 +166,14 @@ pub fn expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
 pub fn coded_expert_kernels(arch: &str, tokens: usize) -> Vec<File> {
     let mut m = Maker::new(DType::Bf16, DType::F32, Bucket::holding(tokens, 1, 1, 1, 1), true);
     let (e, d, inner, ids) = (512, 2048, 512, m.of(DType::U32, &[tokens, 10]));
-    let eights = |m: &mut Maker, n: usize, k: usize| RowBlock {
-        w: m.of(DType::U8, &[e, n, Format::F8.bytes(k, 1)]),
-        format: Format::F8,
-        col: 0,
-        squares: true,
-    };
     let mut up = experts(&mut m, e, 2 * inner, d, &ids);
-    up.experts[0].blocks[0] = eights(&mut m, 2 * inner, d);
+    up.experts[0].blocks[0] = eights(&mut m, e, 2 * inner, d);
     let (gate, second) = (up.out.cols(0, inner), Some(up.out.cols(inner, inner)));
     let act = Activation { gate, up: second, row_gate: None, out: m.act(&[tokens * 10, inner]), act: Act::Silu };
     let rounded = m.act(act.out.dims());
     let rounds = [(m.act(&[tokens, d]), up.x.clone()), (act.out.clone(), rounded.clone())];
     let [first, then] = rounds.map(|(x, out)| Op::from(Round { x, out }));
-    let range = ExpertRange { first: 0, experts: e, blocks: vec![eights(&mut m, d, inner)] };
+    let range = ExpertRange { first: 0, experts: e, blocks: vec![eights(&mut m, e, d, inner)] };
     let (combine, out) = (Some(m.f32(&[tokens, 10])), m.act(&[tokens, d]));
     let down = ExpertMatmul { x: rounded, experts: vec![range], ids, combine, out, scale: 1.0, accumulate: true };
     kernels(arch, vec![first, up.into(), act.into(), then, down.into()])
@@ -562,14 +556,8 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
             if d.is_multiple_of(128) && inner.is_multiple_of(128) {
                 // The same in codes, with rounded inputs.
                 let (mut up, mut down) = (first.clone(), down.clone());
-                let eight = |m: &mut Maker, n: usize, k: usize| RowBlock {
-                    w: m.of(DType::U8, &[e, n, Format::F8.bytes(k, 1)]),
-                    format: Format::F8,
-                    col: 0,
-                    squares: true,
-                };
-                up.experts[0].blocks[0] = eight(m, up.out.row_len(), d);
-                down.experts[0].blocks[0] = eight(m, d, inner);
+                up.experts[0].blocks[0] = eights(m, e, up.out.row_len(), d);
+                down.experts[0].blocks[0] = eights(m, e, d, inner);
                 let before = [up.x.clone(), down.x.clone()];
                 up.x = m.act(before[0].dims());
                 down.x = m.act(before[1].dims());
