@@ -51,13 +51,15 @@ constexpr int PLANE_BYTES = TILE * UNIT / 2;
 constexpr int HIGH_AT = (BYTES ? 2 : 1) * PLANE_BYTES;
 constexpr int SCALES_AT = HIGH_AT + TILE * UNIT * HIGH_BITS / 8;
 static_assert(UNIT_BYTES % 16 == 0, "units are copied 16 bytes at a time");
+constexpr int SPAN = 256;                                             // elements of rows that a warp takes at a time: whole units
+constexpr int SPAN_UNITS = SPAN / UNIT, SPAN_BYTES = SPAN_UNITS * UNIT_BYTES;
 
 // What codes are more than what they stand for, and where their middle is.
 constexpr int BIAS = FORMAT == Q4_0 ? 8 : FORMAT == Q5_0 ? 16 : FORMAT == Q6_K ? 32 : FORMAT == Q8_0 || FORMAT == I8 ? 128 : 0;
 constexpr int MIDDLE = BYTES ? 128 : HIGH_BITS == 1 ? 16 : 8;
 // Sums of x over the elements of a scale belong to the sums of codes.
 constexpr bool SUMS_OF_X = BIAS != 0 || OFFSETS;
-constexpr int SCALE_WIDTH = HALVES ? 16 : 32;
+constexpr int SCALE_WIDTH = HALVES ? 16 : 32, GROUP_SCALES = 32 / SCALE_WIDTH;
 
 constexpr float power_of_two_f32(int n) { return n == 0 ? 1.f : n > 0 ? 2.f * power_of_two_f32(n - 1) : 0.5f * power_of_two_f32(n + 1); }
 // What sums of products are multiplied with, and the same of operands whose other factor is an element.
@@ -322,44 +324,55 @@ DEV void product(float *d, const u32 *a, uint2 b, const float *c) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// Adds the products of two groups of 32 elements. b: of each group, the lane's elements of x in both halves, as `for_product` makes them.
-// COLS: columns of x in a lane; with one, all columns of the operand are that row. KNOWN: `known` has the sums of x, times 2^(UP - DOWN),
-// of the elements of each scale.
-template <int COLS, bool KNOWN = false>
-DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[COLS],
-                  const float (*known)[COLS] = nullptr) {
-    constexpr int PARTS = 32 / SCALE_WIDTH;
+// The operands of a half of 32 elements of two rows.
+DEV void operands(const Codes &codes, int j, int half, u32 *a) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = codes.pair[j][i % 2][2 * half + i / 2];
+}
+
+// Of one or two halves of 32 elements, the products with `a`: one sum, or one for each scale.
+template <class A> DEV void products_of_halves(float (*d)[4], const uint2 *b, A &&a) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 w[4];
+        a(half, w);
+        float *to = d[half * GROUP_SCALES / 2];
+        product(to, w, b[half], to);
+    }
+}
+
+// -BIAS times the sums of x, or those sums where codes have offsets.
+DEV void products_of_factor(float (*d)[4], const uint2 *b) {
+    products_of_halves(d, b, [](int, u32 *a) { a[0] = a[1] = FACTOR, a[2] = a[3] = ODD_FACTOR; });
+}
+
+// Adds the products of two groups of 32 elements with up to 8 rows of x. b: of each group, the lane's elements of x in both halves, as
+// `for_product` makes them. KNOWN: `known` has the sums of x, times 2^(UP - DOWN), of the elements of each scale.
+template <bool KNOWN = false>
+DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[2], const float (*known)[2] = nullptr) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         // Sums of x: times -BIAS, sums of codes begin with them; with an offset, they are multiplied with that and the bias.
-        float sums[PARTS][4] = {}, d[PARTS][4] = {};
+        float sums[GROUP_SCALES][4] = {}, d[GROUP_SCALES][4] = {};
         if constexpr (SUMS_OF_X && KNOWN) {
 #pragma unroll
-            for (int i = 0; i < PARTS * 4; i++) sums[i / 4][i % 4] = known[j * PARTS + i / 4][i % COLS] * (OFFSETS ? 1.f : -BIAS);
+            for (int i = 0; i < GROUP_SCALES * 4; i++) sums[i / 4][i % 4] = known[j * GROUP_SCALES + i / 4][i % 2] * (OFFSETS ? 1.f : -BIAS);
         } else if constexpr (SUMS_OF_X) {
-            u32 a[4] = {FACTOR, FACTOR, ODD_FACTOR, ODD_FACTOR};
-#pragma unroll
-            for (int half = 0; half < 2; half++) product(sums[half * PARTS / 2], a, b[j][half], sums[half * PARTS / 2]);
+            products_of_factor(sums, b[j]);
         }
         if constexpr (SUMS_OF_X && !OFFSETS) {
 #pragma unroll
-            for (int i = 0; i < PARTS * 4; i++) d[i / 4][i % 4] = sums[i / 4][i % 4];
+            for (int i = 0; i < GROUP_SCALES * 4; i++) d[i / 4][i % 4] = sums[i / 4][i % 4];
         }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 a[4] = {codes.pair[j][0][2 * half], codes.pair[j][1][2 * half], codes.pair[j][0][2 * half + 1],
-                        codes.pair[j][1][2 * half + 1]};
-            float *to = d[half * PARTS / 2];
-            product(to, a, b[j][half], to);
-        }
+        products_of_halves(d, b[j], [&](int half, u32 *a) { operands(codes, j, half, a); });
         int group = 2 * sub + j;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
 #pragma unroll
-            for (int p = 0; p < PARTS; p++) {
+            for (int p = 0; p < GROUP_SCALES; p++) {
                 float scale = scales.scale(group, r, p), less = OFFSETS ? -__fmaf_rn(scale, BIAS, scales.offset(group, r)) : 0.f;
 #pragma unroll
-                for (int c = 0; c < COLS; c++) {
+                for (int c = 0; c < 2; c++) {
                     total[r][c] = __fmaf_rn(scale, d[p][2 * r + c], total[r][c]);
                     if constexpr (OFFSETS) total[r][c] = __fmaf_rn(less, sums[p][2 * r + c], total[r][c]);
                 }
@@ -367,6 +380,104 @@ DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2
         }
     }
 }
+
+// Scales and offsets of two groups of 32 elements of the rows g and g + 8 of a span: 2 q and 2 q + 1.
+struct PairScales {
+    float scale[2][2][GROUP_SCALES], offset[2][2]; // group, row
+
+    DEV PairScales(const u8 *span, int g, int q) {
+        if constexpr (SIXES) {
+            // The fields of `Scales`, of the lane's groups only: bits that are not in the last word, and those that are.
+            u32 in_first = q < 2 ? 0x3f3fu : 0x3030u, in_last = q < 2 ? 0 : 0x0f0fu;
+            int down = 16 * (q % 2), down_first = down + (q < 2 ? 0 : 2);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                uint4 h = reinterpret_cast<const uint4 *>(span + SCALES_AT)[g + 8 * r];
+                float d = half_to_f32(h.x), dmin = half_to_f32(h.x >> 16);
+                u32 sc = and_or(h.y >> down_first, in_first, h.w >> down & in_last);
+                u32 of = and_or(h.z >> down_first, in_first, h.w >> (down + 4) & in_last);
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    scale[j][r][0] = byte_times(sc, j, d, 8388608.f * d);
+                    offset[j][r] = byte_times(of, j, dmin, 8388608.f * dmin);
+                }
+            }
+        } else if constexpr (FORMAT == Q6_K) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                u32 w = reinterpret_cast<const u32 *>(span + SCALES_AT)[4 * (g + 8 * r) + q] ^ 0x80808080u;
+                float d = to_f32(reinterpret_cast<const f16 *>(span + SCALES_AT + 256)[g + 8 * r]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) scale[i / 2][r][i % 2] = __fmul_rn(d, byte_to_f32(w, i) - 128.f);
+            }
+        } else {
+            Scales of(span + q * 64 / UNIT * UNIT_BYTES, g);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int p = 0; p < GROUP_SCALES; p++) scale[i / 2][i % 2][p] = of.scale(i / 2, i % 2, p);
+                offset[i / 2][i % 2] = of.offset(i / 2, i % 2);
+            }
+        }
+    }
+};
+
+// Puts eight elements of a row of x, from element `i` on, where `OneRow` reads them: those of a lane next to one another.
+DEV void put_in_row(bf16 *row, int i, uint4 v) {
+    auto place = [](int i) { return i / 32 * 32 + i / 4 % 4 * 8 + i / 16 % 2 * 4; };
+    *reinterpret_cast<uint2 *>(row + place(i)) = make_uint2(v.x, v.y);
+    *reinterpret_cast<uint2 *>(row + place(i + 4)) = make_uint2(v.z, v.w);
+}
+
+// The products of one row of x with spans of a tile. The columns of the operand are the 8 groups of a span, so that all its scales are
+// those of different lanes: 4 g + q has the sums of the groups 2 q and 2 q + 1.
+struct OneRow {
+    float total[2] = {};
+
+    // Adds those of a span of `units` units. `x`: its elements as `for_product` makes them, where `put_in_row` puts them.
+    DEV void add(const u8 *span, int units, const bf16 *x, int lane) {
+        int g = lane / 4, q = lane % 4;
+        uint4 v = reinterpret_cast<const uint4 *>(x)[lane];
+        uint2 b[2] = {make_uint2(v.x, v.y), make_uint2(v.z, v.w)};
+        float sums[GROUP_SCALES][4] = {}, mine[2][2][GROUP_SCALES];
+        if constexpr (SUMS_OF_X) products_of_factor(sums, b);
+#pragma unroll
+        for (int at = 0; at < 4; at++) {
+            Codes codes(span + at * 64 / UNIT * UNIT_BYTES, at % (UNIT / 64), lane);
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float d[GROUP_SCALES][4] = {};
+                products_of_halves(d, b, [&](int half, u32 *a) { operands(codes, j, half, a); });
+#pragma unroll
+                for (int i = 0; i < 2 * GROUP_SCALES; i++) {
+                    float &to = mine[j][i % 2][i / 2];
+                    to = at == 0 || q == at ? d[i / 2][2 * (i % 2) + j] : to;
+                }
+            }
+        }
+        // A unit that is not there has no scales.
+        if (q * 64 / UNIT >= units) return;
+        PairScales scales(span, g, q);
+#pragma unroll
+        for (int i = 0; i < 4 * GROUP_SCALES; i++) {
+            int j = i % 2, r = i / 2 % 2, p = i / 4;
+            float scale = scales.scale[j][r][p], sum = mine[j][r][p];
+            if constexpr (SUMS_OF_X && !OFFSETS) sum += sums[p][j];
+            total[r] = __fmaf_rn(scale, sum, total[r]);
+            if constexpr (OFFSETS) total[r] = __fmaf_rn(-__fmaf_rn(scale, BIAS, scales.offset[j][r]), sums[p][j], total[r]);
+        }
+    }
+
+    // Those of the rows g and g + 8, in all lanes, and begins again.
+    DEV void take(float *sum) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float v = total[r] + __shfl_xor_sync(0xffffffffu, total[r], 1);
+            sum[r] = v + __shfl_xor_sync(0xffffffffu, v, 2);
+            total[r] = 0.f;
+        }
+    }
+};
 
 // What half `h` of pair `i` of operands stands for, without its scale.
 DEV float value_of(u32 pair, int i, int h) {

@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
                         if constexpr (AHEAD) fetch(sub + 1 < SUBS ? k + 64 : (first + after) * UNIT);
                         Codes codes(unit, sub, lane);
 #pragma unroll
-                        for (int m = 0; m < GROUPS; m++) multiply<2>(codes, scales, sub, b[m], total[part][m]);
+                        for (int m = 0; m < GROUPS; m++) multiply(codes, scales, sub, b[m], total[part][m]);
                     }
                 }
                 __syncwarp();

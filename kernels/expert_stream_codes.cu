@@ -1,23 +1,22 @@
 // Products of the experts that few tokens chose with coded weights, at memory speed. Compute capability 9.0 and later.
 //
 // As in expert_stream.cu, but for the weights: a job is a tile of 16 rows of an expert for one (token, choice), with PARTS = 2 also the
-// tile N / 2 rows further; with COMBINE it is a tile of columns of a token, for all its choices. A job is cut into items of DEPTH units
-// of codes.cuh, which are dealt to the warps of a block. The order of sums depends on K and FORMAT only, and for choices on TOP.
+// tile N / 2 rows further; with COMBINE it is a tile of columns of a token, for all its choices. A job is cut into spans of codes.cuh,
+// which are dealt to the warps of a block as items. The order of sums depends on K and FORMAT only, and for choices on TOP.
 //
 // With ROUND the input is rounded, see round.cuh.
 //
 // Grid: blocks that fit on the device at once.
-// The stride of w is in bytes. FORMAT, DEPTH, ROUND, and the constants of expert_stream.cu but for ROWS; out_t, mid_t.
+// The stride of w is in bytes. FORMAT, ROUND, and the constants of expert_stream.cu but for ROWS; out_t, mid_t.
 
 #include "codes.cuh"
 #include "round.cuh"
 
 constexpr int UNITS = div_up(K, UNIT);
-constexpr int SLICES = div_up(UNITS, DEPTH);
-constexpr int STAGE_BYTES = DEPTH * UNIT_BYTES;
+constexpr int SPANS = div_up(K, SPAN);
 constexpr int TILES = div_up(N / PARTS, TILE);
-constexpr int ITEMS = (COMBINE ? TOP : PARTS) * SLICES; // of a job
-constexpr int X_PITCH = UNITS * UNIT;
+constexpr int ITEMS = (COMBINE ? TOP : PARTS) * SPANS; // of a job
+constexpr int X_PITCH = SPANS * SPAN;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = TOKENS * TOP;                     // at most 32: a lane for each
 constexpr int X_ROWS = COMBINE ? PAIRS : TOKENS;
@@ -33,19 +32,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     __shared__ u32 own_ids[ROUTE ? WARPS : 1][TOP];
     __shared__ float own_weights[ROUTE ? WARPS : 1][TOP];
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    u8 *ring = shared + warp * STAGES * STAGE_BYTES;
-    bf16 *resident = reinterpret_cast<bf16 *>(shared + WARPS * STAGES * STAGE_BYTES);
+    u8 *ring = shared + warp * STAGES * SPAN_BYTES;
+    bf16 *resident = reinterpret_cast<bf16 *>(shared + WARPS * STAGES * SPAN_BYTES);
     float *sums = reinterpret_cast<float *>(resident + X_ROWS * X_PITCH);
     int block = blockIdx.x, grid = gridDim.x, all = (COMBINE ? TOKENS : PAIRS) * TILES;
     int jobs = (all - block + grid - 1) / grid, total = max(0, (jobs * ITEMS - warp + WARPS - 1) / WARPS);
     float *before = sums + jobs * ITEMS * TILE;
-    // The (token, choice), the tile of the expert and the slice of item i of the warp.
-    auto item = [&](int i, int &pair, int &tile, int &slice) {
-        int at = i * WARPS + warp, job = at / ITEMS * grid + block, which = at % ITEMS / SLICES;
-        slice = at % SLICES;
+    // The (token, choice), the tile of the expert and the span of item i of the warp.
+    auto item = [&](int i, int &pair, int &tile, int &span) {
+        int at = i * WARPS + warp, job = at / ITEMS * grid + block, which = at % ITEMS / SPANS;
+        span = at % SPANS;
         pair = COMBINE ? job / TILES * TOP + which : job / TILES;
         tile = job % TILES + (COMBINE ? 0 : which * TILES);
     };
+    auto units_of = [](int span) { return UNITS % SPAN_UNITS == 0 ? SPAN_UNITS : min(SPAN_UNITS, UNITS - span * SPAN_UNITS); };
     if (lane == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(full[warp] + s, 1);
         barrier_init_done();
@@ -66,29 +66,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     }
     u64 policy = evict_first();
     auto copy = [&](int i) {
-        int pair, tile, slice;
-        item(i, pair, tile, slice);
+        int pair, tile, span;
+        item(i, pair, tile, span);
         u32 e = __shfl_sync(ALL, mine, pair);
         if (lane != 0) return;
         u64 *bar = full[warp] + i % STAGES;
         if (e >= experts) return barrier_arrive(bar);
-        u32 bytes = min(DEPTH, UNITS - slice * DEPTH) * UNIT_BYTES;
+        u32 bytes = units_of(span) * UNIT_BYTES;
         bulk_expect(bar, bytes);
-        const u8 *from = reinterpret_cast<const u8 *>(w) + e * w_stride + ((i64)tile * UNITS + slice * DEPTH) * UNIT_BYTES;
-        bulk_load<true>(ring + i % STAGES * STAGE_BYTES, from, bytes, bar, policy);
+        const u8 *from = reinterpret_cast<const u8 *>(w) + e * w_stride + ((i64)tile * UNITS + span * SPAN_UNITS) * UNIT_BYTES;
+        bulk_load<true>(ring + i % STAGES * SPAN_BYTES, from, bytes, bar, policy);
     };
     for (int i = 0; i < min(STAGES, total); i++) copy(i);
     if (COMBINE) wait_for_inputs();
     constexpr int PIECES = K / 8, PADDED = X_PITCH / 8;
     for (int i = threadIdx.x; i < X_ROWS * PADDED; i += THREADS) {
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (K % UNIT == 0 || i % PADDED < PIECES) v = __ldcg(reinterpret_cast<const uint4 *>(x + i / PADDED * x_stride) + i % PADDED);
+        if (K % SPAN == 0 || i % PADDED < PIECES) v = __ldcg(reinterpret_cast<const uint4 *>(x + i / PADDED * x_stride) + i % PADDED);
         if constexpr (ROUND) {
             u32 pairs[4] = {v.x, v.y, v.z, v.w};
             round_pairs<8>(pairs);
             v = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-        reinterpret_cast<uint4 *>(resident)[i] = for_product(v);
+        put_in_row(resident, 8 * i, for_product(v));
     }
     // A column of the block's jobs: with COMBINE its token, else its (token, choice).
     auto column = [&](int at, int &row, int &col) {
@@ -115,39 +115,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     }
     __syncthreads();
     for (int i = 0; i < total; i++) {
-        int pair, tile, slice, stage = i % STAGES;
-        item(i, pair, tile, slice);
+        int pair, tile, span, stage = i % STAGES;
+        item(i, pair, tile, span);
         bool real = __shfl_sync(ALL, mine, pair) < experts;
         barrier_wait(full[warp] + stage, i / STAGES & 1);
-        float sum[2][1] = {};
-        if (real) {
-            const bf16 *from = resident + (COMBINE ? pair : pair / TOP) * X_PITCH + slice * DEPTH * UNIT + q * 4;
-            for (int u = 0; u < min(DEPTH, UNITS - slice * DEPTH); u++) {
-                const u8 *unit = ring + stage * STAGE_BYTES + u * UNIT_BYTES;
-                Scales scales(unit, g);
-#pragma unroll
-                for (int sub = 0; sub < UNIT / 64; sub++) {
-                    uint2 b[2][2];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) b[j / 2][j % 2] = *reinterpret_cast<const uint2 *>(from + u * UNIT + sub * 64 + j * 16);
-                    multiply<1>(Codes(unit, sub, lane), scales, sub, b, sum);
-                }
-            }
-        }
-        __syncwarp();
+        OneRow products;
+        if (real)
+            products.add(ring + stage * SPAN_BYTES, units_of(span), resident + (COMBINE ? pair : pair / TOP) * X_PITCH + span * SPAN, lane);
+        float sum[2];
+        products.take(sum);
         if (i + STAGES < total) copy(i + STAGES);
         if (q == 0) {
-            sums[(i * WARPS + warp) * TILE + g] = sum[0][0];
-            sums[(i * WARPS + warp) * TILE + g + 8] = sum[1][0];
+            sums[(i * WARPS + warp) * TILE + g] = sum[0];
+            sums[(i * WARPS + warp) * TILE + g + 8] = sum[1];
         }
     }
     __syncthreads();
-    // Of the slices of a tile.
+    // Of the spans of a tile.
     auto sum_of = [&](int at, int which) {
-        const float *from = sums + (at / TILE * ITEMS + which * SLICES) * TILE + at % TILE;
+        const float *from = sums + (at / TILE * ITEMS + which * SPANS) * TILE + at % TILE;
         float v = 0.f;
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) v += from[s * TILE];
+        for (int s = 0; s < SPANS; s++) v += from[s * TILE];
         return v * OF_SUMS;
     };
     for (int at = threadIdx.x; at < jobs * TILE; at += THREADS) {

@@ -240,7 +240,10 @@ impl Cuda {
     /// `work` as it can be enqueued, if it needs neither the compiler nor a measurement.
     pub(crate) fn loaded(&self, work: &Work) -> Option<Ready> {
         match work {
-            Work::Kernel(l) => self.loaded_kernel(&l.spec).map(|kernel| Ready::Kernel(kernel, l.clone())),
+            Work::Kernel(l) => {
+                let kernel = self.loaded_kernel(&l.spec).filter(|kernel| kernel.allow_shared(l.shared).is_ok());
+                kernel.map(|kernel| Ready::Kernel(kernel, l.clone()))
+            }
             Work::Gemm(g) => self.blas.as_ref().filter(|blas| blas.has_chosen(g)).map(|_| Ready::Gemm(g.clone())),
         }
     }
@@ -264,19 +267,25 @@ impl Cuda {
         blas.choose(&self.context, &self.stream, g, self.seat.as_ref()).map(|()| 1)
     }
 
-    /// The loaded kernel of a variant, from disk or from the compiler the first time.
+    /// The kernel of a launch, from disk or from the compiler the first time.
     pub(crate) fn kernel(&self, op: &'static str, launch: &Launch, times: &mut Times) -> Result<Rc<Kernel>> {
-        if let Some(k) = self.loaded_kernel(&launch.spec) {
-            return Ok(k);
-        }
+        let kernel = match self.loaded_kernel(&launch.spec) {
+            Some(k) => k,
+            None => self.load_kernel(op, &launch.spec, times)?,
+        };
+        named(&format!("loading {}", launch.spec), kernel.allow_shared(launch.shared))?;
+        Ok(kernel)
+    }
+
+    fn load_kernel(&self, op: &'static str, spec: &Spec, times: &mut Times) -> Result<Rc<Kernel>> {
         self.settle_rank()?;
-        let (spec, entry) = (&launch.spec, launch.spec.entry());
+        let entry = spec.entry();
         let started = self.faults.add(op, spec)?;
         let asked = Instant::now();
         let image = self.compiler.borrow_mut().take(spec)?;
         let here = Instant::now();
         times.waiting += here - asked;
-        let load = |bytes: &[u8]| Kernel::load(bytes, &entry, launch.shared, started);
+        let load = |bytes: &[u8]| Kernel::load(bytes, &entry, started);
         let mut kernel = match load(&image.bytes) {
             // A driver may refuse an image that an older compiler left on disk.
             Err(_) if image.stored => {

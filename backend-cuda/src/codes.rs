@@ -14,6 +14,8 @@ use crate::{
 
 /// Rows of a tile.
 pub const TILE: usize = 16;
+/// Elements of a row that a warp multiplies at a time, whole units.
+pub const SPAN: usize = 256;
 /// Warps of a block that arranges or decodes, each of which takes a unit.
 pub const UNIT_WARPS: usize = 8;
 /// Bytes of stored rows that are held while they are arranged.
@@ -24,28 +26,30 @@ const HELD_BYTES: usize = 64 << 20;
 pub struct Layout {
     /// Number of the format in `codes.cuh`.
     pub format: usize,
+    /// Elements of a unit of a row.
+    pub unit: usize,
     /// Bytes of a unit of a tile.
     pub unit_bytes: usize,
     /// Units of a row.
     pub units: usize,
 }
 
-/// Elements of a unit of a row; `None` for plain ones.
-pub fn unit(format: Format) -> Option<usize> {
-    Some(format.block()?.0.max(64))
-}
-
 impl Layout {
     /// Of rows of `k` elements; `None` for plain ones.
     pub fn of(format: Format, k: usize) -> Option<Self> {
         let (block, bytes) = format.block()?;
-        let unit = unit(format)?;
-        Some(Self { format: number(format), unit_bytes: TILE * unit / block * bytes, units: k.div_ceil(unit) })
+        let unit = block.max(64);
+        Some(Self { format: number(format), unit, unit_bytes: TILE * unit / block * bytes, units: k.div_ceil(unit) })
     }
 
     /// Bytes of 16 rows.
     pub fn tile_bytes(&self) -> usize {
         self.units * self.unit_bytes
+    }
+
+    /// Bytes of a span of a tile.
+    pub fn span_bytes(&self) -> usize {
+        SPAN / self.unit * self.unit_bytes
     }
 
     /// Bytes of `n` rows.
@@ -144,7 +148,7 @@ mod tests {
         }
         // A row whose last unit is half empty.
         assert_eq!(bytes(Format::Q4_0, &[16, 3 * 18]), 16 * 4 * 18);
-        assert_eq!(Layout::of(Format::Q4K, 4096), Some(Layout { format: 6, unit_bytes: 2304, units: 16 }));
+        assert_eq!(Layout::of(Format::Q4K, 4096), Some(Layout { format: 6, unit: 256, unit_bytes: 2304, units: 16 }));
         assert_eq!(Layout::of(Format::Plain, 4096), None);
     }
 }

@@ -1,6 +1,6 @@
 //! Thin owners over the driver's handles. All of them live on the thread that opened the device.
 
-use std::{ffi::CString, rc::Rc, sync::Arc};
+use std::{cell::Cell, ffi::CString, rc::Rc, sync::Arc};
 
 use cudarc::driver::{
     result::{self, DriverError},
@@ -219,14 +219,15 @@ pub struct Kernel {
     module: sys::CUmodule,
     /// The kernel.
     pub function: sys::CUfunction,
+    /// Most bytes of dynamic shared memory that a launch may ask for.
+    shared: Cell<u32>,
     /// It may start while the kernel before it runs, because it waits for it by itself.
     pub early: bool,
 }
 
 impl Kernel {
-    /// Loads an image. `shared` bytes of dynamic shared memory may be asked for at launch; `started` is the structure of that
-    /// name in `common.cuh`.
-    pub fn load(image: &[u8], entry: &str, shared: u32, started: [u64; 2]) -> std::result::Result<Self, DriverError> {
+    /// Loads an image. `started` is the structure of that name in `common.cuh`.
+    pub fn load(image: &[u8], entry: &str, started: [u64; 2]) -> std::result::Result<Self, DriverError> {
         // SAFETY: the image is complete, its checksum was compared or it comes from the compiler.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) }?;
         let name = CString::new(entry).expect("kernel names hold no zero byte");
@@ -239,15 +240,21 @@ impl Kernel {
                 return Err(e);
             }
         };
-        let kernel = Self { module, function, early: false };
+        let kernel = Self { module, function, shared: Cell::new(0), early: false };
         kernel.set("started", &started)?;
-        // The default limit of 48 KiB counts the kernel's static shared memory too, so any amount asks for itself.
-        if shared > 0 {
+        Ok(kernel)
+    }
+
+    /// Lets launches ask for `bytes` of dynamic shared memory. The default limit of 48 KiB counts the kernel's static shared memory too,
+    /// so any amount asks for itself.
+    pub fn allow_shared(&self, bytes: u32) -> std::result::Result<(), DriverError> {
+        if bytes > self.shared.get() {
             let what = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is loaded.
-            unsafe { result::function::set_function_attribute(function, what, shared as i32) }?;
+            unsafe { result::function::set_function_attribute(self.function, what, bytes as i32) }?;
+            self.shared.set(bytes);
         }
-        Ok(kernel)
+        Ok(())
     }
 
     /// Writes a constant of the image, if it has one of that name.

@@ -10,84 +10,69 @@ use super::{
 };
 use crate::{
     arguments::{At, CodesDecode, Rows},
-    codes::{Layout, TILE, UNIT_WARPS, unit},
+    codes::{Layout, SPAN, TILE, UNIT_WARPS},
     launch::{Address, Launch},
     spec::{File, Spec},
 };
 
 /// Most bytes of elements that are decoded at a time.
 const DECODED_BYTES: usize = 256 << 20;
-/// Bytes of the sums of two turns of most warps and rows of x, and of the barriers.
-const SUMS_BYTES: usize = 2 * MOST_WARPS * SKINNY_ROWS * TILE * 4 + 2048;
+/// Bytes of the barriers and of the sums of x.
+const FIXED_BYTES: usize = 10 << 10;
 /// Most warps of a block.
 const MOST_WARPS: usize = 16;
-/// Fewer warps than this do not keep up with memory.
-const FEWEST_WARPS: usize = 12;
-/// Warps of a block where it makes no difference: enough to wait for memory.
-const WARPS: usize = 16;
-/// Bytes of a stage at which a warp's part of a tile is cut, the best first: much shorter copies are slower.
-const STAGE_BYTES: [usize; 2] = [3 << 10, 1 << 10];
 
 /// How a block is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     warps: usize,
-    /// Warps that share a tile.
-    share: usize,
     stages: usize,
-    /// Units of a stage.
-    depth: usize,
-    /// x is copied once, not read with every unit.
+    /// x is copied once, not read with every span.
     resident: bool,
     /// Dynamic shared memory, in bytes.
     shared: usize,
     blocks: usize,
 }
 
-/// Warps that share a tile, and teams of a block. They fix the order of the sums, so they do not depend on the rows of x.
-fn teams(tiles: usize, units: usize, most_warps: usize, sms: usize) -> (usize, usize) {
-    let each = |share: usize| (1..=most_warps / share).map(move |teams| (share, teams));
-    // Units that the busiest multiprocessor takes in the time of its longest warp; few warps wait for their own arithmetic.
-    let cost = |share: usize, teams: usize| {
-        tiles.div_ceil(sms * teams) * units.div_ceil(share) * (share * teams).max(FEWEST_WARPS)
-    };
-    let all = (1..=units.min(most_warps)).flat_map(each);
-    all.min_by_key(|&(share, teams)| (cost(share, teams), (share * teams).abs_diff(WARPS), teams)).unwrap_or((1, 1))
-}
-
-/// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits. `unit`: elements of one.
-fn shape(m: usize, n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
+/// Cuts a product of `m` rows of x with `n` rows of `k` codes, if a ring fits.
+fn shape(m: usize, n: usize, k: usize, layout: &Layout, device: &Device) -> Option<Shape> {
+    let (spans, span_bytes) = (k.div_ceil(SPAN), layout.span_bytes());
+    let x_bytes = |m: usize| 2 * m * (spans * SPAN + 16);
+    let tile_bytes = |m: usize| m * TILE * 4;
+    // The sums of a block's tiles take at most a third of the shared memory.
+    let most_tiles = (device.shared / 3 / tile_bytes(SKINNY_ROWS)).saturating_sub(MOST_WARPS).max(1);
     let tiles = n.div_ceil(TILE);
-    // As many as leave room for two stages of one unit and the sums of any number of rows.
-    let warps = device.shared.saturating_sub(SMEM_LEFT_FREE + SUMS_BYTES) / (2 * layout.unit_bytes);
-    let (share, teams) = teams(tiles, layout.units, warps.clamp(1, MOST_WARPS), device.sms);
-    let (warps, blocks) = (share * teams, tiles.min(device.sms));
-    let (most, turns) = (layout.units.div_ceil(share), tiles.div_ceil(blocks * teams));
-    let x_bytes = 2 * m * (layout.units * unit + 16);
-    // The sums of two turns, and the barriers.
-    let fixed = SMEM_LEFT_FREE + 2 * warps * m * TILE * 4 + 2048;
-    // Slices of at most so many bytes, in at least so many stages.
-    let cut = |least: usize, resident: bool, bytes: usize| {
-        let depth = most.div_ceil((most * layout.unit_bytes).div_ceil(bytes).min(most));
-        let needed = (turns * most.div_ceil(depth)).clamp(2, 16);
-        let (stage, x) = (warps * depth * layout.unit_bytes, if resident { x_bytes } else { 0 });
-        let room = device.shared.checked_sub(fixed + x)?;
-        let stages = (room / stage).min(needed);
-        let shared = x + stages * stage;
-        (stages >= needed.min(least)).then_some(Shape { warps, share, stages, depth, resident, shared, blocks })
+    let blocks = tiles.min(device.sms * tiles.div_ceil(device.sms * most_tiles));
+    let own = tiles.div_ceil(blocks);
+    let room = |m: usize, warps: usize, resident: bool| {
+        let x = if resident { x_bytes(m) } else { 0 };
+        device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES + (warps + own) * tile_bytes(m) + x)
     };
-    let ways = [3, 2].into_iter().flat_map(|least| [true, false].map(|resident| (least, resident)));
-    let mut cuts = ways.flat_map(|(least, resident)| STAGE_BYTES.map(|bytes| cut(least, resident, bytes)));
-    cuts.find_map(|shape| shape)
+    // Warps fix the order of the sums, so they do not depend on the rows of x: as many as have rings of two stages for one row, which is
+    // always in shared memory, and for the most.
+    let fits = |warps: &usize| {
+        let rings = 2 * warps * span_bytes;
+        room(1, *warps, true) >= Some(rings) && room(SKINNY_ROWS, *warps, false) >= Some(rings)
+    };
+    let warps = (1..=MOST_WARPS).rev().find(fits)?;
+    let needed = (own * spans).div_ceil(warps).clamp(2, 16);
+    let cut = |least: usize, resident: bool| {
+        let stages = (room(m, warps, resident)? / (warps * span_bytes)).min(needed);
+        let x = if resident { x_bytes(m) } else { 0 };
+        let shared = x + warps * stages * span_bytes + (warps + own) * tile_bytes(m);
+        (stages >= needed.min(least)).then_some(Shape { warps, stages, resident, shared, blocks })
+    };
+    let ways = [(3, true), (3, false), (2, true), (2, false)];
+    ways.into_iter().filter(|&(_, resident)| resident || m > 1).find_map(|(least, resident)| cut(least, resident))
 }
 
 /// How the kernel that reads codes is cut, if it takes the product.
 fn cut<B: Address>(p: &Product<B>, device: &Device) -> Option<(Layout, Shape)> {
-    let (layout, unit) = (Layout::of(p.w.format, p.k())?, unit(p.w.format)?);
+    let layout = Layout::of(p.w.format, p.k())?;
     if !(device.tuned && p.m() <= SKINNY_ROWS && wide(&[&p.op.x])) {
         return None;
     }
-    Some((layout, shape(p.m(), p.n(), &layout, unit, device)?))
+    Some((layout, shape(p.m(), p.n(), p.k(), &layout, device)?))
 }
 
 /// Whether the product is computed from the codes.
@@ -114,9 +99,7 @@ pub(super) fn launch<B: Address>(
         .int("K", p.k())
         .int("M", p.m())
         .int("WARPS", shape.warps)
-        .int("SHARE", shape.share)
         .int("STAGES", shape.stages)
-        .int("DEPTH", shape.depth)
         .flag("X_RESIDENT", shape.resident)
         .flag("EVICT_FIRST", evict_first(&layout, p.n(), device));
     let spec = neighbours.constants(spec, p);
@@ -162,17 +145,17 @@ mod tests {
         for shared in [99, 163, 227] {
             let device = Device::like_h200(shared);
             for format in Format::CODED.into_iter().chain(Format::SCALED) {
-                for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (2048, 2048), (100, 1024), (64, 256)] {
-                    let unit = unit(format).expect("a coded format");
+                for (n, k) in
+                    [(18560, 4096), (4096, 21504), (262_144, 2048), (768, 768), (2048, 2048), (100, 1024), (64, 256)]
+                {
                     let layout = Layout::of(format, k).expect("a coded format");
                     for m in 1..=SKINNY_ROWS {
-                        let f = shape(m, n, &layout, unit, &device).expect("a common shape");
-                        let fixed = 2 * f.warps * m * TILE * 4 + 2048;
-                        assert!(f.shared + fixed <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
-                        assert!(f.stages >= 2 && f.warps.is_multiple_of(f.share) && f.share <= layout.units);
+                        let f = shape(m, n, k, &layout, &device).expect("a common shape");
+                        assert!(f.shared + FIXED_BYTES <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
+                        assert!(f.stages >= 2 && (m > 1 || f.resident));
                         // The order of the sums is the same for all numbers of rows.
-                        let one = shape(1, n, &layout, unit, &device).expect("a common shape");
-                        assert_eq!((f.share, f.warps), (one.share, one.warps));
+                        let one = shape(1, n, k, &layout, &device).expect("a common shape");
+                        assert_eq!((f.warps, f.blocks), (one.warps, one.blocks));
                     }
                 }
             }
@@ -180,18 +163,19 @@ mod tests {
     }
 
     #[test]
-    fn tiles_are_shared_evenly() {
-        // Tiles, units, warps that share a tile, teams.
-        for (tiles, units, share, of) in [
-            (1160, 16, 16, 1),
-            (256, 84, 14, 1),
-            (8192, 16, 16, 1),
-            (128, 3, 3, 4),
-            (6272, 3, 1, 16),
-            (168, 29, 15, 1),
-            (5, 1, 1, 12),
+    fn rings_are_deep_enough() {
+        let device = Device::like_h200(227);
+        for (format, m, n, k, warps, stages, blocks) in [
+            (Format::Q4K, 1, 18560, 4096, 16, 5, 132),
+            (Format::Q4K, 8, 18560, 4096, 16, 3, 132),
+            (Format::Q4K, 1, 4096, 21504, 16, 4, 132),
+            (Format::Q8_0, 1, 4096, 21504, 16, 2, 132),
+            (Format::Nvfp4, 1, 131_072, 4096, 16, 5, 132),
+            (Format::Q6K, 1, 262_144, 2048, 16, 3, 132),
         ] {
-            assert_eq!(teams(tiles, units, MOST_WARPS, 132), (share, of), "{tiles} tiles of {units}");
+            let f = shape(m, n, k, &Layout::of(format, k).expect("a coded format"), &device).expect("a common shape");
+            assert_eq!((f.warps, f.stages, f.blocks), (warps, stages, blocks), "{} {m} x {n} x {k}", format.name());
+            assert!(f.resident);
         }
     }
 

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     arguments::{At, MatmulCodesWgmma, Rows},
-    codes::{Layout, unit},
+    codes::Layout,
     launch::{Address, Launch},
     spec::{File, Spec},
 };
@@ -45,14 +45,14 @@ fn columns(m: usize) -> usize {
     m.next_multiple_of(16)
 }
 
-/// Cuts a product of `m` rows of x, of `width` bytes an element, with `n` rows of codes, if a ring fits. `unit`: elements of one.
-fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, unit: usize, device: &Device) -> Option<Shape> {
+/// Cuts a product of `m` rows of x, of `width` bytes an element, with `n` rows of codes, if a ring fits.
+fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, device: &Device) -> Option<Shape> {
     let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES)?;
     // With few columns there are registers for one more.
     let groups = if columns(m) <= 32 { 4 } else { 3 };
     let cut = |elements: usize, x_stages: usize| {
-        let depth = (elements / unit).max(1).min(layout.units);
-        let (x, stage) = (width * x_stages * columns(m) * depth * unit, 4 * groups * depth * layout.unit_bytes);
+        let depth = (elements / layout.unit).max(1).min(layout.units);
+        let (x, stage) = (width * x_stages * columns(m) * depth * layout.unit, 4 * groups * depth * layout.unit_bytes);
         let stages = (room.checked_sub(x)? / stage).min(MOST_STAGES);
         let (tiles, slices) = (n.div_ceil(64 * groups), layout.units.div_ceil(depth));
         // To add the sums of many blocks takes as long as some slices do.
@@ -66,12 +66,12 @@ fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, unit: usize, device:
 
 /// How the kernel is cut, if it takes the product. `width`: bytes of an element of x.
 fn cut<B: Address>(p: &Product<B>, width: usize, device: &Device) -> Option<(Layout, Shape)> {
-    let (layout, unit) = (Layout::of(p.w.format, p.k())?, unit(p.w.format)?);
+    let layout = Layout::of(p.w.format, p.k())?;
     let rows = p.m() > SKINNY_ROWS && p.m() <= MOST_ROWS;
     if !(device.tuned && device.wgmma && rows && wide(&[&p.op.x])) {
         return None;
     }
-    Some((layout, shape([p.m(), width], p.n(), &layout, unit, device)?))
+    Some((layout, shape([p.m(), width], p.n(), &layout, device)?))
 }
 
 /// Bytes of sums of pieces of tiles.
@@ -86,8 +86,8 @@ pub(super) fn scratch<B: Address>(p: &Product<B>, device: &Device) -> Option<u64
 
 /// The same of codes of x, whose rows are whole units of W.
 pub(super) fn scratch_of_eights<B: Address>(p: &Product<B>, device: &Device) -> Option<u64> {
-    let fits = p.w.format == Format::F8 && p.k().is_multiple_of(unit(Format::F8)?);
-    Some(sums(&cut(p, 1, device).filter(|_| fits)?.1, p.m()))
+    let fits = |layout: &Layout| p.w.format == Format::F8 && p.k().is_multiple_of(layout.unit);
+    Some(sums(&cut(p, 1, device).filter(|(layout, _)| fits(layout))?.1, p.m()))
 }
 
 /// The product, if the kernel takes it.
@@ -154,10 +154,9 @@ mod tests {
         let device = Device::like_h200(227);
         for format in Format::CODED.into_iter().chain(Format::SCALED) {
             for (n, k) in [(18560, 4096), (4096, 21504), (768, 768), (37, 768), (64, 256)] {
-                let unit = unit(format).expect("a coded format");
                 let layout = Layout::of(format, k).expect("a coded format");
                 for (m, width) in (SKINNY_ROWS + 1..=MOST_ROWS).flat_map(|m| [(m, 1), (m, 2)]) {
-                    let f = shape([m, width], n, &layout, unit, &device).expect("a common shape");
+                    let f = shape([m, width], n, &layout, &device).expect("a common shape");
                     // Barriers, and scales of x.
                     assert!(f.shared + 3072 <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
                     let slices = n.div_ceil(64 * f.groups) * layout.units.div_ceil(f.depth);

@@ -68,54 +68,50 @@ fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, de
 
 /// Warps of a block of the kernel that streams codes.
 const CODES_WARPS: usize = 16;
-/// Bytes of codes that one warp copies and multiplies at a time, if a unit of them is not larger.
-const ITEM_BYTES: usize = 3 << 10;
 
 /// How that kernel is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CodesShape {
-    /// Units of an item.
-    depth: usize,
     stages: usize,
     blocks: usize,
     /// Dynamic shared memory.
     shared: usize,
 }
 
-/// As [`stream_shape`], of codes in this layout with `unit` elements in a unit.
+/// As [`stream_shape`], of codes in this layout.
 fn codes_shape(
-    [tokens, top, n]: [usize; 3],
+    [tokens, top, n, k]: [usize; 4],
     parts: usize,
     combine: bool,
-    (layout, unit): (&Layout, usize),
+    layout: &Layout,
     device: &Device,
 ) -> Option<CodesShape> {
-    let depth = (ITEM_BYTES / layout.unit_bytes).clamp(1, layout.units);
+    let spans = k.div_ceil(codes::SPAN);
     let all = tokens * if combine { 1 } else { top } * (n / parts).div_ceil(codes::TILE);
     let blocks = all.min(device.sms);
     let jobs = all.div_ceil(blocks);
-    let items = jobs * if combine { top } else { parts } * layout.units.div_ceil(depth);
-    let x_bytes = 2 * layout.units * unit * tokens * if combine { top } else { 1 };
+    let items = jobs * if combine { top } else { parts } * spans;
+    let x_bytes = 2 * spans * codes::SPAN * tokens * if combine { top } else { 1 };
     let sums = 4 * codes::TILE * (items + jobs);
     let room = device.shared.checked_sub(SMEM_LEFT_FREE + 4096 + x_bytes + sums)? / CODES_WARPS;
-    let (stage, needed) = (depth * layout.unit_bytes, items.div_ceil(CODES_WARPS));
+    let (stage, needed) = (layout.span_bytes(), items.div_ceil(CODES_WARPS));
     let stages = (room / stage).min(needed).min(16);
     let shared = CODES_WARPS * stages * stage + x_bytes + sums;
     let halves = parts == 1 || n.is_multiple_of(2 * codes::TILE);
-    (halves && stages >= needed.min(2)).then_some(CodesShape { depth, stages, blocks, shared })
+    (halves && stages >= needed.min(2)).then_some(CodesShape { stages, blocks, shared })
 }
 
 /// How the kernel that streams codes is cut for few pairs, in `parts` halves, if it takes this op.
 fn codes_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) -> Option<(Layout, CodesShape)> {
     let (_, block) = in_one_block(a)?;
     let (tokens, top, k, n) = (a.ids.rows(), a.ids.row_len(), a.x.row_len(), a.out.row_len());
-    let layout = (Layout::of(block.format, k)?, codes::unit(block.format)?);
+    let layout = Layout::of(block.format, k)?;
     let few = device.tuned && device.bulk_copies && tokens * top < FEW_PAIRS;
     if !(few && k.is_multiple_of(8) && wide(&[&a.x])) {
         return None;
     }
-    let shape = codes_shape([tokens, top, n], parts, a.combine.is_some(), (&layout.0, layout.1), device)?;
-    Some((layout.0, shape))
+    let shape = codes_shape([tokens, top, n, k], parts, a.combine.is_some(), &layout, device)?;
+    Some((layout, shape))
 }
 
 /// Whether a kernel that streams W takes this op.
@@ -151,7 +147,7 @@ fn streamed<B: Address>(
     let plain = if rounds { None } else { stream_cut(a, parts, device) };
     let (spec, warps, stages) = match (&codes, plain) {
         (Some((layout, shape)), _) => {
-            let spec = Spec::new(File::ExpertStreamCodes).int("FORMAT", layout.format).int("DEPTH", shape.depth);
+            let spec = Spec::new(File::ExpertStreamCodes).int("FORMAT", layout.format);
             (spec.flag("ROUND", rounds), CODES_WARPS, shape.stages)
         }
         (None, Some(shape)) => (Spec::new(File::ExpertStream).int("ROWS", shape.rows), STREAM_WARPS, shape.stages),
