@@ -262,18 +262,6 @@ struct Scales {
         }
     }
 
-    // Those of a whole unit times what `rounded` needs of each.
-    DEV Scales &for_elements() {
-        if constexpr (SIXES) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                d[r] *= OF_SUMS;
-                dmin[r] *= -power_of_two_f32(-UP);
-            }
-        }
-        return *this;
-    }
-
     // Of 16 elements of a group.
     DEV float scale(int group, int r, int half) const {
         if constexpr (SIXES) return byte_times(sc[r][group / 4], group % 4, d[r], 8388608.f * d[r]);
@@ -498,19 +486,27 @@ DEV void elements(const Codes &codes, const Scales &scales, int sub, int j, int 
     }
 }
 
-// 2^-UP times the two elements that a pair stands for, in bf16 arithmetic: scale and offset are rounded, and the element is. The offset is
-// that of the middle of the codes for the rounded scale. `scales` are those of `for_elements`.
-DEV u32 rounded(const Codes &codes, const Scales &scales, int sub, int j, int r, int pair) {
-    float times = scales.scale(2 * sub + j, r, pair / 2) * (SIXES ? 1.f : OF_SUMS);
-    u32 factor = pack_bf16(times, times), odd = factor, less = MINUS_ZERO;
-    if constexpr (SIXTEENFOLD) odd = fma_bf16x2(factor, 0x3d803d80u, MINUS_ZERO);
+// What `rounded` takes of a group of a row, as two bf16: the factors of its halves, or a factor and what is added to the products, which is
+// that of the middle of the codes for the rounded scale.
+DEV u32 factors(const PairScales &of, int j, int r) {
+    constexpr float SMALL = power_of_two_f32(-UP), TO_X = power_of_two_f32(-DOWN);
+    float first = of.scale[j][r][0] * OF_SUMS;
+    u32 w = pack_bf16(first, of.scale[j][r][GROUP_SCALES - 1] * OF_SUMS);
     if constexpr (OFFSETS) {
-        constexpr float SMALL = power_of_two_f32(-UP), TO_X = power_of_two_f32(-DOWN);
-        float offset = scales.offset(2 * sub + j, r) * (SIXES ? 1.f : -SMALL) - BIAS * TO_X * times;
-        float at = __fmaf_rn(times - bf16_lo(factor), MIDDLE * TO_X, offset);
-        less = pack_bf16(at, at);
-    } else if constexpr (BIAS != 0) {
-        less = fma_bf16x2(factor, FACTOR, MINUS_ZERO);
+        float factor = bf16_lo(w), offset = -SMALL * of.offset[j][r] - BIAS * TO_X * first;
+        w = pack_bf16(factor, __fmaf_rn(first - factor, MIDDLE * TO_X, offset));
     }
-    return fma_bf16x2(codes.pair[j][r][pair], pair % 2 ? odd : factor, less);
+    return w;
+}
+
+// 2^-UP times the two elements that a pair of a group of row g + 8 r stands for, in bf16 arithmetic.
+DEV u32 rounded(const Codes &codes, u32 factors, int j, int r, int pair) {
+    u32 factor = factors, less = MINUS_ZERO;
+    if constexpr (HALVES || OFFSETS) factor = __byte_perm(factors, 0, HALVES && pair >= 2 ? 0x3232 : 0x1010);
+    if constexpr (OFFSETS)
+        less = __byte_perm(factors, 0, 0x3232);
+    else if constexpr (BIAS != 0)
+        less = fma_bf16x2(factor, FACTOR, MINUS_ZERO);
+    if (SIXTEENFOLD && pair % 2) factor = fma_bf16x2(factor, 0x3d803d80u, MINUS_ZERO);
+    return fma_bf16x2(codes.pair[j][r][pair], factor, less);
 }

@@ -1,10 +1,11 @@
 // Products of 9 to 64 rows of x with coded weights, compute capability 9.0: a lane decodes its part of an operand to bf16 elements in
 // registers, and warpgroups multiply them with x in shared memory. The layout of W is that of codes.cuh.
 //
-// A tile is ROWS rows of W, 16 for each warp, and is taken in slices of the inner dimension. Every warp copies its rows of a slice through
+// A tile is ROWS rows of W, 16 for each warp, and is taken in slices of the inner dimension, each a span of codes.cuh. Every warp copies its rows of a slice through
 // a ring of its own, before the previous kernels are complete. All share the slices of x, which another warpgroup brings into order.
 // The slices of all tiles are dealt evenly to the blocks, one after the other. Of a tile that is dealt to several blocks, the one
-// with the first slice, which takes it last, adds the sums that the others have left in `partial`, in the order of the slices.
+// with the first slice, which takes it last, adds the sums that the others have left in `partial`, in the order of the slices. Where
+// WAYS blocks share each tile, each of them adds, of some rows of x, what all have left.
 //
 // With EIGHTS, x are codes of E4M3 too, and a scale per row and 128 columns in x_scales [K / 128, M], see round_codes.cu: codes are
 // multiplied as they are, and sums over 128 elements with the scales of both.
@@ -13,8 +14,9 @@
 // Constants:
 //   FORMAT, K, M
 //   GROUPS          warpgroups that multiply
-//   STAGES, DEPTH   of a warp's ring; units of a slice
+//   STAGES          of a warp's ring
 //   X_STAGES        of the ring of slices of x
+//   WAYS            blocks of a tile, at most one for 8 rows of x; 1: dealt as said
 //   EIGHTS          x are codes; its stride is in bytes
 //   FOURS           four columns of out can be read and written at once
 //   EVICT_FIRST, ACCUMULATE, HAS_COLUMNS, HAS_BIAS
@@ -24,15 +26,13 @@
 #include "wgmma.cuh"
 
 constexpr int UNITS = div_up(K, UNIT);
-constexpr int SLICE = DEPTH * UNIT;              // elements
-constexpr int SLICES = div_up(UNITS, DEPTH);     // of a tile
+constexpr int SLICES = div_up(UNITS, SPAN_UNITS); // of a tile
 constexpr int WARPS = 4 * GROUPS;                // that multiply
 constexpr int GROUP = 128;                       // threads of a warpgroup
 constexpr int THREADS = GROUP * (GROUPS + 1);
 constexpr int ROWS = TILE * WARPS;
-constexpr int STAGE_BYTES = DEPTH * UNIT_BYTES;
 constexpr int BATCH = EIGHTS ? 128 : 64;         // elements of a product: rows of 128 bytes of x
-constexpr int BATCHES = SLICE / BATCH;
+constexpr int BATCHES = SPAN / BATCH;
 constexpr int COLS = div_up(M, 16) * 16;         // columns of a product: rows of x, and some that reach no result
 constexpr int SUMS = COLS / 2;                   // of a thread
 constexpr u32 BATCH_BYTES = COLS * 128;          // of all rows of x
@@ -64,7 +64,7 @@ struct Pieces {
         for (int e = 0; e < EACH; e++) {
             int i = threadIdx.x % GROUP + e * GROUP;
             k += e == 0 ? i % 4 * PIECE : 0;
-            bool in = (M * 4 % GROUP == 0 || i < M * 4) && (K % SLICE == 0 || k < K);
+            bool in = (M * 4 % GROUP == 0 || i < M * 4) && (K % SPAN == 0 || k < K);
             const uint4 *at = reinterpret_cast<const uint4 *>(x + i / 4 * stride + k);
             v[e][0] = in ? at[0] : make_uint4(0, 0, 0, 0);
             v[e][1] = in ? at[1] : make_uint4(0, 0, 0, 0);
@@ -100,33 +100,33 @@ struct RingOfX {
 };
 
 // The scales of the slices of x in the ring.
-typedef float ScalesOfX[X_STAGES][EIGHTS ? DEPTH : 1][EIGHTS ? COLS : 1];
+typedef float ScalesOfX[X_STAGES][EIGHTS ? SPAN_UNITS : 1][EIGHTS ? COLS : 1];
 
 // Brings the slices of x of `jobs` jobs into the ring, each while the one before is waited for.
 DEV void copy_x(const x_t *x, i64 stride, const float *x_scales, const RingOfX &ring, ScalesOfX &scales, int slice, int jobs) {
     Pieces next[BATCHES];
-    float next_scales[DEPTH] = {};
+    float next_scales[SPAN_UNITS] = {};
     int t = threadIdx.x % GROUP;
     auto fetch_scales = [&]() {
 #pragma unroll
-        for (int u = 0; u < DEPTH; u++)
-            if (EIGHTS && t < M && slice * DEPTH + u < UNITS) next_scales[u] = x_scales[(slice * DEPTH + u) * M + t];
+        for (int u = 0; u < SPAN_UNITS; u++)
+            if (EIGHTS && t < M && slice * SPAN_UNITS + u < UNITS) next_scales[u] = x_scales[(slice * SPAN_UNITS + u) * M + t];
     };
 #pragma unroll
-    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, slice * SLICE + b * BATCH);
+    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, slice * SPAN + b * BATCH);
     fetch_scales();
     for (int job = 0; job < jobs; job++) {
         slice = slice + 1 < SLICES ? slice + 1 : 0;
         ring.wait_empty(job);
         if (EIGHTS && t < COLS) {
 #pragma unroll
-            for (int u = 0; u < DEPTH; u++) scales[job % X_STAGES][EIGHTS ? u : 0][EIGHTS ? t : 0] = next_scales[u];
+            for (int u = 0; u < SPAN_UNITS; u++) scales[job % X_STAGES][EIGHTS ? u : 0][EIGHTS ? t : 0] = next_scales[u];
         }
         if (job + 1 < jobs) fetch_scales();
 #pragma unroll
         for (int b = 0; b < BATCHES; b++) {
             next[b].store(ring.tile(job) + b * BATCH_BYTES);
-            if (job + 1 < jobs) next[b].fetch(x, stride, slice * SLICE + b * BATCH);
+            if (job + 1 < jobs) next[b].fetch(x, stride, slice * SPAN + b * BATCH);
         }
         wgmma_publish();
         ring.is_full(job);
@@ -142,36 +142,61 @@ struct Shared {
     DEV float4 *place(int block) const {
         return reinterpret_cast<float4 *>(partial) + ((i64)block * GROUPS + group) * (SUMS / 4) * GROUP + threadIdx.x % GROUP;
     }
-    DEV void leave(const float *sums) const {
+    DEV u32 count() const { return *reinterpret_cast<volatile u32 *>(ticket) >> 8 * group & 255; }
+    // Leaves the sums that `mine` does not name, by eight rows of x.
+    template <class F> DEV void leave(const float *sums, F &&mine) const {
         float4 *to = place(blockIdx.x);
 #pragma unroll
         for (int i = 0; i < SUMS / 4; i++)
-            to[i * GROUP] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+            if (!mine(i)) to[i * GROUP] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
         named_sync(1 + group, GROUP);
         if (threadIdx.x % GROUP == 0) {
             __threadfence();
             atomicAdd(ticket, 1u << 8 * group);
         }
     }
-    // Adds the sums of the `count` next blocks.
-    DEV void add(float *sums, int count) const {
+    // Adds the sums of as many `others`, the next blocks.
+    DEV void add(float *sums, int others) const {
         if (threadIdx.x % GROUP == 0) {
-            while ((*reinterpret_cast<volatile u32 *>(ticket) >> 8 * group & 255) != count) {}
+            while (count() != others) {}
             __threadfence();
-            atomicSub(ticket, (u32)count << 8 * group);
+            atomicSub(ticket, (u32)others << 8 * group);
         }
         named_sync(1 + group, GROUP);
-        for (int b = 1; b <= count; b++) {
+        for (int b = 1; b <= others; b++) {
             const float4 *from = place(blockIdx.x + b);
 #pragma unroll
-            for (int i = 0; i < SUMS / 4; i++) {
-                float4 v = __ldcg(from + i * GROUP);
-                sums[4 * i] += v.x;
-                sums[4 * i + 1] += v.y;
-                sums[4 * i + 2] += v.z;
-                sums[4 * i + 3] += v.w;
-            }
+            for (int i = 0; i < SUMS / 4; i++) plus(sums + 4 * i, __ldcg(from + i * GROUP));
         }
+    }
+    // Of the sums that `mine` names, adds those of all blocks of the tile, in their order.
+    template <class F> DEV void add_mine(float *sums, F &&mine) const {
+        if (threadIdx.x % GROUP == 0) {
+            while (count() < WAYS) {}
+            __threadfence();
+            // The last one that has seen them begins again.
+            u32 seen = atomicAdd(ticket, 1u << 8 * group) >> 8 * group & 255;
+            if (seen == 2 * WAYS - 1) atomicSub(ticket, 2u * WAYS << 8 * group);
+        }
+        named_sync(1 + group, GROUP);
+        int first = blockIdx.x / WAYS * WAYS;
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; i++) {
+            if (!mine(i)) continue;
+            float4 own = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]), v[WAYS];
+#pragma unroll
+            for (int b = 0; b < WAYS; b++) v[b] = first + b == blockIdx.x ? own : __ldcg(place(first + b) + i * GROUP);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[4 * i + e] = 0.f;
+#pragma unroll
+            for (int b = 0; b < WAYS; b++) plus(sums + 4 * i, v[b]);
+        }
+    }
+    static DEV void plus(float *sums, float4 v) {
+        sums[0] += v.x;
+        sums[1] += v.y;
+        sums[2] += v.z;
+        sums[3] += v.w;
     }
 };
 
@@ -198,7 +223,7 @@ struct Four {
 template <class F>
 DEV void multiply_eights(const u8 *stage, int count, int lane, u64 desc, float *sums, const float (*scales_of_x)[EIGHTS ? COLS : 1], F &&wait) {
 #pragma unroll
-    for (int u = 0; u < DEPTH; u++) {
+    for (int u = 0; u < SPAN_UNITS; u++) {
         if (u >= count) break;
         const u8 *unit = stage + u * UNIT_BYTES;
         u32 a[16];
@@ -231,22 +256,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     extern __shared__ u8 shared[];
     __shared__ __align__(8) u64 full[WARPS][STAGES], of_x[2][X_STAGES];
     __shared__ __align__(8) ScalesOfX scales_of_x;
+    __shared__ __align__(8) u32 factors_of[EIGHTS ? 1 : WARPS][TILE][8]; // of a span, by its groups
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     RingOfX ring_of_x = {(smem_addr(shared) + 1023) & ~1023u, smem_addr(of_x[0]), smem_addr(of_x[1])};
-    u8 *ring = shared + (ring_of_x.tiles - smem_addr(shared)) + X_STAGES * X_BYTES + warp * STAGES * STAGE_BYTES;
+    u8 *ring = shared + (ring_of_x.tiles - smem_addr(shared)) + X_STAGES * X_BYTES + warp * STAGES * SPAN_BYTES;
     // Slices of this block, counted over all tiles.
     i64 all = (i64)div_up(n, ROWS) * SLICES;
-    int begin = (int)(blockIdx.x * all / gridDim.x), jobs = (int)((blockIdx.x + 1) * all / gridDim.x) - begin;
+    auto first_of = [&](int block) {
+        if constexpr (WAYS > 1) return block / WAYS * SLICES + block % WAYS * SLICES / WAYS;
+        return (int)(block * all / gridDim.x);
+    };
+    int begin = first_of(blockIdx.x), jobs = first_of(blockIdx.x + 1) - begin;
     auto block_of = [&](i64 slice) { return (int)(((slice + 1) * gridDim.x - 1) / all); };
     u64 policy = evict_first();
-    auto units = [&](int job) { return min(DEPTH, UNITS - (begin + job) % SLICES * DEPTH); };
+    auto units = [&](int job) { return min(SPAN_UNITS, UNITS - (begin + job) % SLICES * SPAN_UNITS); };
     auto copy = [&](int job) {
         if (lane != 0) return;
-        int tile = (begin + job) / SLICES * WARPS + warp, first = (begin + job) % SLICES * DEPTH;
+        int tile = (begin + job) / SLICES * WARPS + warp, first = (begin + job) % SLICES * SPAN_UNITS;
         u32 bytes = tile * TILE < n ? units(job) * UNIT_BYTES : 0;
         u64 *bar = full[warp] + job % STAGES;
         bulk_expect(bar, bytes);
-        if (bytes) bulk_load<EVICT_FIRST>(ring + job % STAGES * STAGE_BYTES, w + ((i64)tile * UNITS + first) * UNIT_BYTES, bytes, bar, policy);
+        if (bytes) bulk_load<EVICT_FIRST>(ring + job % STAGES * SPAN_BYTES, w + ((i64)tile * UNITS + first) * UNIT_BYTES, bytes, bar, policy);
     };
     if (threadIdx.x == 0) {
         for (int s = 0; s < X_STAGES; s++) {
@@ -275,53 +305,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         int tile = (begin + job) / SLICES, slice = (begin + job) % SLICES;
         barrier_wait(full[warp] + job % STAGES, job / STAGES & 1);
         if (job > 0 && job - 1 + STAGES < jobs) copy(job - 1 + STAGES);
-        u8 *stage = ring + job % STAGES * STAGE_BYTES;
+        u8 *stage = ring + job % STAGES * SPAN_BYTES;
         u64 desc = tile_desc(ring_of_x.tile(job), 0, 1024);
         if constexpr (EIGHTS) {
             multiply_eights(stage, units(job), lane, desc, sums, scales_of_x[job % X_STAGES], [&] { ring_of_x.wait_full(job); });
             if (lane == 0) ring_of_x.is_empty(job);
         } else {
+            // Each lane has the scales of two groups of its rows.
+            PairScales scales(stage, g, q);
+#pragma unroll
+            for (int r = 0; r < 2; r++) *reinterpret_cast<uint2 *>(&factors_of[warp][g + 8 * r][2 * q]) = make_uint2(factors(scales, 0, r), factors(scales, 1, r));
+            __syncwarp();
             u32 operands[2][16];
 #pragma unroll
-            for (int u = 0; u < DEPTH; u++) {
-                Scales scales = Scales(stage + u * UNIT_BYTES, g).for_elements();
+            for (int batch = 0; batch < BATCHES; batch++) {
+                u32 *a = operands[batch % 2];
+                int unit = batch * 64 / UNIT;
+                // Units after the inner dimension count as zeros.
+                if (UNITS % SPAN_UNITS == 0 || unit < units(job)) {
+                    Codes codes(stage + unit * UNIT_BYTES, batch % (UNIT / 64), lane);
 #pragma unroll
-                for (int sub = 0; sub < UNIT / 64; sub++) {
-                    int batch = u * (UNIT / 64) + sub;
-                    u32 *a = operands[batch % 2];
-                    // Units after the inner dimension count as zeros.
-                    if (UNITS % DEPTH == 0 || u < units(job)) {
-                        Codes codes(stage + u * UNIT_BYTES, sub, lane);
+                    for (int r = 0; r < 2; r++) {
+                        uint2 w = *reinterpret_cast<const uint2 *>(&factors_of[warp][g + 8 * r][2 * batch]);
 #pragma unroll
-                        for (int i = 0; i < 16; i++) a[i] = rounded(codes, scales, sub, i / 8, i % 2, i / 2 % 4);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < 16; i++) a[i] = 0;
+                        for (int i = 0; i < 8; i++) a[i / 4 * 8 + i % 4 * 2 + r] = rounded(codes, i < 4 ? w.x : w.y, i / 4, r, i % 4);
                     }
-                    if (batch == 0) ring_of_x.wait_full(job);
-                    wgmma_fence();
+                } else {
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        wgmma_registers<COLS, false>(sums, a + 4 * i, desc + batch * (BATCH_BYTES >> 4) + i * 2);
-                    wgmma_commit();
-                    // The other operands may be written from here on.
-                    wgmma_wait<1>();
-                    if (batch == 0 && job > 0 && lane == 0) ring_of_x.is_empty(job - 1);
+                    for (int i = 0; i < 16; i++) a[i] = 0;
                 }
+                if (batch == 0) ring_of_x.wait_full(job);
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    wgmma_registers<COLS, false>(sums, a + 4 * i, desc + batch * (BATCH_BYTES >> 4) + i * 2);
+                wgmma_commit();
+                // The other operands may be written from here on.
+                wgmma_wait<1>();
+                if (batch == 0 && job > 0 && lane == 0) ring_of_x.is_empty(job - 1);
             }
         }
         __syncwarp();
         if (slice + 1 < SLICES && job + 1 < jobs) continue;
         wgmma_wait<0, SUMS>(sums);
-        int first_block = block_of((i64)tile * SLICES), blocks = block_of((i64)tile * SLICES + SLICES - 1) - first_block + 1;
-        Shared others = {partial, tickets + first_block, warp / 4};
-        if (blockIdx.x != first_block) {
-            others.leave(sums);
+        // Which rows of x are finished here, by eights.
+        auto mine = [](int i) {
+            int part = blockIdx.x % WAYS;
+            return WAYS == 1 || (i >= part * (COLS / 8) / WAYS && i < (part + 1) * (COLS / 8) / WAYS);
+        };
+        bool left = false;
+        if constexpr (WAYS > 1) {
+            Shared all_blocks = {partial, tickets + tile, warp / 4};
+            all_blocks.leave(sums, mine);
+            all_blocks.add_mine(sums, mine);
         } else {
-            if (blocks > 1) others.add(sums, blocks - 1);
+            int first_block = block_of((i64)tile * SLICES), others = block_of((i64)tile * SLICES + SLICES - 1) - first_block;
+            Shared next = {partial, tickets + first_block, warp / 4};
+            left = blockIdx.x != first_block;
+            if (left)
+                next.leave(sums, [](int) { return false; });
+            else if (others > 0)
+                next.add(sums, others);
+        }
+        if (!left) {
             // Turned in shared memory, 8 rows of x at a time: the warp's part of the slice was read.
             float *turned = reinterpret_cast<float *>(stage);
-            static_assert(STAGE_BYTES >= 8 * TILE * 4, "room for 8 columns of sums");
+            static_assert(SPAN_BYTES >= 8 * TILE * 4, "room for 8 columns of sums");
             int row = (tile * WARPS + warp) * TILE + 4 * q;
             float factor[4], bias_of[4], before[COLS / 8][4];
 #pragma unroll
@@ -333,9 +382,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             auto four = [&](int i) { return Four(out + (8 * i + g) * out_stride + row, 8 * i + g < M ? n - row : 0); };
 #pragma unroll
             for (int i = 0; i < COLS / 8; i++)
-                if constexpr (ACCUMULATE) four(i).get(before[i]);
+                if (ACCUMULATE && mine(i)) four(i).get(before[i]);
 #pragma unroll
             for (int i = 0; i < COLS / 8; i++) {
+                if (!mine(i)) continue;
                 __syncwarp();
 #pragma unroll
                 for (int e = 0; e < 4; e++) turned[(2 * q + e % 2) * TILE + g + e / 2 * 8] = sums[4 * i + e];

@@ -10,31 +10,29 @@ use super::{
 };
 use crate::{
     arguments::{At, MatmulCodesWgmma, Rows},
-    codes::Layout,
+    codes::{Layout, SPAN},
     launch::{Address, Launch},
     spec::{File, Spec},
 };
 
 /// Most rows of x: each has sums in the registers of every warpgroup.
 const MOST_ROWS: usize = 64;
-/// Elements of the inner dimension in a slice, the best first.
-const SLICES: [usize; 3] = [256, 128, 64];
 /// Most stages of a ring, and of that of x, the best first.
 const MOST_STAGES: usize = 4;
 const X_STAGES: [usize; 2] = [3, 2];
-/// Barriers and alignment, in bytes.
-const FIXED_BYTES: usize = 2048;
+/// Barriers, alignment, and factors of 16 warps' spans or scales of x, in bytes.
+const FIXED_BYTES: usize = 10 << 10;
 
 /// How a product is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     /// Warpgroups that multiply, 64 rows of W each.
     groups: usize,
-    /// Units of a slice.
-    depth: usize,
     stages: usize,
     /// Stages of x.
     x_stages: usize,
+    /// Blocks that share each tile evenly, or 1: the slices of all tiles are dealt to the blocks.
+    ways: usize,
     /// Dynamic shared memory, in bytes.
     shared: usize,
     blocks: usize,
@@ -50,18 +48,21 @@ fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, device: &Device) -> 
     let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES)?;
     // With few columns there are registers for one more.
     let groups = if columns(m) <= 32 { 4 } else { 3 };
-    let cut = |elements: usize, x_stages: usize| {
-        let depth = (elements / layout.unit).max(1).min(layout.units);
-        let (x, stage) = (width * x_stages * columns(m) * depth * layout.unit, 4 * groups * depth * layout.unit_bytes);
+    let cut = |x_stages: usize| {
+        let (x, stage) = (width * x_stages * columns(m) * SPAN, 4 * groups * layout.span_bytes());
         let stages = (room.checked_sub(x)? / stage).min(MOST_STAGES);
-        let (tiles, slices) = (n.div_ceil(64 * groups), layout.units.div_ceil(depth));
+        let (tiles, slices) = (n.div_ceil(64 * groups), layout.units.div_ceil(SPAN / layout.unit));
+        // Of few tiles, each for as many blocks as there are, if each of them has rows of x to finish and few multiprocessors have none.
+        let ways = (device.sms / tiles).min(columns(m) / 8).min(slices);
+        let ways = if ways > 1 && 5 * tiles * ways >= 4 * device.sms { ways } else { 1 };
         // To add the sums of many blocks takes as long as some slices do.
         let least = slices.div_ceil(2).isqrt().max(1);
-        let blocks = (tiles * slices / least).clamp(1, device.sms);
+        let dealt = (tiles * slices / least).clamp(1, device.sms);
+        let blocks = if ways > 1 { tiles * ways } else { dealt };
         let shared = x + stages * stage + 1024;
-        (stages >= 2).then_some(Shape { groups, depth, stages, x_stages, shared, blocks })
+        (stages >= 2).then_some(Shape { groups, stages, x_stages, ways, shared, blocks })
     };
-    SLICES.into_iter().flat_map(|elements| X_STAGES.map(|x| (elements, x))).find_map(|(elements, x)| cut(elements, x))
+    X_STAGES.into_iter().find_map(cut)
 }
 
 /// How the kernel is cut, if it takes the product. `width`: bytes of an element of x.
@@ -121,8 +122,8 @@ fn launch_with<B: Address>(
         .int("M", p.m())
         .int("GROUPS", shape.groups)
         .int("STAGES", shape.stages)
-        .int("DEPTH", shape.depth)
         .int("X_STAGES", shape.x_stages)
+        .int("WAYS", shape.ways)
         .flag("EIGHTS", scales.is_some())
         .flag("FOURS", vector(4, &[p.out]) == 4)
         .flag("EVICT_FIRST", codes::evict_first(&layout, p.n(), device))
@@ -157,9 +158,8 @@ mod tests {
                 let layout = Layout::of(format, k).expect("a coded format");
                 for (m, width) in (SKINNY_ROWS + 1..=MOST_ROWS).flat_map(|m| [(m, 1), (m, 2)]) {
                     let f = shape([m, width], n, &layout, &device).expect("a common shape");
-                    // Barriers, and scales of x.
-                    assert!(f.shared + 3072 <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
-                    let slices = n.div_ceil(64 * f.groups) * layout.units.div_ceil(f.depth);
+                    assert!(f.shared + FIXED_BYTES <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
+                    let slices = n.div_ceil(64 * f.groups) * layout.units.div_ceil(SPAN / layout.unit);
                     assert!(f.stages >= 2 && (1..=slices.min(device.sms)).contains(&f.blocks));
                 }
             }
