@@ -35,6 +35,7 @@ constexpr int BATCH = EIGHTS ? 128 : 64;         // elements of a product: rows 
 constexpr int BATCHES = SPAN / BATCH;
 constexpr int COLS = div_up(M, 16) * 16;         // columns of a product: rows of x, and some that reach no result
 constexpr int SUMS = COLS / 2;                   // of a thread
+constexpr int MINE = div_up(COLS / 8, WAYS);      // eights of rows of x that a block finishes, at most
 constexpr u32 BATCH_BYTES = COLS * 128;          // of all rows of x
 constexpr u32 X_BYTES = BATCHES * BATCH_BYTES;
 constexpr int EACH = div_up(M * 4, GROUP);       // a thread's pieces of a batch of x, of 32 bytes
@@ -353,36 +354,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             int part = blockIdx.x % WAYS;
             return WAYS == 1 || (i >= part * (COLS / 8) / WAYS && i < (part + 1) * (COLS / 8) / WAYS);
         };
-        bool left = false;
-        if constexpr (WAYS > 1) {
-            Shared all_blocks = {partial, tickets + tile, warp / 4};
-            all_blocks.leave(sums, mine);
-            all_blocks.add_mine(sums, mine);
-        } else {
-            int first_block = block_of((i64)tile * SLICES), others = block_of((i64)tile * SLICES + SLICES - 1) - first_block;
-            Shared next = {partial, tickets + first_block, warp / 4};
-            left = blockIdx.x != first_block;
-            if (left)
-                next.leave(sums, [](int) { return false; });
-            else if (others > 0)
-                next.add(sums, others);
+        int first_block = WAYS > 1 ? blockIdx.x : block_of((i64)tile * SLICES);
+        bool finishes = blockIdx.x == first_block;
+        // What results take besides their sums is on its way while sums are exchanged, where there are registers for it.
+        int row = (tile * WARPS + warp) * TILE + 4 * q, rows = finishes ? n - row : 0;
+        float factor[4], bias_of[4], before[MINE][4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            factor[e] = scale;
+            if constexpr (HAS_COLUMNS) factor[e] *= e < rows ? columns[row + e] : 0.f;
+            bias_of[e] = HAS_BIAS && e < rows ? bias[row + e] : 0.f;
         }
-        if (!left) {
+        auto four = [&](int i) { return Four(out + (8 * i + g) * out_stride + row, 8 * i + g < M ? rows : 0); };
+        auto get_before = [&] {
+#pragma unroll
+            for (int i = 0; i < COLS / 8; i++)
+                if (ACCUMULATE && mine(i)) four(i).get(before[i % MINE]);
+        };
+        if (WAYS > 1) get_before();
+        Shared others = {partial, tickets + (WAYS > 1 ? tile : first_block), warp / 4};
+        if constexpr (WAYS > 1) {
+            others.leave(sums, mine);
+            others.add_mine(sums, mine);
+        } else if (finishes) {
+            int blocks = block_of((i64)tile * SLICES + SLICES - 1) - first_block;
+            if (blocks > 0) others.add(sums, blocks);
+        } else {
+            others.leave(sums, [](int) { return false; });
+        }
+        if (finishes) {
             // Turned in shared memory, 8 rows of x at a time: the warp's part of the slice was read.
             float *turned = reinterpret_cast<float *>(stage);
             static_assert(SPAN_BYTES >= 8 * TILE * 4, "room for 8 columns of sums");
-            int row = (tile * WARPS + warp) * TILE + 4 * q;
-            float factor[4], bias_of[4], before[COLS / 8][4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                factor[e] = scale;
-                if constexpr (HAS_COLUMNS) factor[e] *= row + e < n ? columns[row + e] : 0.f;
-                bias_of[e] = HAS_BIAS && row + e < n ? bias[row + e] : 0.f;
-            }
-            auto four = [&](int i) { return Four(out + (8 * i + g) * out_stride + row, 8 * i + g < M ? n - row : 0); };
-#pragma unroll
-            for (int i = 0; i < COLS / 8; i++)
-                if (ACCUMULATE && mine(i)) four(i).get(before[i]);
+            if (WAYS == 1) get_before();
 #pragma unroll
             for (int i = 0; i < COLS / 8; i++) {
                 if (!mine(i)) continue;
@@ -396,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
                 for (int e = 0; e < 4; e++) {
                     v[e] *= factor[e];
                     if constexpr (HAS_BIAS) v[e] += bias_of[e];
-                    if constexpr (ACCUMULATE) v[e] += before[i][e];
+                    if constexpr (ACCUMULATE) v[e] += before[i % MINE][e];
                 }
                 four(i).put(v);
             }

@@ -80,6 +80,8 @@ struct Inspect {
     weight_bytes: u64,
     /// Types of stored weights, their bytes, and whether they are brought into another form.
     stored: Vec<(String, u64, bool)>,
+    /// Their recipe rounds activations to 8 bits.
+    rounds: bool,
     options: EngineOptions,
     fault: Option<String>,
     /// The formats of weights that are not here, and their bytes; first the one of `weight_bytes`.
@@ -95,7 +97,8 @@ impl Inspect {
         let bytes = files.checkpoint.bytes();
         let formats = files.checkpoint.formats().into_iter();
         let stored = formats.map(|(name, (bytes, repacked))| (name.to_owned(), bytes, repacked)).collect();
-        Ok(Self { fault, stored, head, ..Self::new(files.label(), &architecture, bytes, options) })
+        let rounds = files.checkpoint.rounds_activations();
+        Ok(Self { fault, stored, rounds, head, ..Self::new(files.label(), &architecture, bytes, options) })
     }
 
     /// Of a model without weights; their size is the one on the hub, or else follows from the configuration.
@@ -119,6 +122,7 @@ impl Inspect {
             program,
             weight_bytes,
             stored,
+            rounds: false,
             options,
             fault: None,
             absent,
@@ -134,6 +138,7 @@ struct Facts {
     program: Vec<Program>,
     weight_bytes: u64,
     stored: Vec<(String, u64, bool)>,
+    rounds: bool,
     sizes: Sizes,
     backend: &'static str,
     device: String,
@@ -162,6 +167,7 @@ impl Inspect {
             layers: self.layers,
             weight_bytes: self.weight_bytes,
             stored: self.stored,
+            rounds: self.rounds,
             spec: self.spec,
             head: self.head,
             fault: self.fault,
@@ -182,7 +188,8 @@ impl Facts {
             };
             format!("{name} ({}{place})", size(*bytes))
         };
-        self.stored.iter().map(of).collect::<Vec<_>>().join(", ")
+        let rounds = if self.rounds { "; activations rounded to 8 bits, unless --products exact" } else { "" };
+        self.stored.iter().map(of).collect::<Vec<_>>().join(", ") + rounds
     }
 
     fn shape(&self) -> &StateShape {
@@ -287,6 +294,7 @@ impl Facts {
             "head_parameters": self.head,
             "weight_bytes": self.weight_bytes,
             "weights_here": self.fit.is_none(),
+            "rounds_activations": self.rounds,
             "stored": self.stored.iter().map(|(name, bytes, repacked)| {
                 json!({ "type": name, "bytes": bytes, "repacked": repacked })
             }).collect::<Vec<_>>(),

@@ -37,6 +37,11 @@ impl Checkpoint {
         self.sources().any(other)
     }
 
+    /// Whether the recipe of some matrix rounds the input of products with it, see [`crate::ops::Round`].
+    pub fn rounds_activations(&self) -> bool {
+        self.names().any(|name| self.info(name).is_some_and(|info| self.rounds(name, &info.shape)))
+    }
+
     /// Bytes of all stored tensors.
     pub fn bytes(&self) -> u64 {
         self.names().filter_map(|name| self.info(name)).map(TensorInfo::bytes).sum()

@@ -45,6 +45,10 @@ pub fn expert_chains() -> Vec<ExpertChain> {
         all.push(ExpertChain { format, rounds: false, ..base.clone() });
         all.push(ExpertChain { format, rounds: false, gated: false, tokens: 3, ..base.clone() });
     }
+    // Both halves share one sort.
+    for format in [Format::Q4K, Format::Nvfp4] {
+        all.push(ExpertChain { format, rounds: false, tokens: 40, ..base.clone() });
+    }
     // Rows of units that are not full.
     all.push(ExpertChain { format: Format::Q4_0, rounds: false, width: 96, inner: 160, ..base });
     all
