@@ -53,13 +53,17 @@ constexpr int SCALES_AT = HIGH_AT + TILE * UNIT * HIGH_BITS / 8;
 static_assert(UNIT_BYTES % 16 == 0, "units are copied 16 bytes at a time");
 constexpr int SPAN = 256;                                             // elements of rows that a warp takes at a time: whole units
 constexpr int SPAN_UNITS = SPAN / UNIT, SPAN_BYTES = SPAN_UNITS * UNIT_BYTES;
+// Units of a span of rows of UNITS units.
+template <int UNITS> DEV int units_of(int span) {
+    return UNITS % SPAN_UNITS == 0 ? SPAN_UNITS : min(SPAN_UNITS, UNITS - span * SPAN_UNITS);
+}
 
 // What codes are more than what they stand for, and where their middle is.
 constexpr int BIAS = FORMAT == Q4_0 ? 8 : FORMAT == Q5_0 ? 16 : FORMAT == Q6_K ? 32 : FORMAT == Q8_0 || FORMAT == I8 ? 128 : 0;
 constexpr int MIDDLE = BYTES ? 128 : HIGH_BITS == 1 ? 16 : 8;
 // Sums of x over the elements of a scale belong to the sums of codes.
 constexpr bool SUMS_OF_X = BIAS != 0 || OFFSETS;
-constexpr int SCALE_WIDTH = HALVES ? 16 : 32, GROUP_SCALES = 32 / SCALE_WIDTH;
+constexpr int SCALE_WIDTH = HALVES ? 16 : 32, GROUP_SCALES = 32 / SCALE_WIDTH; // elements of a scale; scales of a group of 32
 
 constexpr float power_of_two_f32(int n) { return n == 0 ? 1.f : n > 0 ? 2.f * power_of_two_f32(n - 1) : 0.5f * power_of_two_f32(n + 1); }
 // What sums of products are multiplied with, and the same of operands whose other factor is an element.
@@ -318,7 +322,7 @@ DEV void operands(const Codes &codes, int j, int half, u32 *a) {
     for (int i = 0; i < 4; i++) a[i] = codes.pair[j][i % 2][2 * half + i / 2];
 }
 
-// Of one or two halves of 32 elements, the products with `a`: one sum, or one for each scale.
+// Adds the products of both halves of 32 elements with what `a` gives: to one sum, or to one for each scale.
 template <class A> DEV void products_of_halves(float (*d)[4], const uint2 *b, A &&a) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -337,14 +341,16 @@ DEV void products_of_factor(float (*d)[4], const uint2 *b) {
 // Adds the products of two groups of 32 elements with up to 8 rows of x. b: of each group, the lane's elements of x in both halves, as
 // `for_product` makes them. KNOWN: `known` has the sums of x, times 2^(UP - DOWN), of the elements of each scale.
 template <bool KNOWN = false>
-DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[2], const float (*known)[2] = nullptr) {
+DEV void multiply(const Codes &codes, const Scales &scales, int sub, const uint2 (*b)[2], float (*total)[2],
+                  const float (*known)[2] = nullptr) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         // Sums of x: times -BIAS, sums of codes begin with them; with an offset, they are multiplied with that and the bias.
         float sums[GROUP_SCALES][4] = {}, d[GROUP_SCALES][4] = {};
         if constexpr (SUMS_OF_X && KNOWN) {
 #pragma unroll
-            for (int i = 0; i < GROUP_SCALES * 4; i++) sums[i / 4][i % 4] = known[j * GROUP_SCALES + i / 4][i % 2] * (OFFSETS ? 1.f : -BIAS);
+            for (int i = 0; i < GROUP_SCALES * 4; i++)
+                sums[i / 4][i % 4] = known[j * GROUP_SCALES + i / 4][i % 2] * (OFFSETS ? 1.f : -BIAS);
         } else if constexpr (SUMS_OF_X) {
             products_of_factor(sums, b[j]);
         }

@@ -45,7 +45,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         pair = COMBINE ? job / TILES * TOP + which : job / TILES;
         tile = job % TILES + (COMBINE ? 0 : which * TILES);
     };
-    auto units_of = [](int span) { return UNITS % SPAN_UNITS == 0 ? SPAN_UNITS : min(SPAN_UNITS, UNITS - span * SPAN_UNITS); };
     if (lane == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(full[warp] + s, 1);
         barrier_init_done();
@@ -72,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         if (lane != 0) return;
         u64 *bar = full[warp] + i % STAGES;
         if (e >= experts) return barrier_arrive(bar);
-        u32 bytes = units_of(span) * UNIT_BYTES;
+        u32 bytes = units_of<UNITS>(span) * UNIT_BYTES;
         bulk_expect(bar, bytes);
         const u8 *from = reinterpret_cast<const u8 *>(w) + e * w_stride + ((i64)tile * UNITS + span * SPAN_UNITS) * UNIT_BYTES;
         bulk_load<true>(ring + i % STAGES * SPAN_BYTES, from, bytes, bar, policy);
@@ -121,9 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
         barrier_wait(full[warp] + stage, i / STAGES & 1);
         OneRow products;
         if (real)
-            products.add(ring + stage * SPAN_BYTES, units_of(span), resident + (COMBINE ? pair : pair / TOP) * X_PITCH + span * SPAN, lane);
+            products.add(ring + stage * SPAN_BYTES, units_of<UNITS>(span), resident + (COMBINE ? pair : pair / TOP) * X_PITCH + span * SPAN, lane);
         float sum[2];
         products.take(sum);
+        __syncwarp();
         if (i + STAGES < total) copy(i + STAGES);
         if (q == 0) {
             sums[(i * WARPS + warp) * TILE + g] = sum[0];

@@ -2,8 +2,8 @@
 // are applied to sums over 32 (or 16) elements. The layout of W is that of codes.cuh.
 //
 // A block has tiles of 16 rows of W that follow one another, and its warps share them evenly: each multiplies some spans of codes.cuh,
-// in their order, and what it has of a tile is added to what other warps have of it, in their order. That order does not depend on the
-// number of rows of x. Every warp copies its spans through a ring of its own: with bulk copies from compute capability 9.0 on, so that
+// in their order, and what it has of a tile is added to what other warps have of it, in their order. How warps share does not depend on
+// the number of rows of x; the sums of one row within a span have an order of their own. Every warp copies its spans through a ring of its own: with bulk copies from compute capability 9.0 on, so that
 // weights are on their way before the previous kernels are complete.
 //
 // Fusion: PROLOGUE and CONV as in gemv.cu, with M = 1.
@@ -26,7 +26,7 @@ constexpr bool WHOLE = UNITS % SPAN_UNITS == 0;    // all spans are
 constexpr int X_PITCH = SPANS * SPAN + 16;         // rows lie in different banks
 constexpr int TAIL = K % UNIT ? (UNITS * UNIT - K) / 8 : 1; // pieces of x after the inner dimension
 constexpr int CONSUMERS = 32 * WARPS;
-constexpr int AHEAD = div_up(M, 3);                // results of a thread whose other inputs are read before the products
+constexpr int AHEAD = div_up(M, 3);                // results of a thread, as of 10 tiles, whose other inputs are read before the products
 constexpr int X_SUMS = UNITS * UNIT / SCALE_WIDTH; // of a row of x, one for each scale of a row of W
 constexpr int X_COLS = div_up(M, 2) * 2;
 constexpr bool KNOWN = M > 1 && SUMS_OF_X && X_RESIDENT && X_SUMS * X_COLS <= 2048; // they are computed once
@@ -53,10 +53,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
 #if __CUDA_ARCH__ >= 900
     __shared__ __align__(8) u64 full[WARPS][STAGES], x_full;
 #endif
-    auto units = [&](int span) { return WHOLE || span + 1 < SPANS ? SPAN_UNITS : UNITS % SPAN_UNITS; };
     auto copy = [&](int j, int stage) {
         int span = j % SPANS;
-        u32 bytes = units(span) * UNIT_BYTES;
+        u32 bytes = units_of<UNITS>(span) * UNIT_BYTES;
         const u8 *from = codes_of_w + (WHOLE ? (i64)j * SPAN_BYTES : (i64)j / SPANS * UNITS * UNIT_BYTES + span * SPAN_BYTES);
         u8 *to = ring + stage * SPAN_BYTES;
 #if __CUDA_ARCH__ >= 900
@@ -216,11 +215,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, 1) ENTRY(PARAMETERS) {
         __syncwarp();
 #endif
         if constexpr (M == 1) {
-            one.add(at, units(span), resident + span * SPAN, lane);
+            one.add(at, units_of<UNITS>(span), resident + span * SPAN, lane);
         } else {
 #pragma unroll
             for (int u = 0; u < SPAN_UNITS; u++)
-                if (WHOLE || u < units(span)) multiply_unit(at + u * UNIT_BYTES, span * SPAN + u * UNIT, total);
+                if (WHOLE || u < units_of<UNITS>(span)) multiply_unit(at + u * UNIT_BYTES, span * SPAN + u * UNIT, total);
         }
         __syncwarp();
         if (j + STAGES < end) copy(j + STAGES, stage);

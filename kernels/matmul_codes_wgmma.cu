@@ -1,21 +1,21 @@
 // Products of 9 to 64 rows of x with coded weights, compute capability 9.0: a lane decodes its part of an operand to bf16 elements in
 // registers, and warpgroups multiply them with x in shared memory. The layout of W is that of codes.cuh.
 //
-// A tile is ROWS rows of W, 16 for each warp, and is taken in slices of the inner dimension, each a span of codes.cuh. Every warp copies its rows of a slice through
-// a ring of its own, before the previous kernels are complete. All share the slices of x, which another warpgroup brings into order.
-// The slices of all tiles are dealt evenly to the blocks, one after the other. Of a tile that is dealt to several blocks, the one
-// with the first slice, which takes it last, adds the sums that the others have left in `partial`, in the order of the slices. Where
+// A tile is ROWS rows of W, 16 for each warp, and is taken in spans of codes.cuh. Every warp copies its rows of a span through
+// a ring of its own, before the previous kernels are complete. All share the spans of x, which another warpgroup brings into order.
+// The spans of all tiles are dealt evenly to the blocks, one after the other. Of a tile that is dealt to several blocks, the one
+// with the first span, which takes it last, adds the sums that the others have left in `partial`, in the order of the spans. Where
 // WAYS blocks share each tile, each of them adds, of some rows of x, what all have left.
 //
 // With EIGHTS, x are codes of E4M3 too, and a scale per row and 128 columns in x_scales [K / 128, M], see round_codes.cu: codes are
 // multiplied as they are, and sums over 128 elements with the scales of both.
 //
-// Grid: blocks that are on the device at once, since they wait for each other; at most the slices of all tiles.
+// Grid: blocks that are on the device at once, since they wait for each other; at most the spans of all tiles.
 // Constants:
 //   FORMAT, K, M
 //   GROUPS          warpgroups that multiply
 //   STAGES          of a warp's ring
-//   X_STAGES        of the ring of slices of x
+//   X_STAGES        of the ring of spans of x
 //   WAYS            blocks of a tile, at most one for 8 rows of x; 1: dealt as said
 //   EIGHTS          x are codes; its stride is in bytes
 //   FOURS           four columns of out can be read and written at once
@@ -26,7 +26,7 @@
 #include "wgmma.cuh"
 
 constexpr int UNITS = div_up(K, UNIT);
-constexpr int SLICES = div_up(UNITS, SPAN_UNITS); // of a tile
+constexpr int SPANS = div_up(UNITS, SPAN_UNITS); // of a tile
 constexpr int WARPS = 4 * GROUPS;                // that multiply
 constexpr int GROUP = 128;                       // threads of a warpgroup
 constexpr int THREADS = GROUP * (GROUPS + 1);
@@ -89,7 +89,7 @@ struct Pieces {
     }
 };
 
-// The ring of slices of x. Of each stage: it is there, it was read.
+// The ring of spans of x. Of each stage: it is there, it was read.
 struct RingOfX {
     u32 tiles, full, empty;
 
@@ -100,24 +100,24 @@ struct RingOfX {
     DEV void is_empty(int job) const { mbar_arrive(empty + job % X_STAGES * 8); }
 };
 
-// The scales of the slices of x in the ring.
+// The scales of the spans of x in the ring.
 typedef float ScalesOfX[X_STAGES][EIGHTS ? SPAN_UNITS : 1][EIGHTS ? COLS : 1];
 
-// Brings the slices of x of `jobs` jobs into the ring, each while the one before is waited for.
-DEV void copy_x(const x_t *x, i64 stride, const float *x_scales, const RingOfX &ring, ScalesOfX &scales, int slice, int jobs) {
+// Brings the spans of x of `jobs` jobs into the ring, each while the one before is waited for.
+DEV void copy_x(const x_t *x, i64 stride, const float *x_scales, const RingOfX &ring, ScalesOfX &scales, int span, int jobs) {
     Pieces next[BATCHES];
     float next_scales[SPAN_UNITS] = {};
     int t = threadIdx.x % GROUP;
     auto fetch_scales = [&]() {
 #pragma unroll
         for (int u = 0; u < SPAN_UNITS; u++)
-            if (EIGHTS && t < M && slice * SPAN_UNITS + u < UNITS) next_scales[u] = x_scales[(slice * SPAN_UNITS + u) * M + t];
+            if (EIGHTS && t < M && span * SPAN_UNITS + u < UNITS) next_scales[u] = x_scales[(span * SPAN_UNITS + u) * M + t];
     };
 #pragma unroll
-    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, slice * SPAN + b * BATCH);
+    for (int b = 0; b < BATCHES; b++) next[b].fetch(x, stride, span * SPAN + b * BATCH);
     fetch_scales();
     for (int job = 0; job < jobs; job++) {
-        slice = slice + 1 < SLICES ? slice + 1 : 0;
+        span = span + 1 < SPANS ? span + 1 : 0;
         ring.wait_empty(job);
         if (EIGHTS && t < COLS) {
 #pragma unroll
@@ -127,7 +127,7 @@ DEV void copy_x(const x_t *x, i64 stride, const float *x_scales, const RingOfX &
 #pragma unroll
         for (int b = 0; b < BATCHES; b++) {
             next[b].store(ring.tile(job) + b * BATCH_BYTES);
-            if (job + 1 < jobs) next[b].fetch(x, stride, slice * SPAN + b * BATCH);
+            if (job + 1 < jobs) next[b].fetch(x, stride, span * SPAN + b * BATCH);
         }
         wgmma_publish();
         ring.is_full(job);
@@ -220,7 +220,7 @@ struct Four {
     }
 };
 
-// Adds the products of the `count` units of a slice, codes with codes; `wait` waits for those of x.
+// Adds the products of the `count` units of a span, codes with codes; `wait` waits for those of x.
 template <class F>
 DEV void multiply_eights(const u8 *stage, int count, int lane, u64 desc, float *sums, const float (*scales_of_x)[EIGHTS ? COLS : 1], F &&wait) {
 #pragma unroll
@@ -262,18 +262,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     RingOfX ring_of_x = {(smem_addr(shared) + 1023) & ~1023u, smem_addr(of_x[0]), smem_addr(of_x[1])};
     u8 *ring = shared + (ring_of_x.tiles - smem_addr(shared)) + X_STAGES * X_BYTES + warp * STAGES * SPAN_BYTES;
     // Slices of this block, counted over all tiles.
-    i64 all = (i64)div_up(n, ROWS) * SLICES;
+    i64 all = (i64)div_up(n, ROWS) * SPANS;
     auto first_of = [&](int block) {
-        if constexpr (WAYS > 1) return block / WAYS * SLICES + block % WAYS * SLICES / WAYS;
+        if constexpr (WAYS > 1) return block / WAYS * SPANS + block % WAYS * SPANS / WAYS;
         return (int)(block * all / gridDim.x);
     };
     int begin = first_of(blockIdx.x), jobs = first_of(blockIdx.x + 1) - begin;
-    auto block_of = [&](i64 slice) { return (int)(((slice + 1) * gridDim.x - 1) / all); };
+    auto block_of = [&](i64 span) { return (int)(((span + 1) * gridDim.x - 1) / all); };
     u64 policy = evict_first();
-    auto units = [&](int job) { return min(SPAN_UNITS, UNITS - (begin + job) % SLICES * SPAN_UNITS); };
+    auto units = [&](int job) { return units_of<UNITS>((begin + job) % SPANS); };
     auto copy = [&](int job) {
         if (lane != 0) return;
-        int tile = (begin + job) / SLICES * WARPS + warp, first = (begin + job) % SLICES * SPAN_UNITS;
+        int tile = (begin + job) / SPANS * WARPS + warp, first = (begin + job) % SPANS * SPAN_UNITS;
         u32 bytes = tile * TILE < n ? units(job) * UNIT_BYTES : 0;
         u64 *bar = full[warp] + job % STAGES;
         bulk_expect(bar, bytes);
@@ -297,13 +297,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     // Of the 96 or 128 registers that a thread begins with, those who copy give some to the others.
     if (warp >= WARPS) {
         registers_lower<GROUPS == 4 ? 64 : EIGHTS ? 80 : 104>();
-        return copy_x(reinterpret_cast<const x_t *>(x), x_stride, x_scales, ring_of_x, scales_of_x, begin % SLICES, jobs);
+        return copy_x(reinterpret_cast<const x_t *>(x), x_stride, x_scales, ring_of_x, scales_of_x, begin % SPANS, jobs);
     }
     registers_raise<GROUPS == 4 ? 104 : EIGHTS ? 144 : 136>();
 
     float sums[SUMS] = {};
     for (int job = 0; job < jobs; job++) {
-        int tile = (begin + job) / SLICES, slice = (begin + job) % SLICES;
+        int tile = (begin + job) / SPANS, span = (begin + job) % SPANS;
         barrier_wait(full[warp] + job % STAGES, job / STAGES & 1);
         if (job > 0 && job - 1 + STAGES < jobs) copy(job - 1 + STAGES);
         u8 *stage = ring + job % STAGES * SPAN_BYTES;
@@ -315,12 +315,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             // Each lane has the scales of two groups of its rows.
             PairScales scales(stage, g, q);
 #pragma unroll
-            for (int r = 0; r < 2; r++) *reinterpret_cast<uint2 *>(&factors_of[warp][g + 8 * r][2 * q]) = make_uint2(factors(scales, 0, r), factors(scales, 1, r));
+            for (int r = 0; r < 2; r++)
+                *reinterpret_cast<uint2 *>(&factors_of[warp][g + 8 * r][2 * q]) = make_uint2(factors(scales, 0, r), factors(scales, 1, r));
             __syncwarp();
-            u32 operands[2][16];
+            u32 of_w[2][16];
 #pragma unroll
             for (int batch = 0; batch < BATCHES; batch++) {
-                u32 *a = operands[batch % 2];
+                u32 *a = of_w[batch % 2];
                 int unit = batch * 64 / UNIT;
                 // Units after the inner dimension count as zeros.
                 if (UNITS % SPAN_UNITS == 0 || unit < units(job)) {
@@ -347,14 +348,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             }
         }
         __syncwarp();
-        if (slice + 1 < SLICES && job + 1 < jobs) continue;
+        if (span + 1 < SPANS && job + 1 < jobs) continue;
         wgmma_wait<0, SUMS>(sums);
         // Which rows of x are finished here, by eights.
         auto mine = [](int i) {
             int part = blockIdx.x % WAYS;
             return WAYS == 1 || (i >= part * (COLS / 8) / WAYS && i < (part + 1) * (COLS / 8) / WAYS);
         };
-        int first_block = WAYS > 1 ? blockIdx.x : block_of((i64)tile * SLICES);
+        int first_block = WAYS > 1 ? blockIdx.x : block_of((i64)tile * SPANS);
         bool finishes = blockIdx.x == first_block;
         // What results take besides their sums is on its way while sums are exchanged, where there are registers for it.
         int row = (tile * WARPS + warp) * TILE + 4 * q, rows = finishes ? n - row : 0;
@@ -377,13 +378,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
             others.leave(sums, mine);
             others.add_mine(sums, mine);
         } else if (finishes) {
-            int blocks = block_of((i64)tile * SLICES + SLICES - 1) - first_block;
+            int blocks = block_of((i64)tile * SPANS + SPANS - 1) - first_block;
             if (blocks > 0) others.add(sums, blocks);
         } else {
             others.leave(sums, [](int) { return false; });
         }
         if (finishes) {
-            // Turned in shared memory, 8 rows of x at a time: the warp's part of the slice was read.
+            // Turned in shared memory, 8 rows of x at a time: the warp's part of the span was read.
             float *turned = reinterpret_cast<float *>(stage);
             static_assert(SPAN_BYTES >= 8 * TILE * 4, "room for 8 columns of sums");
             if (WAYS == 1) get_before();

@@ -294,7 +294,7 @@ impl Facts {
             "head_parameters": self.head,
             "weight_bytes": self.weight_bytes,
             "weights_here": self.fit.is_none(),
-            "rounds_activations": self.rounds,
+            "rounds_activations": self.fit.is_none().then_some(self.rounds),
             "stored": self.stored.iter().map(|(name, bytes, repacked)| {
                 json!({ "type": name, "bytes": bytes, "repacked": repacked })
             }).collect::<Vec<_>>(),

@@ -273,7 +273,7 @@ impl Cuda {
             Some(k) => k,
             None => self.load_kernel(op, &launch.spec, times)?,
         };
-        named(&format!("loading {}", launch.spec), kernel.allow_shared(launch.shared))?;
+        kernel.allow_shared(launch.shared).or_else(|e| named(&format!("loading {}", launch.spec), Err(e)))?;
         Ok(kernel)
     }
 

@@ -47,6 +47,11 @@ impl Layout {
         self.units * self.unit_bytes
     }
 
+    /// Spans of a row, the last one maybe not whole.
+    pub fn spans(&self) -> usize {
+        self.units.div_ceil(SPAN / self.unit)
+    }
+
     /// Bytes of a span of a tile.
     pub fn span_bytes(&self) -> usize {
         SPAN / self.unit * self.unit_bytes

@@ -21,6 +21,8 @@ const DECODED_BYTES: usize = 256 << 20;
 const FIXED_BYTES: usize = 10 << 10;
 /// Most warps of a block.
 const MOST_WARPS: usize = 16;
+/// Fewer warps than this do not keep up with memory.
+const FEWEST_WARPS: usize = 12;
 
 /// How a block is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,36 +36,33 @@ struct Shape {
     blocks: usize,
 }
 
-/// Cuts a product of `m` rows of x with `n` rows of `k` codes, if a ring fits.
-fn shape(m: usize, n: usize, k: usize, layout: &Layout, device: &Device) -> Option<Shape> {
-    let (spans, span_bytes) = (k.div_ceil(SPAN), layout.span_bytes());
-    let x_bytes = |m: usize| 2 * m * (spans * SPAN + 16);
+/// Cuts a product of `m` rows of x with `n` rows of codes, if a ring fits.
+fn shape(m: usize, n: usize, layout: &Layout, device: &Device) -> Option<Shape> {
+    let (spans, span_bytes) = (layout.spans(), layout.span_bytes());
+    let x_bytes = |m: usize, resident: bool| if resident { 2 * m * (spans * SPAN + 16) } else { 0 };
     let tile_bytes = |m: usize| m * TILE * 4;
     // The sums of a block's tiles take at most a third of the shared memory.
     let most_tiles = (device.shared / 3 / tile_bytes(SKINNY_ROWS)).saturating_sub(MOST_WARPS).max(1);
     let tiles = n.div_ceil(TILE);
     let blocks = tiles.min(device.sms * tiles.div_ceil(device.sms * most_tiles));
     let own = tiles.div_ceil(blocks);
-    let room = |m: usize, warps: usize, resident: bool| {
-        let x = if resident { x_bytes(m) } else { 0 };
-        device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES + (warps + own) * tile_bytes(m) + x)
+    // Only kernels that start early need room for those before them.
+    let fixed = FIXED_BYTES + if device.bulk_copies { SMEM_LEFT_FREE } else { 0 };
+    let stages = |m: usize, warps: usize, resident: bool| {
+        let room = device.shared.saturating_sub(fixed + (warps + own) * tile_bytes(m) + x_bytes(m, resident));
+        room / (warps * span_bytes)
     };
-    // Warps fix the order of the sums, so they do not depend on the rows of x: as many as have rings of two stages for one row, which is
-    // always in shared memory, and for the most.
-    let fits = |warps: &usize| {
-        let rings = 2 * warps * span_bytes;
-        room(1, *warps, true) >= Some(rings) && room(SKINNY_ROWS, *warps, false) >= Some(rings)
-    };
-    let warps = (1..=MOST_WARPS).rev().find(fits)?;
+    // How warps share the tiles does not depend on the rows of x: as many as have rings of two stages next to any x, if that leaves enough
+    // of them; else next to one row, which is always in shared memory, and to none of the most.
+    let with_any = |warps: &usize| stages(SKINNY_ROWS, *warps, true) >= 2;
+    let with_one = |warps: &usize| stages(1, *warps, true) >= 2 && stages(SKINNY_ROWS, *warps, false) >= 2;
+    let warps = (FEWEST_WARPS..=MOST_WARPS).rev().find(with_any);
+    let warps = warps.or_else(|| (1..=MOST_WARPS).rev().find(with_one))?;
     let needed = (own * spans).div_ceil(warps).clamp(2, 16);
-    let cut = |least: usize, resident: bool| {
-        let stages = (room(m, warps, resident)? / (warps * span_bytes)).min(needed);
-        let x = if resident { x_bytes(m) } else { 0 };
-        let shared = x + warps * stages * span_bytes + (warps + own) * tile_bytes(m);
-        (stages >= needed.min(least)).then_some(Shape { warps, stages, resident, shared, blocks })
-    };
-    let ways = [(3, true), (3, false), (2, true), (2, false)];
-    ways.into_iter().filter(|&(_, resident)| resident || m > 1).find_map(|(least, resident)| cut(least, resident))
+    let resident = m == 1 || stages(m, warps, true) >= 2;
+    let stages = stages(m, warps, resident).min(needed);
+    let shared = x_bytes(m, resident) + warps * stages * span_bytes + (warps + own) * tile_bytes(m);
+    Some(Shape { warps, stages, resident, shared, blocks })
 }
 
 /// How the kernel that reads codes is cut, if it takes the product.
@@ -72,7 +71,7 @@ fn cut<B: Address>(p: &Product<B>, device: &Device) -> Option<(Layout, Shape)> {
     if !(device.tuned && p.m() <= SKINNY_ROWS && wide(&[&p.op.x])) {
         return None;
     }
-    Some((layout, shape(p.m(), p.n(), p.k(), &layout, device)?))
+    Some((layout, shape(p.m(), p.n(), &layout, device)?))
 }
 
 /// Whether the product is computed from the codes.
@@ -150,11 +149,11 @@ mod tests {
                 {
                     let layout = Layout::of(format, k).expect("a coded format");
                     for m in 1..=SKINNY_ROWS {
-                        let f = shape(m, n, k, &layout, &device).expect("a common shape");
+                        let f = shape(m, n, &layout, &device).expect("a common shape");
                         assert!(f.shared + FIXED_BYTES <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
                         assert!(f.stages >= 2 && (m > 1 || f.resident));
-                        // The order of the sums is the same for all numbers of rows.
-                        let one = shape(1, n, k, &layout, &device).expect("a common shape");
+                        // Warps share the tiles alike for all numbers of rows.
+                        let one = shape(1, n, &layout, &device).expect("a common shape");
                         assert_eq!((f.warps, f.blocks), (one.warps, one.blocks));
                     }
                 }
@@ -171,9 +170,9 @@ mod tests {
             (Format::Q4K, 1, 4096, 21504, 16, 4, 132),
             (Format::Q8_0, 1, 4096, 21504, 16, 2, 132),
             (Format::Nvfp4, 1, 131_072, 4096, 16, 5, 132),
-            (Format::Q6K, 1, 262_144, 2048, 16, 3, 132),
+            (Format::Q6K, 1, 262_144, 2048, 14, 4, 132),
         ] {
-            let f = shape(m, n, k, &Layout::of(format, k).expect("a coded format"), &device).expect("a common shape");
+            let f = shape(m, n, &Layout::of(format, k).expect("a coded format"), &device).expect("a common shape");
             assert_eq!((f.warps, f.stages, f.blocks), (warps, stages, blocks), "{} {m} x {n} x {k}", format.name());
             assert!(f.resident);
         }

@@ -20,8 +20,9 @@ const MOST_ROWS: usize = 64;
 /// Most stages of a ring, and of that of x, the best first.
 const MOST_STAGES: usize = 4;
 const X_STAGES: [usize; 2] = [3, 2];
-/// Barriers, alignment, and factors of 16 warps' spans or scales of x, in bytes.
-const FIXED_BYTES: usize = 10 << 10;
+/// Barriers, alignment, scales of x, in bytes; and factors of the spans of a warpgroup.
+const FIXED_BYTES: usize = 2048;
+const FACTORS_BYTES: usize = 2048;
 
 /// How a product is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,20 +46,20 @@ fn columns(m: usize) -> usize {
 
 /// Cuts a product of `m` rows of x, of `width` bytes an element, with `n` rows of codes, if a ring fits.
 fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, device: &Device) -> Option<Shape> {
-    let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES)?;
     // With few columns there are registers for one more.
     let groups = if columns(m) <= 32 { 4 } else { 3 };
+    let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES + groups * FACTORS_BYTES)?;
+    let (tiles, spans) = (n.div_ceil(64 * groups), layout.spans());
+    // Of few tiles, each for as many blocks as there are, if each of them has rows of x to finish and few multiprocessors have none.
+    let ways = (device.sms / tiles).min(columns(m) / 8).min(spans);
+    let ways = if ways > 1 && 5 * tiles * ways >= 4 * device.sms { ways } else { 1 };
+    // To add the sums of many blocks takes as long as some spans do.
+    let least = spans.div_ceil(2).isqrt().max(1);
+    let dealt = (tiles * spans / least).clamp(1, device.sms);
+    let blocks = if ways > 1 { tiles * ways } else { dealt };
     let cut = |x_stages: usize| {
         let (x, stage) = (width * x_stages * columns(m) * SPAN, 4 * groups * layout.span_bytes());
         let stages = (room.checked_sub(x)? / stage).min(MOST_STAGES);
-        let (tiles, slices) = (n.div_ceil(64 * groups), layout.units.div_ceil(SPAN / layout.unit));
-        // Of few tiles, each for as many blocks as there are, if each of them has rows of x to finish and few multiprocessors have none.
-        let ways = (device.sms / tiles).min(columns(m) / 8).min(slices);
-        let ways = if ways > 1 && 5 * tiles * ways >= 4 * device.sms { ways } else { 1 };
-        // To add the sums of many blocks takes as long as some slices do.
-        let least = slices.div_ceil(2).isqrt().max(1);
-        let dealt = (tiles * slices / least).clamp(1, device.sms);
-        let blocks = if ways > 1 { tiles * ways } else { dealt };
         let shared = x + stages * stage + 1024;
         (stages >= 2).then_some(Shape { groups, stages, x_stages, ways, shared, blocks })
     };
@@ -158,11 +159,25 @@ mod tests {
                 let layout = Layout::of(format, k).expect("a coded format");
                 for (m, width) in (SKINNY_ROWS + 1..=MOST_ROWS).flat_map(|m| [(m, 1), (m, 2)]) {
                     let f = shape([m, width], n, &layout, &device).expect("a common shape");
-                    assert!(f.shared + FIXED_BYTES <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
-                    let slices = n.div_ceil(64 * f.groups) * layout.units.div_ceil(SPAN / layout.unit);
-                    assert!(f.stages >= 2 && (1..=slices.min(device.sms)).contains(&f.blocks));
+                    let fixed = FIXED_BYTES + f.groups * FACTORS_BYTES;
+                    assert!(f.shared + fixed <= device.shared, "{} {m} x {n} x {k}: {f:?}", format.name());
+                    let tiles = n.div_ceil(64 * f.groups);
+                    assert!(f.stages >= 2 && (1..=(tiles * layout.spans()).min(device.sms)).contains(&f.blocks));
+                    assert!(
+                        f.ways == 1
+                            || f.ways <= layout.spans() && f.ways <= columns(m) / 8 && f.blocks == tiles * f.ways
+                    );
                 }
             }
+        }
+    }
+    #[test]
+    fn few_tiles_are_shared() {
+        let device = Device::like_h200(227);
+        let layout = Layout::of(Format::Q4K, 4096).expect("a coded format");
+        for (m, n, ways) in [(64, 4096, 6), (64, 18560, 1), (64, 2688, 8), (64, 2048, 1), (16, 13568, 2), (16, 4096, 1)]
+        {
+            assert_eq!(shape([m, 2], n, &layout, &device).expect("a common shape").ways, ways, "{m} x {n}");
         }
     }
 }

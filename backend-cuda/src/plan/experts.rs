@@ -66,12 +66,13 @@ fn stream_shape([tokens, top, n, k]: [usize; 4], parts: usize, combine: bool, de
     (n.is_multiple_of(parts) && stages >= needed.min(2)).then_some(StreamShape { rows, stages, blocks, shared })
 }
 
-/// Warps of a block of the kernel that streams codes.
-const CODES_WARPS: usize = 16;
+/// Warps of a block of the kernel that streams codes, the best first: fewer have room for longer spans.
+const CODES_WARPS: [usize; 2] = [16, 8];
 
 /// How that kernel is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CodesShape {
+    warps: usize,
     stages: usize,
     blocks: usize,
     /// Dynamic shared memory.
@@ -80,25 +81,28 @@ struct CodesShape {
 
 /// As [`stream_shape`], of codes in this layout.
 fn codes_shape(
-    [tokens, top, n, k]: [usize; 4],
+    [tokens, top, n]: [usize; 3],
     parts: usize,
     combine: bool,
     layout: &Layout,
     device: &Device,
 ) -> Option<CodesShape> {
-    let spans = k.div_ceil(codes::SPAN);
+    let spans = layout.spans();
     let all = tokens * if combine { 1 } else { top } * (n / parts).div_ceil(codes::TILE);
     let blocks = all.min(device.sms);
     let jobs = all.div_ceil(blocks);
     let items = jobs * if combine { top } else { parts } * spans;
     let x_bytes = 2 * spans * codes::SPAN * tokens * if combine { top } else { 1 };
     let sums = 4 * codes::TILE * (items + jobs);
-    let room = device.shared.checked_sub(SMEM_LEFT_FREE + 4096 + x_bytes + sums)? / CODES_WARPS;
-    let (stage, needed) = (layout.span_bytes(), items.div_ceil(CODES_WARPS));
-    let stages = (room / stage).min(needed).min(16);
-    let shared = CODES_WARPS * stages * stage + x_bytes + sums;
+    let room = device.shared.checked_sub(SMEM_LEFT_FREE + 4096 + x_bytes + sums)?;
+    let cut = |warps: usize| {
+        let (stage, needed) = (warps * layout.span_bytes(), items.div_ceil(warps));
+        let stages = (room / stage).min(needed).min(16);
+        let shared = stages * stage + x_bytes + sums;
+        (stages >= needed.min(2)).then_some(CodesShape { warps, stages, blocks, shared })
+    };
     let halves = parts == 1 || n.is_multiple_of(2 * codes::TILE);
-    (halves && stages >= needed.min(2)).then_some(CodesShape { stages, blocks, shared })
+    CODES_WARPS.into_iter().find_map(cut).filter(|_| halves)
 }
 
 /// How the kernel that streams codes is cut for few pairs, in `parts` halves, if it takes this op.
@@ -110,7 +114,7 @@ fn codes_cut<B: Address>(a: &ExpertMatmul<B>, parts: usize, device: &Device) -> 
     if !(few && k.is_multiple_of(8) && wide(&[&a.x])) {
         return None;
     }
-    let shape = codes_shape([tokens, top, n, k], parts, a.combine.is_some(), &layout, device)?;
+    let shape = codes_shape([tokens, top, n], parts, a.combine.is_some(), &layout, device)?;
     Some((layout, shape))
 }
 
@@ -148,7 +152,7 @@ fn streamed<B: Address>(
     let (spec, warps, stages) = match (&codes, plain) {
         (Some((layout, shape)), _) => {
             let spec = Spec::new(File::ExpertStreamCodes).int("FORMAT", layout.format);
-            (spec.flag("ROUND", rounds), CODES_WARPS, shape.stages)
+            (spec.flag("ROUND", rounds), shape.warps, shape.stages)
         }
         (None, Some(shape)) => (Spec::new(File::ExpertStream).int("ROWS", shape.rows), STREAM_WARPS, shape.stages),
         (None, None) => return None,

@@ -45,9 +45,9 @@ pub fn expert_chains() -> Vec<ExpertChain> {
         all.push(ExpertChain { format, rounds: false, ..base.clone() });
         all.push(ExpertChain { format, rounds: false, gated: false, tokens: 3, ..base.clone() });
     }
-    // Both halves share one sort.
-    for format in [Format::Q4K, Format::Nvfp4] {
-        all.push(ExpertChain { format, rounds: false, tokens: 40, ..base.clone() });
+    // Few pairs of each expert: both halves share one sort.
+    for (format, tokens) in [(Format::Q4K, 8), (Format::Nvfp4, 9)] {
+        all.push(ExpertChain { format, rounds: false, tokens, ..base.clone() });
     }
     // Rows of units that are not full.
     all.push(ExpertChain { format: Format::Q4_0, rounds: false, width: 96, inner: 160, ..base });

@@ -265,7 +265,7 @@ pub(super) fn cases(to: &mut Table) {
         to.sized(Size::Bench, &format!("1 x {n} x {k}"), Product { m: 1, n, k, ..all.clone() });
     }
     to.sized(Size::Bench, "1 x 28000 x 1000", Product { m: 1, n: 28000, k: 1000, views: true, ..all });
-    // Codes: several turns of all multiprocessors, rows that are shared unevenly, and an x that does not stay in shared memory.
+    // Codes: tiles that blocks share evenly and unevenly, and an x that does not stay in shared memory.
     for format in Format::CODED.into_iter().chain(Format::SCALED) {
         let coded = Product { format, n: 4500, k: 2304, columns: true, bias: true, accumulate: true, ..base.clone() };
         for m in [1, 8, 24, 64] {
@@ -278,6 +278,10 @@ pub(super) fn cases(to: &mut Table) {
             let long = Product { format, m, n: 2200, k: 21504, out_f32: true, ..base.clone() };
             to.sized(Size::Bench, &format!("{} weight, {m} x 2200 x 21504", format.name()), long);
         }
+    }
+    for (m, n, k) in [(64, 2688, 2048), (16, 13568, 512)] {
+        let name = format!("{} weight, {m} x {n} x {k}", Format::Q4K.name());
+        to.sized(Size::Bench, &name, Product { format: Format::Q4K, m, n, k, accumulate: true, ..base.clone() });
     }
     to.sized(Size::Bench, "256 x 4096 x 4096", Product { m: 256, n: 4096, k: 4096, ..base.clone() });
     to.sized(Size::Bench, "1 x 131072 x 2048", Product { m: 1, n: 131_072, k: 2048, out_f32: true, ..base });
