@@ -17,9 +17,10 @@ use crate::{
 
 /// Most rows of x: each has sums in the registers of every warpgroup.
 const MOST_ROWS: usize = 64;
-/// Most stages of a ring, and of that of x, the best first.
+/// Most stages of a ring.
 const MOST_STAGES: usize = 4;
-const X_STAGES: [usize; 2] = [3, 2];
+/// Stages of the ring of x and fewest of a warp's, the best first.
+const STAGES: [(usize, usize); 2] = [(3, 3), (2, 2)];
 /// Barriers, alignment, scales of x, in bytes; and factors of the spans of a warpgroup.
 const FIXED_BYTES: usize = 2048;
 const FACTORS_BYTES: usize = 2048;
@@ -57,13 +58,13 @@ fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, device: &Device) -> 
     let least = spans.div_ceil(2).isqrt().max(1);
     let dealt = (tiles * spans / least).clamp(1, device.sms);
     let blocks = if ways > 1 { tiles * ways } else { dealt };
-    let cut = |x_stages: usize| {
+    let cut = |(x_stages, fewest): (usize, usize)| {
         let (x, stage) = (width * x_stages * columns(m) * SPAN, 4 * groups * layout.span_bytes());
         let stages = (room.checked_sub(x)? / stage).min(MOST_STAGES);
         let shared = x + stages * stage + 1024;
-        (stages >= 2).then_some(Shape { groups, stages, x_stages, ways, shared, blocks })
+        (stages >= fewest).then_some(Shape { groups, stages, x_stages, ways, shared, blocks })
     };
-    X_STAGES.into_iter().find_map(cut)
+    STAGES.into_iter().find_map(cut)
 }
 
 /// How the kernel is cut, if it takes the product. `width`: bytes of an element of x.
