@@ -373,14 +373,14 @@ impl Blocks for I8 {
 /// The rows have these 8 bytes.
 #[inline(always)]
 unsafe fn two_floats<S: Codes>(s: S, rows: &[*const u8; LANES], at: usize) -> [V<S>; 2] {
-    [0, 4].map(|byte| {
-        let mut lanes = [0.0; LANES];
+    let mut lanes = [[0.0; LANES]; 2];
+    for (i, lanes) in lanes.iter_mut().enumerate() {
         for (lane, row) in lanes.iter_mut().zip(rows) {
             // SAFETY: the caller's contract.
-            *lane = f32::from_le_bytes(unsafe { row.add(at + byte).cast::<[u8; 4]>().read_unaligned() });
+            *lane = f32::from_le_bytes(unsafe { row.add(at + 4 * i).cast::<[u8; 4]>().read_unaligned() });
         }
-        floats(s, lanes)
-    })
+    }
+    [floats(s, lanes[0]), floats(s, lanes[1])]
 }
 
 /// A block of NVFP4 at byte `at` of every row, times a factor.

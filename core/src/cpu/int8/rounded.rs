@@ -97,7 +97,7 @@ impl Rounded {
     #[inline(always)]
     pub(super) unsafe fn four(&self, m: usize, i: usize) -> u32 {
         // SAFETY: the caller's contract.
-        u32::from_le_bytes(unsafe { self.codes.get_unchecked(m * self.groups * 8 + i) }.map(|c| c as u8))
+        u32::from_le_bytes(unsafe { self.codes.as_ptr().add(m * self.groups * 8 + i).cast::<[u8; 4]>().read() })
     }
 
     /// The 32 codes of group `g` of row `m`.

@@ -44,15 +44,17 @@ pub trait Codes: Copy + 'static {
     /// The rows have these bytes.
     #[inline(always)]
     unsafe fn pairs(self, rows: &[*const u8; LANES], at: usize) -> [Self::B; 8] {
-        std::array::from_fn(|i| {
+        let mut out = [self.splat(0); 8];
+        for (i, out) in out.iter_mut().enumerate() {
             let mut both = [[0; 32]; 2];
             for (h, half) in both.iter_mut().enumerate() {
                 // SAFETY: the caller's contract.
                 *half = unsafe { rows[pair_row(i) + 4 * h].add(at).cast::<[u8; 32]>().read() };
             }
             // SAFETY: the array has 64 bytes.
-            unsafe { self.load(both.as_ptr().cast()) }
-        })
+            *out = unsafe { self.load(both.as_ptr().cast()) };
+        }
+        out
     }
 
     /// 32 bytes at any address, twice.
@@ -76,7 +78,7 @@ pub trait Codes: Copy + 'static {
             }
         }
         // SAFETY: the arrays have 64 bytes.
-        sums.map(|sums| unsafe { self.load(sums.as_ptr().cast()) })
+        unsafe { [self.load(sums[0].as_ptr().cast()), self.load(sums[1].as_ptr().cast())] }
     }
 
     /// The two bytes at `at` of every row as f16, in f32.
@@ -85,10 +87,11 @@ pub trait Codes: Copy + 'static {
     /// The rows have these bytes.
     #[inline(always)]
     unsafe fn halves(self, rows: &[*const u8; LANES], at: usize) -> <Self::Float as Simd>::V {
-        let halves: [[u8; 2]; LANES] = std::array::from_fn(|r| {
+        let mut halves = [[0u8; 2]; LANES];
+        for (half, row) in halves.iter_mut().zip(rows) {
             // SAFETY: the caller's contract.
-            unsafe { rows[r].add(at).cast::<[u8; 2]>().read() }
-        });
+            *half = unsafe { row.add(at).cast::<[u8; 2]>().read() };
+        }
         // SAFETY: the array has 32 bytes.
         unsafe { self.float().load_f16(halves.as_ptr().cast()) }
     }
