@@ -1,7 +1,8 @@
 //! Tokenizers rebuilt from what GGUF files say.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
+use selkie_core::tokenizer::Tokenizer;
 use serde_json::Value as Json;
 
 use super::{
@@ -130,4 +131,58 @@ fn ends_and_the_template_come_out_of_the_file() {
     assert!(files.chat().is_ok());
     let eos = files.eos().unwrap();
     assert!(eos.contains(&5) && eos.contains(&7), "{eos:?}");
+}
+
+/// A byte-level BPE of `pre/merges.txt`: a token for every byte in the order of their characters, then one for each merge.
+fn trained(pre: &str) -> Arc<Tokenizer> {
+    let merges: Vec<String> = include_str!("pre/merges.txt").lines().map(String::from).collect();
+    // The characters that stand for bytes: themselves where they are visible, else those from 256 on.
+    let mut alphabet: Vec<char> =
+        ('!'..='~').chain('¡'..='¬').chain('®'..='ÿ').chain((256..324).filter_map(char::from_u32)).collect();
+    alphabet.sort_unstable();
+    let merged = merges.iter().map(|m| m.replace(' ', ""));
+    let tokens: Vec<String> = alphabet.iter().map(char::to_string).chain(merged).collect();
+    let mut out = model();
+    out.key("tokenizer.ggml.model", "gpt2");
+    out.key("tokenizer.ggml.pre", pre);
+    out.key("tokenizer.ggml.token_type", Value::I32s(vec![1; tokens.len()]));
+    out.key("tokenizer.ggml.tokens", Value::Texts(tokens));
+    out.key("tokenizer.ggml.merges", Value::Texts(merges));
+    out.key("tokenizer.ggml.add_bos_token", false);
+    open(Memory::of("model.gguf", out.bytes())).unwrap().tokenizer().unwrap().clone()
+}
+
+/// FNV-1a of ids, little-endian.
+fn checksum(ids: &[u32]) -> u64 {
+    let bytes = ids.iter().flat_map(|id| id.to_le_bytes());
+    bytes.fold(14_695_981_039_346_656_037, |hash, b| (hash ^ u64::from(b)).wrapping_mul(1_099_511_628_211))
+}
+
+/// Splits, the numbers of texts in which llama.cpp's own rules differ, and checksums of the ids of the others, for every 100 texts.
+fn splits() -> Vec<(&'static str, Vec<usize>, Vec<u64>)> {
+    let line = |line: &'static str| {
+        let (pre, checksums) = line.split_once(' ').unwrap();
+        let named = include_str!("pre/different.txt").lines().filter_map(|line| line.split_once(' '));
+        let different = named.filter(|(name, _)| *name == pre).flat_map(|(_, numbers)| numbers.split(' '));
+        let different = different.map(|n| n.parse().unwrap()).collect();
+        (pre, different, checksums.split(' ').map(|hex| u64::from_str_radix(hex, 16).unwrap()).collect())
+    };
+    include_str!("pre/ids.txt").lines().map(line).collect()
+}
+
+#[test]
+fn ids_of_every_split_are_those_of_llama_cpp() {
+    let texts: Vec<String> =
+        include_str!("pre/texts.txt").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let splits = splits();
+    assert_eq!((splits.len(), texts.len()), (8, 10_000));
+    for (pre, different, checksums) in splits {
+        let tokenizer = trained(pre);
+        for (hundred, (texts, want)) in texts.chunks(100).zip(checksums).enumerate() {
+            let same = texts.iter().enumerate().filter(|(i, _)| !different.contains(&(100 * hundred + i)));
+            let of = same.map(|(_, text)| checksum(&tokenizer.encode_plain(text).unwrap()));
+            let sum = of.fold(0, |sum: u64, one| sum.rotate_left(1) ^ one);
+            assert_eq!(sum, want, "{pre}, texts from {} on", 100 * hundred);
+        }
+    }
 }
