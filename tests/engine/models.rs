@@ -406,10 +406,21 @@ fn first_flip(a: &[Choice], b: &[Choice], tokens: usize, steps: &[usize]) -> usi
     tokens
 }
 
+/// Sizes in place of those of a folder's `config.json`.
+type Sizes = &'static [(&'static str, usize)];
+
 /// A folder's model with random codes.
-async fn coded_model<B: Backend>(backend: &B, dir: &Path, recipe: &str) -> Result<Box<dyn models::Model<B>>, Failed> {
+async fn coded_model<B: Backend>(
+    backend: &B,
+    (dir, sizes): (&Path, Sizes),
+    recipe: &str,
+) -> Result<Box<dyn models::Model<B>>, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
-    let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("config.json"))?)?;
+    for (key, size) in sizes {
+        config[*key] = (*size).into();
+    }
+    let config = Config::parse("config.json", &serde_json::to_vec(&config)?).map_err(text)?;
     let architecture = models::read(&config).map_err(text)?;
     let checkpoint = Checkpoint::random_coded(3, recipe.parse().map_err(text)?);
     let mut report = |_| ();
@@ -418,31 +429,53 @@ async fn coded_model<B: Backend>(backend: &B, dir: &Path, recipe: &str) -> Resul
 }
 
 /// Logits of a folder's model with random codes: most of a prompt at once, then one token, then five.
-async fn coded_logits<B: Backend>(backend: &B, dir: &Path, recipe: &str, ids: &[u32]) -> Result<Vec<f32>, Failed> {
+async fn coded_logits<B: Backend>(
+    backend: &B,
+    model: (&Path, Sizes),
+    recipe: &str,
+    ids: &[u32],
+) -> Result<Vec<f32>, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
-    let model = coded_model(backend, dir, recipe).await?;
+    let model = coded_model(backend, model, recipe).await?;
     let mut direct = Direct::new(backend, model.as_ref(), LIMITS, 2, 8).map_err(text)?;
     direct.prompt(&mut Sequence::default(), ids, &[ids.len() - 6, 1, 5]).await.map_err(text)
 }
+
+/// Models whose rows hold blocks of 256 elements, and two whose rows do not, as with 2,688, so that types of 32 take their place.
+const WIDE: [(&str, Sizes); 4] = [
+    ("nemotron_h", &[("hidden_size", 256), ("intermediate_size", 512)]),
+    ("lfm2", &[("hidden_size", 256), ("intermediate_size", 512)]),
+    ("llama", &[("hidden_size", 384), ("intermediate_size", 768)]),
+    ("nemotron_h", &[("hidden_size", 672), ("intermediate_size", 928)]),
+];
+const WIDE_MIXTURES: [(&str, Sizes); 1] = [(
+    "granitemoehybrid",
+    &[("hidden_size", 256), ("mamba_n_heads", 32), ("intermediate_size", 256), ("shared_intermediate_size", 512)],
+)];
 
 /// Models with random codes in several formats, compared with the CPU that takes activations as they are.
 fn codes_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, tolerance: Tolerance) -> Vec<Trial> {
     // In bf16, the router of a random mixture of this size chooses other experts.
     let exact = tolerance.rms < CODES.rms;
-    let models = ["nemotron_h", "granitemoehybrid", "llama", "lfm2"].into_iter().chain(exact.then_some("qwen3_next"));
-    let tests = models.flat_map(|model| {
+    let mixtures = [("qwen3_next", &[][..])].into_iter().chain(WIDE_MIXTURES);
+    let models = ["nemotron_h", "granitemoehybrid", "llama", "lfm2"].map(|model| (model, &[][..]));
+    let models = models.into_iter().chain(WIDE).chain(mixtures.filter(|_| exact));
+    let tests = models.flat_map(|(model, sizes)| {
         ["q4_k_m", "q8_0", "nvfp4", "iq4_nl"].map(|recipe| {
+            let width = sizes.iter().find(|(key, _)| *key == "hidden_size").map(|(_, n)| format!(" of width {n}"));
+            let test = format!("{model}{} in {recipe}", width.unwrap_or_default());
+            let id = format!("{name} {test}");
             let run = move |backend: &B| {
                 let dir = folders().into_iter().find(|dir| dir.ends_with(model)).ok_or("no such folder")?;
                 let cpu = CpuBackend::with(Products::Exact);
                 let ids = &references(&dir)[0].ids;
-                let want = pollster::block_on(coded_logits(&cpu, &dir, recipe, ids))?;
-                let got = pollster::block_on(coded_logits(backend, &dir, recipe, ids))?;
+                let want = pollster::block_on(coded_logits(&cpu, (&dir, sizes), recipe, ids))?;
+                let got = pollster::block_on(coded_logits(backend, (&dir, sizes), recipe, ids))?;
                 let found = tolerance.logits("logits", &got, &want)?;
-                eprintln!("{name} {model} {recipe}: {found}");
+                eprintln!("{id}: {found}");
                 Ok(())
             };
-            (format!("{model} in {recipe}"), false, run)
+            (test, false, run)
         })
     });
     common::on(name, open, tests)

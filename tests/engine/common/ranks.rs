@@ -122,14 +122,14 @@ fn coded(name: &'static str, open: fn() -> Result<Ranks>, tolerance: Tolerance) 
             let dir = demo();
             let ids: Vec<u32> = (0..70).map(|i| (i * i + 3) % 250).collect();
             let one = CpuBackend::with(Products::Exact);
-            let want = pollster::block_on(coded_logits(&one, &dir, recipe, &ids))?;
-            let got = pollster::block_on(coded_logits(backend, &dir, recipe, &ids))?;
+            let want = pollster::block_on(coded_logits(&one, (&dir, &[]), recipe, &ids))?;
+            let got = pollster::block_on(coded_logits(backend, (&dir, &[]), recipe, &ids))?;
             eprintln!("{name} {model} {recipe}: {}", tolerance.logits("logits", &got, &want)?);
             Ok(())
         };
         (format!("{model} in {recipe}"), false, Box::new(run) as Check)
     });
-    let long = move |backend: &Ranks| match pollster::block_on(coded_model(backend, &demo(), "q4_k_m")) {
+    let long = move |backend: &Ranks| match pollster::block_on(coded_model(backend, (&demo(), &[]), "q4_k_m")) {
         Err(e) if e.message().is_some_and(|text| text.contains("its blocks have 256 elements")) => Ok(()),
         Err(e) => Err(format!("{:?}", e.message()).into()),
         Ok(_) => Err("it was loaded".into()),
