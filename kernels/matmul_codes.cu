@@ -3,8 +3,8 @@
 //
 // A block has tiles of 16 rows of W that follow one another, and its warps share them evenly: each multiplies some spans of codes.cuh,
 // in their order, and what it has of a tile is added to what other warps have of it, in their order. How warps share does not depend on
-// the number of rows of x; the sums of one row within a span have an order of their own. Every warp copies its spans through a ring of its own: with bulk copies from compute capability 9.0 on, so that
-// weights are on their way before the previous kernels are complete.
+// the number of rows of x; the sums of one row within a span have an order of their own. Every warp copies its spans through a ring of
+// its own: with bulk copies from compute capability 9.0 on, so that weights are on their way before the previous kernels are complete.
 //
 // Fusion: PROLOGUE and CONV as in gemv.cu, with M = 1.
 //

@@ -33,7 +33,7 @@ struct Shape {
     stages: usize,
     /// Stages of x.
     x_stages: usize,
-    /// Blocks that share each tile evenly, or 1: the slices of all tiles are dealt to the blocks.
+    /// Blocks that share each tile evenly, or 1: the spans of all tiles are dealt to the blocks.
     ways: usize,
     /// Dynamic shared memory, in bytes.
     shared: usize,
@@ -51,7 +51,7 @@ fn shape([m, width]: [usize; 2], n: usize, layout: &Layout, device: &Device) -> 
     let groups = if columns(m) <= 32 { 4 } else { 3 };
     let room = device.shared.checked_sub(SMEM_LEFT_FREE + FIXED_BYTES + groups * FACTORS_BYTES)?;
     let (tiles, spans) = (n.div_ceil(64 * groups), layout.spans());
-    // Of few tiles, each for as many blocks as there are, if each of them has rows of x to finish and few multiprocessors have none.
+    // Few tiles: as many blocks share each as there are, if all have rows of x to finish and few multiprocessors have no block.
     let ways = (device.sms / tiles).min(columns(m) / 8).min(spans);
     let ways = if ways > 1 && 5 * tiles * ways >= 4 * device.sms { ways } else { 1 };
     // To add the sums of many blocks takes as long as some spans do.
