@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(PARAMETERS) {
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     RingOfX ring_of_x = {(smem_addr(shared) + 1023) & ~1023u, smem_addr(of_x[0]), smem_addr(of_x[1])};
     u8 *ring = shared + (ring_of_x.tiles - smem_addr(shared)) + X_STAGES * X_BYTES + warp * STAGES * SPAN_BYTES;
-    // Slices of this block, counted over all tiles.
+    // Spans of this block, counted over all tiles.
     i64 all = (i64)div_up(n, ROWS) * SPANS;
     auto first_of = [&](int block) {
         if constexpr (WAYS > 1) return block / WAYS * SPANS + block % WAYS * SPANS / WAYS;

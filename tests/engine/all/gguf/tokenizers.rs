@@ -2,7 +2,7 @@
 
 use std::{path::Path, sync::Arc};
 
-use selkie_core::tokenizer::Tokenizer;
+use selkie_core::{fnv, tokenizer::Tokenizer};
 use serde_json::Value as Json;
 
 use super::{
@@ -48,13 +48,18 @@ fn demo(out: &mut Writer, pre: &str) -> Vec<u8> {
         pair => format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()),
     };
     let merges = json["model"]["merges"].as_array().unwrap().iter().map(merge).collect();
+    byte_level(out, pre, tokens, kinds, merges);
+    bytes
+}
+
+/// The keys of a byte-level BPE without a token at the beginning.
+fn byte_level(out: &mut Writer, pre: &str, tokens: Vec<String>, kinds: Vec<i32>, merges: Vec<String>) {
     out.key("tokenizer.ggml.model", "gpt2");
     out.key("tokenizer.ggml.pre", pre);
     out.key("tokenizer.ggml.tokens", Value::Texts(tokens));
     out.key("tokenizer.ggml.token_type", Value::I32s(kinds));
     out.key("tokenizer.ggml.merges", Value::Texts(merges));
     out.key("tokenizer.ggml.add_bos_token", false);
-    bytes
 }
 
 #[test]
@@ -143,19 +148,14 @@ fn trained(pre: &str) -> Arc<Tokenizer> {
     let merged = merges.iter().map(|m| m.replace(' ', ""));
     let tokens: Vec<String> = alphabet.iter().map(char::to_string).chain(merged).collect();
     let mut out = model();
-    out.key("tokenizer.ggml.model", "gpt2");
-    out.key("tokenizer.ggml.pre", pre);
-    out.key("tokenizer.ggml.token_type", Value::I32s(vec![1; tokens.len()]));
-    out.key("tokenizer.ggml.tokens", Value::Texts(tokens));
-    out.key("tokenizer.ggml.merges", Value::Texts(merges));
-    out.key("tokenizer.ggml.add_bos_token", false);
+    let kinds = vec![1; tokens.len()];
+    byte_level(&mut out, pre, tokens, kinds, merges);
     open(Memory::of("model.gguf", out.bytes())).unwrap().tokenizer().unwrap().clone()
 }
 
-/// FNV-1a of ids, little-endian.
 fn checksum(ids: &[u32]) -> u64 {
-    let bytes = ids.iter().flat_map(|id| id.to_le_bytes());
-    bytes.fold(14_695_981_039_346_656_037, |hash, b| (hash ^ u64::from(b)).wrapping_mul(1_099_511_628_211))
+    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    fnv::hash(fnv::START, &bytes)
 }
 
 /// Splits, the numbers of texts in which llama.cpp's own rules differ, and checksums of the ids of the others, for every 100 texts.
