@@ -34,6 +34,7 @@ files![
     "matmul_coop.wgsl",
     "matmul_odd.wgsl",
     "matmul_pack.wgsl",
+    "matmul_round.wgsl",
     "matmul_rows.wgsl",
     "matmul_sum.wgsl",
     "matmul_tile.wgsl",

@@ -1,6 +1,7 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. A team of LANES threads shares ROWS weight rows and splits K; every
 // thread handles eight elements of K at a time for all MR rows of x, with DEEP loads per weight row in flight. A workgroup
-// computes WG / LANES * ROWS columns of MR rows. With WIDE, for coded weights, it is 32 elements at a time, in two runs of 16.
+// computes WG / LANES * ROWS columns of MR rows. With WIDE, for coded weights, it is two runs of 16 elements. With DOTS
+// too, x is what matmul_round made of it, and products of codes are exact integers.
 //
 // Fusion:
 //   NORM      x is normalised as it is read: u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm.
@@ -21,6 +22,12 @@ fn mac8(a: f32, x: mat2x4<f32>, w: mat2x4<f32>) -> f32 {
     return fma(x[1].w, w[1].w, fma(x[1].z, w[1].z, fma(x[1].y, w[1].y, fma(x[1].x, w[1].x, b))));
 }
 
+#if DOTS
+// The sum of 16 products.
+fn dot16(c: vec4<u32>, x: vec4<u32>) -> f32 {
+    return f32(dot4I8Packed(c.x, x.x) + dot4I8Packed(c.y, x.y) + dot4I8Packed(c.z, x.z) + dot4I8Packed(c.w, x.w));
+}
+#else
 #if WIDE
 // The sum of 16 products.
 fn dot16(c: mat4x4<f32>, x: mat2x4<f32>, y: mat2x4<f32>) -> f32 {
@@ -32,6 +39,7 @@ fn sum16(x: mat2x4<f32>, y: mat2x4<f32>) -> f32 {
     let p = x[0] + x[1] + y[0] + y[1];
     return p.x + p.y + p.z + p.w;
 }
+#endif
 #endif
 
 #if NORM
@@ -130,6 +138,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
 #for m MR
 #for h 2
+#if DOTS
+        let x$m_$h = x_v4($mu * P.x_row + at[$h] / 4u);
+        let unit$m_$h = bitcast<vec4<f32>>(units_v4($mu * P.units_row + at[$h] / 32u * 4u));
+        let total$m_$h = select(unit$m_$h.y, unit$m_$h.z, (at[$h] & 16u) != 0u);
+#for r ROWS
+        acc$r_$m += f$r.scale[$h] * unit$m_$h.x * dot16(f$r.c$h, x$m_$h) - f$r.offset[$h] * total$m_$h;
+#end
+#else
 #for e 2
 #if NORM
         let v$m_$h_$e = gated($mu, at[$h] + 8u * $eu);
@@ -141,8 +157,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
         let total$m_$h = sum16(x$m_$h_0, x$m_$h_1);
 #for r ROWS
-        acc$r_$m += f$r.scale[$h] * dot16(f$r.c$h, x$m_$h_0, x$m_$h_1) - f$r.offset[$h] * total$m_$h;
+        acc$r_$m += f$r.scale[$h] * dot16(w_floats(f$r.c$h), x$m_$h_0, x$m_$h_1) - f$r.offset[$h] * total$m_$h;
 #end
+#endif
 #end
 #end
     }

@@ -5,7 +5,7 @@ use std::{cell::RefCell, collections::HashMap, rc::Rc, time::Instant};
 use cudarc::driver::{result, sys};
 use selkie_core::{
     Error, Result,
-    backend::{Backend, Caps, DeviceInfo, Handle},
+    backend::{Backend, Caps, DeviceInfo, Handle, Int8},
     format::{Format, Products},
     ops::{Feature, Op, RowBlock},
     saved::{HostMemory, Room, Saving},
@@ -180,7 +180,7 @@ impl Cuda {
                 memory: Some(total),
                 act: activations,
                 products: activations,
-                int8: false,
+                int8: Int8::Never,
                 rounds: options.products == Products::Fast,
                 kv: if options.kv8 { DType::I8 } else { activations },
                 conv: activations,

@@ -77,6 +77,13 @@ pub(crate) fn has_cooperative_matrices(adapter: &wgpu::Adapter) -> bool {
         })
 }
 
+/// Whether shaders may multiply integers of 8 bits, four in a word. Where naga compiles them, they always may.
+pub(crate) fn has_dots() -> bool {
+    let features =
+        || wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle()).wgsl_language_features();
+    !cfg!(target_arch = "wasm32") || features().contains(wgpu::WgslLanguageFeatures::Packed4x8IntegerDotProduct)
+}
+
 /// `Err` with the reason if the engine cannot run on the adapter.
 fn usable(adapter: &wgpu::Adapter) -> Result<(), String> {
     let (has, needs) = (adapter.limits(), wgpu::Limits::default());

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use selkie_core::backend::{Backend, Caps, Handle, Ops};
+use selkie_core::backend::{Backend, Caps, Handle, Int8, Ops};
 use selkie_core::error::{Error, Result};
 use selkie_core::format::Products;
 use selkie_core::ops::{Feature, Op};
@@ -115,13 +115,17 @@ impl WgpuBackend {
             .map_err(|e| no_device(e.to_string()))?;
         // Whole vectors of 16 bytes.
         let max_binding = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size) / 16 * 16;
+        let software = adapter::is_software(&info);
+        // Only for the browsers' software device: native software adapters stand in for hardware in tests.
+        let few_barriers = options.few_barriers.unwrap_or(software && cfg!(target_arch = "wasm32"));
+        let dots = options.products == Products::Fast && !few_barriers && adapter::has_dots();
         let caps = Caps {
             backend: "wgpu",
             device: adapter::describe(&info),
             memory: None,
             act: DType::F32,
             products: if cooperative { DType::F16 } else { DType::F32 },
-            int8: false,
+            int8: if dots { lower::ROUNDED } else { Int8::Never },
             rounds: options.products == Products::Fast,
             kv: if options.kv8 { DType::I8 } else { DType::F32 },
             conv: DType::F32,
@@ -133,16 +137,13 @@ impl WgpuBackend {
         let one_size = info.subgroup_min_size == info.subgroup_max_size && info.subgroup_min_size.is_power_of_two();
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP) && one_size && !options.no_subgroups;
         let subgroup = subgroups.then_some(info.subgroup_min_size as usize);
-        let software = adapter::is_software(&info);
-        // Only for the browsers' software device: native software adapters stand in for hardware in tests.
-        let few_barriers = options.few_barriers.unwrap_or(software && cfg!(target_arch = "wasm32"));
         let cache = CacheFile::open(&device, &info);
         let gpu = Arc::new(Gpu::new(device, queue));
         let gone = Rc::default();
         let pipelines = RefCell::new(Pipelines::new(&gpu, cache, &gone));
         Ok(Self {
             caps,
-            facts: Facts { max_binding, subgroup, cooperative, few_barriers },
+            facts: Facts { max_binding, subgroup, cooperative, dots, few_barriers },
             gpu,
             pipelines,
             measured: RefCell::default(),

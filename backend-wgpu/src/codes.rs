@@ -1,9 +1,9 @@
 //! WGSL that decodes coded weights where it reads them: `w_v8(i)` and the other accessors of a view, `i` counted in elements.
 //!
 //! Blocks keep the layout of the file. Where their size is not a multiple of four bytes, words are put together out of two. Eight
-//! elements from a multiple of eight on always share a scale, an offset and a run of bytes. `w_wide(i)` decodes 32 elements of codes
-//! with less than 8 bits: two runs of 16 elements, which begin at `w_runs(i)` of the row and have a scale and an offset each.
-//! Products of few rows read these, since bytes in flight limit them. Nothing but u32 and f32 is needed.
+//! elements from a multiple of eight on always share a scale, an offset and a run of bytes. `w_wide(i)` reads 32 elements: two runs of
+//! 16 codes, which begin at `w_runs(i)` of the row and have a scale and an offset each. Its codes are integers of 8 bits, four in a
+//! word; `w_floats` makes floats of 16. Products of few rows read these, since bytes in flight limit them.
 
 use std::fmt::Write;
 
@@ -68,10 +68,11 @@ fn $n_codes(c: u32) -> vec4<f32> {
     let b = unpack2x16float(((c >> 8u) & 0x00ff00ffu) | 0x64006400u);
     return vec4<f32>(a.x, b.x, a.y, b.y) - 1024.0;
 }
-struct $n_Wide { c0: mat4x4<f32>, c1: mat4x4<f32>, scale: vec2<f32>, offset: vec2<f32> }
+struct $n_Wide { c0: vec4<u32>, c1: vec4<u32>, scale: vec2<f32>, offset: vec2<f32> }
 fn $n_low(w: vec4<u32>, s: u32) -> vec4<u32> { return (w >> vec4<u32>(s)) & vec4<u32>(0x0f0f0f0fu); }
-fn $n_codes16(w: vec4<u32>) -> mat4x4<f32> {
-    return mat4x4<f32>($n_codes(w.x), $n_codes(w.y), $n_codes(w.z), $n_codes(w.w));
+fn $n_floats(c: vec4<u32>) -> mat4x4<f32> {
+    let w = c ^ vec4<u32>(0x80808080u);
+    return mat4x4<f32>($n_codes(w.x) - 128.0, $n_codes(w.y) - 128.0, $n_codes(w.z) - 128.0, $n_codes(w.w) - 128.0);
 }
 alias $n_raw = u32;
 fn $n_raw8(i: u32) -> $n_raw { return i; }
@@ -82,18 +83,20 @@ fn $n_v4(i: u32) -> vec4<f32> {
 }
 ";
 
-/// Integers of codes, 128 added, a byte each.
+/// Integers that four codes stand for, 128 added, a byte each.
 const TABLE: &str = "
-fn $n_looked(c: u32) -> f32 {
+fn $n_looked(c: u32) -> u32 {
     let high = (c & 4u) != 0u;
     let w = select(select($0u, $1u, high), select($2u, $3u, high), (c & 8u) != 0u);
-    return f32((w >> ((c & 3u) * 8u)) & 255u) - 128.0;
+    return (w >> ((c & 3u) * 8u)) & 255u;
 }
-fn $n_table(c: u32) -> vec4<f32> {
-    return vec4<f32>($n_looked(c & 15u), $n_looked((c >> 8u) & 15u), $n_looked((c >> 16u) & 15u), $n_looked((c >> 24u) & 15u));
+fn $n_biased(c: u32) -> u32 {
+    return $n_looked(c) | ($n_looked(c >> 8u) << 8u) | ($n_looked(c >> 16u) << 16u) | ($n_looked(c >> 24u) << 24u);
 }
-fn $n_table16(w: vec4<u32>) -> mat4x4<f32> {
-    return mat4x4<f32>($n_table(w.x), $n_table(w.y), $n_table(w.z), $n_table(w.w));
+fn $n_table(c: u32) -> vec4<f32> { return $n_codes($n_biased(c)) - 128.0; }
+fn $n_pairs(w: vec2<u32>) -> vec4<u32> { return $n_table16(vec4<u32>(w, w >> vec2<u32>(4u))); }
+fn $n_table16(w: vec4<u32>) -> vec4<u32> {
+    return vec4<u32>($n_biased(w.x), $n_biased(w.y), $n_biased(w.z), $n_biased(w.w)) ^ vec4<u32>(0x80808080u);
 }
 ";
 
@@ -228,33 +231,39 @@ const RUN: &str = "vec2<u32>(j, j + 16u)";
 /// The bytes of 64 elements hold the first 32 in their low bits and the others in the high ones.
 const SIXTIES: &str = "vec2<u32>(0u, 32u) + ((j & 192u) | ((j & 32u) >> 1u))";
 
-/// The body of `wide`, from the byte `b` of the block and the element `j` in it, a multiple of 32; and where the two runs of 16
-/// elements begin in the block. `None` for codes of 8 bits, of which 8 elements are 8 bytes.
+/// The body of `wide`, from the byte `b` of the block and the element `j` in it, a multiple of 32; and where the two runs of
+/// 16 elements begin in the block. `None` for codes of 8 bits, of which 8 elements are 8 bytes.
 fn wide(format: Format) -> Option<(&'static str, &'static str)> {
     let found = match format {
-        Format::Plain | Format::Q8_0 | Format::I8 | Format::F8 => return None,
+        Format::Plain | Format::F8 => return None,
+        Format::Q8_0 => ("return $n_Wide($n_quad(b + 2u), $n_quad(b + 18u), vec2<f32>($n_half(b)), vec2<f32>());", RUN),
+        Format::I8 => (
+            "let d = bitcast<vec2<f32>>($n_pair(b));
+    return $n_Wide($n_quad(b + 8u), $n_quad(b + 24u), d.xx, d.yy);",
+            RUN,
+        ),
         Format::Q4_0 => (
             "let w = $n_quad(b + 2u);
     let d = vec2<f32>($n_half(b));
-    return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), d, 8.0 * d);",
+    return $n_Wide($n_low(w, 0u), $n_low(w, 4u), d, 8.0 * d);",
             HALVES,
         ),
         Format::Q4_1 => (
             "let w = $n_quad(b + 4u);
     let d = unpack2x16float($n_word(b));
-    return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), d.xx, -d.yy);",
+    return $n_Wide($n_low(w, 0u), $n_low(w, 4u), d.xx, -d.yy);",
             HALVES,
         ),
         Format::Q5_0 => (
             "let w = $n_quad(b + 6u); let m = $n_word(b + 2u);
     let d = vec2<f32>($n_half(b));
-    return $n_Wide($n_codes16($n_low(w, 0u) | $n_fifth4(m)), $n_codes16($n_low(w, 4u) | $n_fifth4(m >> 16u)), d, 16.0 * d);",
+    return $n_Wide($n_low(w, 0u) | $n_fifth4(m), $n_low(w, 4u) | $n_fifth4(m >> 16u), d, 16.0 * d);",
             HALVES,
         ),
         Format::Q5_1 => (
             "let w = $n_quad(b + 8u); let m = $n_word(b + 4u);
     let d = unpack2x16float($n_word(b));
-    return $n_Wide($n_codes16($n_low(w, 0u) | $n_fifth4(m)), $n_codes16($n_low(w, 4u) | $n_fifth4(m >> 16u)), d.xx, -d.yy);",
+    return $n_Wide($n_low(w, 0u) | $n_fifth4(m), $n_low(w, 4u) | $n_fifth4(m >> 16u), d.xx, -d.yy);",
             HALVES,
         ),
         Format::Iq4Nl => (
@@ -272,31 +281,31 @@ fn wide(format: Format) -> Option<(&'static str, &'static str)> {
         Format::Nvfp4 => (
             "let w = $n_quad(b + 4u + (j >> 1u)); let e = $n_half_word(b + (j >> 4u));
     let d = vec2<f32>($n_scale(e & 127u), $n_scale((e >> 8u) & 127u));
-    return $n_Wide($n_table16(vec4<u32>(w.xy, w.xy >> vec2<u32>(4u))), $n_table16(vec4<u32>(w.zw, w.zw >> vec2<u32>(4u))), d, vec2<f32>());",
+    return $n_Wide($n_pairs(w.xy), $n_pairs(w.zw), d, vec2<f32>());",
             RUN,
         ),
         Format::F4 => (
             "let w = $n_quad(b + 8u + (j >> 1u)); let e = $n_half_word(b + 4u + (j >> 4u));
     let d = bitcast<f32>($n_word(b)) * vec2<f32>($n_scale(e & 127u), $n_scale((e >> 8u) & 127u));
-    return $n_Wide($n_table16(vec4<u32>(w.xy, w.xy >> vec2<u32>(4u))), $n_table16(vec4<u32>(w.zw, w.zw >> vec2<u32>(4u))), d, vec2<f32>());",
+    return $n_Wide($n_pairs(w.xy), $n_pairs(w.zw), d, vec2<f32>());",
             RUN,
         ),
         Format::I4 => (
             "let w = $n_quad(b + 8u + (j >> 1u)); let d = bitcast<vec2<f32>>($n_pair(b));
-    return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), d.xx, d.yy);",
+    return $n_Wide($n_low(w, 0u), $n_low(w, 4u), d.xx, d.yy);",
             "vec2<u32>(j >> 1u, 32u + (j >> 1u))",
         ),
         Format::Q4K => (
             "let w = $n_quad(b + 16u + (j >> 1u)); let head = $n_quad(b);
     let g = (j >> 5u) & 6u; let d0 = $n_six(head, g); let d1 = $n_six(head, g | 1u);
-    return $n_Wide($n_codes16($n_low(w, 0u)), $n_codes16($n_low(w, 4u)), vec2<f32>(d0.x, d1.x), vec2<f32>(d0.y, d1.y));",
+    return $n_Wide($n_low(w, 0u), $n_low(w, 4u), vec2<f32>(d0.x, d1.x), vec2<f32>(d0.y, d1.y));",
             SIXTIES,
         ),
         Format::Q5K => (
             "let w = $n_quad(b + 48u + (j >> 1u)); let v = $n_quad(b + 16u + ((j & 32u) >> 1u)); let head = $n_quad(b);
     let g = (j >> 5u) & 6u; let d0 = $n_six(head, g); let d1 = $n_six(head, g | 1u); let m = v >> vec4<u32>(g);
     let h0 = (m & vec4<u32>(0x01010101u)) << vec4<u32>(4u); let h1 = (m & vec4<u32>(0x02020202u)) << vec4<u32>(3u);
-    return $n_Wide($n_codes16($n_low(w, 0u) | h0), $n_codes16($n_low(w, 4u) | h1), vec2<f32>(d0.x, d1.x), vec2<f32>(d0.y, d1.y));",
+    return $n_Wide($n_low(w, 0u) | h0, $n_low(w, 4u) | h1, vec2<f32>(d0.x, d1.x), vec2<f32>(d0.y, d1.y));",
             SIXTIES,
         ),
         Format::Q6K => (
@@ -306,15 +315,20 @@ fn wide(format: Format) -> Option<(&'static str, &'static str)> {
     let m = v >> vec4<u32>((j >> 5u) & 2u);
     let h0 = (m & vec4<u32>(0x03030303u)) << vec4<u32>(4u); let h1 = m & vec4<u32>(0x30303030u);
     let d = $n_half(b + 208u) * vec2<f32>(vec2<i32>(scales << vec2<u32>(24u)) >> vec2<u32>(24u));
-    return $n_Wide($n_codes16($n_low(w, 0u) | h0), $n_codes16($n_low(w, 4u) | h1), d, 32.0 * d);",
+    return $n_Wide($n_low(w, 0u) | h0, $n_low(w, 4u) | h1, d, 32.0 * d);",
             "vec2<u32>(0u, 64u) + ((j & 128u) | ((j & 64u) >> 1u) | ((j & 32u) >> 1u))",
         ),
     };
     Some(found)
 }
 
-/// Whether rows are read 32 elements at a time.
+/// Whether rows of floats are multiplied 32 elements at a time: of codes of less than 8 bits.
 pub(crate) fn is_wide(format: Format) -> bool {
+    !matches!(format, Format::Q8_0 | Format::I8) && wide(format).is_some()
+}
+
+/// Whether the codes are integers of 8 bits once they are read, so that products can be those of integers.
+pub(crate) fn has_dots(format: Format) -> bool {
     wide(format).is_some()
 }
 
@@ -378,7 +392,7 @@ pub(crate) fn accessors(name: &str, b: usize, format: Format, vectors: bool, out
         let _ = write!(
             text,
             "fn $n_wide(i: u32) -> $n_Wide {{\n    {place}\n    {wide}\n}}\n\
-             fn $n_runs(i: u32) -> vec2<u32> {{ let j = i % {n}u; return vec2<u32>(i - j) + {runs}; }}\n"
+             fn $n_runs(i: u32) -> vec2<u32> {{ let j = i % {n}u; return i - j + {runs}; }}\n"
         );
     }
     out.push_str(&text.replace("$n", name).replace("$b", &b.to_string()));

@@ -25,10 +25,15 @@ const COOPERATIVE_WORKGROUP_BYTES: u32 = 48 << 10;
 fn variants() -> HashMap<Spec, String> {
     let mut all = HashMap::new();
     // Cooperative matrices need subgroups of 32.
-    let facts =
-        |subgroup| Facts { max_binding: 1 << 30, subgroup, cooperative: subgroup == Some(32), few_barriers: false };
+    let facts = |subgroup| Facts {
+        max_binding: 1 << 30,
+        subgroup,
+        cooperative: subgroup == Some(32),
+        dots: true,
+        few_barriers: false,
+    };
     let all_facts = SUBGROUPS.map(facts);
-    let few_barriers = Facts { few_barriers: true, ..facts(None) };
+    let few_barriers = Facts { few_barriers: true, dots: false, ..facts(None) };
     // There are no shaders for sums over ranks.
     for case in cases::all().into_iter().filter(|case| case.feature() != Some(Feature::Ranks)) {
         let op = case.plain_op();

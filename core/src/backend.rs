@@ -21,6 +21,42 @@ pub trait Handle: Clone + 'static {
     fn bytes(&self) -> u64;
 }
 
+/// Which products with codes that are integers round their activations to 8 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Int8 {
+    /// None.
+    Never,
+    /// [`Matmul`](crate::ops::Matmul) of few rows of x.
+    Few {
+        /// At most so many.
+        rows: usize,
+        /// Weights that the product has at least.
+        weights: usize,
+    },
+    /// All, those with experts too.
+    Always,
+}
+
+impl Int8 {
+    /// Its word in the numerics of bundles.
+    pub(crate) fn word(self) -> String {
+        match self {
+            Self::Never => "false".into(),
+            Self::Few { rows, weights } => format!("{rows}x{weights}"),
+            Self::Always => "true".into(),
+        }
+    }
+
+    /// Whether [`Matmul`](crate::ops::Matmul) of `x` rows of x and `w` weights does.
+    pub fn takes(self, x: usize, w: usize) -> bool {
+        match self {
+            Self::Never => false,
+            Self::Few { rows, weights } => x <= rows && w >= weights,
+            Self::Always => true,
+        }
+    }
+}
+
 /// Facts about a device, as plain data.
 #[derive(Clone, Debug)]
 pub struct Caps {
@@ -34,8 +70,8 @@ pub struct Caps {
     pub act: DType,
     /// Precision of the factors in products of many rows: that of the weights, or less than `act`.
     pub products: DType,
-    /// Activations are rounded to 8 bits in products with coded weights, see [`crate::format::round_group`].
-    pub int8: bool,
+    /// The products with codes that are integers whose activations are rounded to 8 bits, see [`crate::format::round_group`].
+    pub int8: Int8,
     /// Activations are rounded where a recipe says so, see [`crate::ops::Round`].
     pub rounds: bool,
     /// Dtype of KV pages.

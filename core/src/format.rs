@@ -68,7 +68,8 @@ impl Group {
 /// How activations enter products with coded weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Products {
-    /// As the backend does it best: on the CPU as [`round_group`] rounds them, and everywhere as [`round_eight`] does where a recipe says so.
+    /// As the backend does it best: as [`round_group`] rounds them on the CPU and, in large products of few rows, on wgpu, and
+    /// everywhere as [`round_eight`] does where a recipe says so.
     #[default]
     Fast,
     /// As they are.

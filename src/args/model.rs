@@ -117,7 +117,7 @@ impl ProcessArgs {
 /// How activations enter products with quantised weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProductsArg {
-    /// In 8 bits on the CPU, and everywhere in 8-bit floats where the weights' recipe says so
+    /// In 8 bits on the CPU and in large products of few rows on wgpu, and everywhere in 8-bit floats where the weights' recipe says so
     Fast,
     /// As they are
     Exact,

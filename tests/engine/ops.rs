@@ -243,8 +243,17 @@ const PLAIN: selkie_wgpu::Options = selkie_wgpu::Options {
     products: Products::Fast,
 };
 
-const WGPUS: [Wgpu; 3] = [
+const WGPUS: [Wgpu; 4] = [
     Wgpu { name: "wgpu", open: common::wgpu, largest: Size::Bench, which: |_| true },
+    Wgpu {
+        name: "wgpu-exact",
+        open: || {
+            let products = Products::Exact;
+            common::wgpu_with(selkie_wgpu::Options { no_subgroups: false, products, ..PLAIN })
+        },
+        largest: Size::Bench,
+        which: |case| case.op == "matmul" && case.format != Format::Plain,
+    },
     Wgpu { name: "wgpu-plain", open: || common::wgpu_with(PLAIN), largest: Size::Small, which: |_| true },
     Wgpu {
         name: "wgpu-few-barriers",
@@ -289,6 +298,6 @@ fn main() {
     trials.extend(rounded_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() })));
     trials.extend(rounded_on("wgpu", common::wgpu));
     trials.extend(fusions_on("wgpu", common::wgpu));
-    trials.extend(fusions_on("wgpu-plain", WGPUS[1].open));
+    trials.extend(fusions_on("wgpu-plain", WGPUS[2].open));
     common::run(trials)
 }

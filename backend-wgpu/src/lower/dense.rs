@@ -118,14 +118,16 @@ fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
 
 /// Maximum scratch bytes of the product with this many rows or fewer.
 pub(super) fn matmul_scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
-    if cooperative(op, facts) { coop::scratch(op) } else { 0 }
+    gemv::scratch(op, facts).max(if cooperative(op, facts) { coop::scratch(op) } else { 0 })
 }
 
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     if cooperative(op, facts) {
         return Ok(coop::matmul(op, facts));
     }
-    op.w.blocks.iter().map(|block| product(op, block, facts)).collect()
+    let dots = op.w.blocks.iter().any(|block| gemv::has_dots(op, block, facts));
+    let round = dots.then(|| Ok(gemv::round(op, facts)));
+    round.into_iter().chain(op.w.blocks.iter().map(|block| product(op, block, facts))).collect()
 }
 
 fn product<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> Result<Kernel<B>> {

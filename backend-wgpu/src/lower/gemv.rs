@@ -1,8 +1,8 @@
 //! Products of few rows, and fusion of neighbouring ops into their dispatch.
 
-use selkie_core::backend::Handle;
+use selkie_core::backend::{Handle, Int8};
 use selkie_core::error::Result;
-use selkie_core::ops::Access::{InPlace, Read, Write};
+use selkie_core::ops::Access::{self, InPlace, Read, Write};
 use selkie_core::ops::{Activation, Conv1d, Matmul, Op, RmsNorm, RowBlock};
 use selkie_core::tensor::Tensor;
 
@@ -16,6 +16,10 @@ const NORMED_WEIGHTS: usize = 1 << 24;
 
 /// Maximum rows for the matrix-vector shader.
 pub(super) const FEW_ROWS: usize = 8;
+
+/// Products with coded weights that are those of integers. Smaller ones are limited by the number of dispatches, of which one
+/// rounds x and another is a norm that cannot be fused. Measured on an H200.
+pub const ROUNDED: Int8 = Int8::Few { rows: FEW_ROWS, weights: 1 << 22 };
 
 /// The ops that are fused with a product of few rows.
 pub(super) struct Fused<'a, B> {
@@ -33,10 +37,33 @@ impl<B> Default for Fused<'_, B> {
     }
 }
 
+/// Whether the product is one of integers.
+pub(super) fn has_dots<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> bool {
+    facts.dots && ROUNDED.takes(op.x.rows(), op.w.n * op.w.k) && codes::has_dots(block.format)
+}
+
+/// Scratch bytes of x rounded, of as many rows as are.
+pub(super) fn scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
+    let some = facts.dots && op.w.blocks.iter().any(|b| codes::has_dots(b.format));
+    if some { (op.x.rows().min(FEW_ROWS) * op.w.k / 2 * 3) as u64 } else { 0 }
+}
+
+/// The views of x rounded: codes `[M, K / 4]` and units `[M, K / 8]`.
+fn rounded<B: Handle>(b: Builder<B>, names: [&'static str; 2], access: Access, op: &Matmul<B>) -> Builder<B> {
+    let (m, k) = (op.x.rows(), op.w.k);
+    b.scratch(names[0], access, 0, [m, k / 4]).scratch(names[1], access, m * k / 4, [m, k / 8])
+}
+
+/// Rounds x for the products of integers.
+pub(super) fn round<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Kernel<B> {
+    let b = Builder::new(shader!("matmul_round")).param("m", op.x.rows()).param("k", op.w.k).vectors("x", Read, &op.x);
+    rounded(b, ["codes", "units"], Write, op).build("matmul", (op.x.len() / 16).div_ceil(64), facts.max_binding)
+}
+
 /// Fuses the first ops of `ops` into one dispatch and returns their number: a product of few rows with the norm before it, the
 /// activation or convolution after it, or both. Intermediate tensors are also written, unless a later op overwrites them
 /// unread.
-pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Kernel<B>)>> {
+pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Vec<Kernel<B>>)>> {
     // A fused norm has barriers, and every combination needs another pipeline.
     if facts.few_barriers {
         return Ok(None);
@@ -48,7 +75,8 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
     let Some((Op::Matmul(op), rest)) = rest.split_first() else { return Ok(None) };
     let [block] = op.w.blocks.as_slice() else { return Ok(None) };
     // A norm that cannot be fused becomes its own dispatch; the product is tried again without it.
-    if op.x.rows() > FEW_ROWS || !op.w.k.is_multiple_of(8) || norm.is_some_and(|norm| !takes_norm(op, norm)) {
+    let dots = has_dots(op, block, facts);
+    if op.x.rows() > FEW_ROWS || !op.w.k.is_multiple_of(8) || norm.is_some_and(|norm| dots || !takes_norm(op, norm)) {
         return Ok(None);
     }
     let mut fused = Fused { norm: norm.map(|norm| (norm, !overwritten(&op.x, rest))), ..Fused::default() };
@@ -78,7 +106,8 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
     if kernel.buffers.len() > MOST_BINDINGS {
         return Ok(None);
     }
-    Ok(Some((1 + usize::from(norm.is_some()) + usize::from(after), kernel)))
+    let kernels = dots.then(|| round(op, facts)).into_iter().chain([kernel]).collect();
+    Ok(Some((1 + usize::from(norm.is_some()) + usize::from(after), kernels)))
 }
 
 /// Whether two views cover the same elements.
@@ -137,9 +166,10 @@ pub(super) fn product<B: Handle>(
     let eight = eights("matmul", block, k)?;
     let sides = if fused.activation.is_some_and(|next| next.up.is_some()) { 2 } else { 1 };
     let norm = fused.norm.map(|(norm, _)| norm);
-    let wide = codes::is_wide(block.format);
+    let dots = has_dots(op, block, facts);
+    let wide = dots || codes::is_wide(block.format);
     let plan = if wide {
-        Gemv::wide(m, k)
+        Gemv::wide(m, k, dots)
     } else {
         let step = if eight { 8 } else { 4 };
         Gemv::pick(m, k, step, norm.is_some(), norm.is_some_and(|norm| norm.gate.is_some()))
@@ -149,6 +179,7 @@ pub(super) fn product<B: Handle>(
         .constant("MR", m)
         .constant("SIDES", sides)
         .flag("WIDE", wide)
+        .flag("DOTS", dots)
         .flag("EIGHT", eight)
         .flag("COLUMNS", op.columns.is_some())
         .flag("BIAS", op.bias.is_some())
@@ -160,9 +191,12 @@ pub(super) fn product<B: Handle>(
         .param("k", k)
         .param("col", block.col)
         .float("scale", op.scale)
-        .vectors("x", Read, norm.map_or(&op.x, |norm| &norm.x))
         .weight("w", block)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
+    b = match dots {
+        true => rounded(b, ["x", "units"], Read, op),
+        false => b.vectors("x", Read, norm.map_or(&op.x, |norm| &norm.x)),
+    };
     if let Some(columns) = &op.columns {
         b = b.view("columns", Read, columns);
     }
@@ -228,9 +262,9 @@ impl Gemv {
     }
 
     /// The same for coded weights that are read 32 elements at a time.
-    fn wide(m: usize, k: usize) -> Self {
-        let (most, rows) = if m > 2 { (32, 4) } else { (64, 2) };
-        Self { threads: 256, lanes: lanes(k, 32).min(most), rows, deep: 1 }
+    fn wide(m: usize, k: usize, dots: bool) -> Self {
+        let most = if m > 2 && !dots { 32 } else { 64 };
+        Self { threads: 256, lanes: lanes(k, 32).min(most), rows: if m > 2 { 4 } else { 2 }, deep: 1 }
     }
 
     fn constants<B: Handle>(&self, b: Builder<B>, facts: &Facts, k: usize) -> Builder<B> {

@@ -17,6 +17,8 @@ use selkie_core::tensor::{DType, Tensor};
 
 use crate::kernel::{Builder, Kernel, shader};
 
+pub use gemv::ROUNDED;
+
 /// Storage buffers that a dispatch may bind within WebGPU's default limits.
 const MOST_BINDINGS: usize = 8;
 
@@ -29,6 +31,8 @@ pub struct Facts {
     pub subgroup: Option<usize>,
     /// Cooperative matrices of 16 x 16 with f16 factors and f32 sums in subgroups of 32, and enough workgroup memory.
     pub cooperative: bool,
+    /// Products of few rows with coded weights are those of integers, of activations rounded to 8 bits.
+    pub dots: bool,
     /// The device is software, where every barrier costs time per thread and a pipeline takes seconds to compile: use few
     /// shaders, without barriers, even if they do more work.
     pub few_barriers: bool,
@@ -97,7 +101,7 @@ pub fn lower_step<B: Handle>(mut ops: &[Op<B>], facts: &Facts) -> Result<Vec<Ker
     let mut kernels = vec![];
     while let Some(op) = ops.first() {
         let (count, some) = match gemv::fused(ops, facts)? {
-            Some((count, kernel)) => (count, vec![kernel]),
+            Some(fused) => fused,
             None => (1, lower(op, facts)?),
         };
         kernels.extend(some);

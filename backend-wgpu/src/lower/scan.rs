@@ -369,13 +369,13 @@ mod tests {
         let one = pick(100, 1).expect("a long row");
         assert_eq!((one.first_group, one.groups, one.short), (1, 2, 0));
         assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
-        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, few_barriers: false };
+        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, dots: true, few_barriers: false };
         assert!(one.fits(0, &facts) && !one.fits(1 << 18, &facts));
     }
 
     #[test]
     fn no_step_takes_more_scratch_than_one_of_the_most_tokens_says() {
-        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, few_barriers: false };
+        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, dots: true, few_barriers: false };
         let (most_tokens, words) = (700, 512);
         let said = most(most_tokens, Some(words), &facts);
         for tokens in 1..=most_tokens {

@@ -223,6 +223,7 @@ fn layers_of(parts: &[Part]) -> usize {
 /// sines of rotary positions are those of the system's library.
 pub fn numerics(caps: &Caps) -> String {
     let Caps { backend, device, act, products, int8, rounds, kv, conv, state, ranks, .. } = caps;
+    let int8 = int8.word();
     let dtypes = format!(
         "act={act:?} products={products:?} int8={int8} rounds={rounds} kv={kv:?} conv={conv:?} state={state:?}"
     );

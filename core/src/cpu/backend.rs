@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use super::simd::Isa;
 use super::{Buf, Member, par, view};
-use crate::backend::{Backend, Caps, Handle, Ops};
+use crate::backend::{Backend, Caps, Handle, Int8, Ops};
 use crate::error::{Error, Result};
 use crate::format::Products;
 use crate::ops::Op;
@@ -71,7 +71,7 @@ impl CpuBackend {
             memory: memory.map(|m| m.total),
             act: DType::F32,
             products: DType::F32,
-            int8: products == Products::Fast,
+            int8: if products == Products::Fast { Int8::Always } else { Int8::Never },
             rounds: products == Products::Fast,
             kv: DType::F32,
             conv: DType::F32,

@@ -21,7 +21,7 @@ fn caps() -> Caps {
         memory: None,
         act: DType::Bf16,
         products: DType::Bf16,
-        int8: false,
+        int8: crate::backend::Int8::Never,
         rounds: true,
         kv: DType::Bf16,
         conv: DType::Bf16,

@@ -2,7 +2,7 @@
 
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Size, Spec, Table, dot};
-use selkie_core::backend::Handle;
+use selkie_core::backend::{Handle, Int8};
 use selkie_core::format::Format;
 use selkie_core::ops::{ExpertMatmul, ExpertRange, Op};
 use selkie_core::step::NONE;
@@ -67,7 +67,7 @@ impl Experts {
 
 impl Spec for Experts {
     fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
-        let mut h = Host { int8: d.int8 && self.format.is_integer(), ..Host::default() };
+        let mut h = Host { int8: d.int8 == Int8::Always && self.format.is_integer(), ..Host::default() };
         let real = self.tokens - self.padding;
         let (x_rows, per_token) =
             if self.combine { (self.tokens * self.choices, self.choices) } else { (self.tokens, 1) };

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::batch::Batch;
 use super::codes;
-use selkie_core::backend::Caps;
+use selkie_core::backend::{Caps, Int8};
 use selkie_core::format::Format;
 use selkie_core::kv8;
 use selkie_core::ops::RowBlock;
@@ -23,8 +23,8 @@ pub struct Dtypes {
     pub act: DType,
     /// Precision of the factors of products.
     pub products: DType,
-    /// Activations are rounded to 8 bits where weights are coded.
-    pub int8: bool,
+    /// Where activations are rounded to 8 bits.
+    pub int8: Int8,
     /// KV pages.
     pub kv: DType,
     /// Convolution states.

@@ -39,7 +39,7 @@ pub use run::{CaseReport, Check, Loaded, run};
 pub use run::{OpReport, run_all};
 
 use host::{Bound, Host, Rng, Wants};
-use selkie_core::backend::Handle;
+use selkie_core::backend::{Handle, Int8};
 use selkie_core::format::Format;
 use selkie_core::ops::{Act, Feature, Op};
 
@@ -81,7 +81,7 @@ impl Case {
     /// The op over handles without memory: for everything that depends on shapes only, with f32 activations and states.
     pub fn plain_op(&self) -> Op<Plain> {
         let d = selkie_core::tensor::DType::F32;
-        let dtypes = Dtypes { act: d, products: d, int8: false, kv: d, conv: d, state: d, ranks: 1 };
+        let dtypes = Dtypes { act: d, products: d, int8: Int8::Never, kv: d, conv: d, state: d, ranks: 1 };
         let host = self.spec.host(&dtypes, &mut Rng::blank(&self.id()));
         let handle = |(id, bytes): (usize, usize)| Some(Plain { id, bytes: bytes as u64 });
         let bufs = host.sizes().into_iter().enumerate().map(handle).collect();
@@ -331,7 +331,7 @@ mod tests {
     pub(super) const F32: Dtypes = Dtypes {
         act: DType::F32,
         products: DType::F32,
-        int8: false,
+        int8: Int8::Never,
         kv: DType::F32,
         conv: DType::F32,
         state: DType::F32,

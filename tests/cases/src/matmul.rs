@@ -38,7 +38,7 @@ impl Product {
 
 impl Spec for Product {
     fn host(&self, d: &Dtypes, rng: &mut Rng) -> Host {
-        let mut h = Host { int8: d.int8 && self.format.is_integer(), ..Host::default() };
+        let mut h = Host { int8: d.int8.takes(self.m, self.n * self.k) && self.format.is_integer(), ..Host::default() };
         h.float("x", d.act, &[self.m, self.k], rng.vec(self.m * self.k, 1.0));
         let blocks = self.blocks();
         let scale = 1.0 / (self.k as f32).sqrt();
@@ -289,6 +289,8 @@ pub(super) fn cases(to: &mut Table) {
 
 #[cfg(test)]
 mod tests {
+    use selkie_core::backend::Int8;
+
     use super::*;
 
     /// The error of rounding activations itself: what is off, squared, over what is there.
@@ -296,13 +298,13 @@ mod tests {
     fn eight_bits_are_within_their_error() {
         let mut worst = 0f64;
         for case in crate::all().into_iter().filter(|c| c.size == Size::Small && c.format.is_integer()) {
-            let sums = |int8: bool| -> Vec<f64> {
+            let sums = |int8: Int8| -> Vec<f64> {
                 let host = case.spec.host(&Dtypes { int8, ..crate::tests::F32 }, &mut Rng::new(&case.id()));
                 let wants = case.spec.want(&host);
                 let near = wants.iter().flat_map(|(_, w)| w);
                 near.filter_map(|w| if let Want::Near(v) = w { Some(*v) } else { None }).collect()
             };
-            let (rounded, exact) = (sums(true), sums(false));
+            let (rounded, exact) = (sums(Int8::Always), sums(Int8::Never));
             let off: f64 = rounded.iter().zip(&exact).map(|(a, b)| (a - b).powi(2)).sum();
             let nmse = off / exact.iter().map(|x| x * x).sum::<f64>();
             assert!(nmse <= 1e-4 && (nmse > 0.0 || case.op == "embed"), "{}: NMSE {nmse:e}", case.id());

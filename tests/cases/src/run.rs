@@ -391,6 +391,8 @@ async fn run_prepared<B: Backend>(backend: &B, case: &Case, mut p: Prepared) -> 
 
 #[cfg(test)]
 mod tests {
+    use selkie_core::backend::Int8;
+
     use super::*;
     use crate::all;
     use crate::tests::F32;
@@ -398,7 +400,7 @@ mod tests {
     const BF16: Dtypes = Dtypes {
         act: DType::Bf16,
         products: DType::Bf16,
-        int8: false,
+        int8: Int8::Never,
         kv: DType::Bf16,
         conv: DType::Bf16,
         state: DType::F32,
