@@ -153,6 +153,19 @@ pub(super) fn find(name: &str) -> Batch {
     stateful().into_iter().find(|(n, _)| *n == name).expect("a batch of that name").1
 }
 
+/// A row whose chunks end at, before and after multiples of 16 tokens, each with its state kept, and a short row.
+pub(super) fn uneven_chunks() -> Batch {
+    let lens = [15, 49, 16, 48, 17, 47, 31, 33, 1, 63, 64, 32, 18, 14];
+    let src = |i| if i == 0 { 1 } else { CARRY };
+    let chunks: Vec<_> = lens.iter().zip(0..).map(|(&len, i)| (len, src(i), i + 2)).collect();
+    Batch::new(vec![row(64, &chunks), row(7, &[(5, 0, 16)])])
+}
+
+/// Rows of 1 to 130 tokens, on the grid of 64 and off it, new and carried on.
+pub(super) fn every_length() -> Batch {
+    Batch::new((0..130).map(|i| cut(37 * i % 128, i + 1, i % 3, &[0, i + 3])).collect())
+}
+
 /// Gives every row the pages of its positions: scattered, not in order, each its own.
 pub(super) fn with_pages(mut rows: Vec<Row>) -> Vec<Row> {
     let count = |r: &Row| r.end().div_ceil(PAGE);

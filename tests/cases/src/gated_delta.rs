@@ -1,6 +1,6 @@
 //! Cases of `gated_delta`.
 
-use super::batch::{Batch, Tables, cut, find, row, stateful};
+use super::batch::{Batch, Tables, cut, every_length, find, row, stateful, uneven_chunks};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
 use super::{Decay, Size, Spec, Table, sigmoid, softplus};
 use selkie_core::backend::Handle;
@@ -164,6 +164,13 @@ pub(super) fn cases(to: &mut Table) {
     to.add("dk 64, dv 64", Delta { dk: 64, dv: 64, ..base.clone() });
     let batch = find("verification of 3 rows");
     to.add("dk 64, dv 64, verification of 3 rows", Delta { batch, dk: 64, dv: 64, ..base.clone() });
+    let one = Delta { key_heads: 1, per_key: 1, heads: 1, dk: 64, dv: 32, ..base.clone() };
+    for (kind, each) in [("", false), ("a decay per channel, ", true)] {
+        for (name, batch) in [("uneven chunks", uneven_chunks()), ("rows of 1 to 130 tokens", every_length())] {
+            let spec = Delta { batch, each, ..one.clone() };
+            to.sized(Size::Large, &format!("{kind}dk 64, dv 32, {name}"), spec);
+        }
+    }
     to.add("dk 96, dv 192", Delta { key_heads: 1, per_key: 1, heads: 1, dk: 96, dv: 192, ..base.clone() });
     to.add("dk 128, dv 128", Delta { key_heads: 1, heads: 2, dk: 128, dv: 128, ..base.clone() });
     let common = Delta { key_heads: 1, heads: 2, dk: 128, dv: 128, ..base.clone() };
@@ -241,6 +248,11 @@ fn per_channel(to: &mut Table, base: &Delta) {
             Delta { decay, ..chunked.clone() },
         );
     }
+    for (name, decay) in Decay::ALL {
+        let one = Delta { key_heads: 1, per_key: 1, heads: 1, dk: 96, dv: 32, batch: uneven_chunks(), ..each.clone() };
+        let name = format!("a decay per channel, dk 96, dv 32, {name}, uneven chunks");
+        to.sized(Size::Large, &name, Delta { decay, ..one });
+    }
     let block = Delta { first_head: 3, heads: 3, dk: 128, decay: Decay::Any, views: true, ..chunked };
     to.sized(Size::Large, "a decay per channel, dk 128, dv 64, every decay, a block across key heads", block);
     to.add("a decay per channel, dk 20, dv 36", Delta { dk: 20, dv: 36, ..each.clone() });
@@ -249,7 +261,7 @@ fn per_channel(to: &mut Table, base: &Delta) {
     to.add("a decay per channel, 2 value heads per key head", Delta { key_heads: 2, per_key: 2, ..each.clone() });
     let block = Delta { key_heads: 6, first_head: 2, heads: 3, views: true, ..each };
     to.add("a decay per channel, block of heads", block.clone());
-    for (dk, dv) in [(32, 16), (96, 48), (192, 32)] {
+    for (dk, dv) in [(32, 16), (96, 48), (96, 96), (192, 32)] {
         let long = Delta { batch: find("long rows"), per_key: 2, first_head: 3, dk, dv, ..block.clone() };
         to.add(&format!("a decay per channel, dk {dk}, dv {dv}, long rows of a block across key heads"), long);
     }

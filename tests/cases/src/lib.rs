@@ -235,6 +235,8 @@ enum Decay {
     Weak,
     /// exp(dt A) is 0 in f32.
     Underflow,
+    /// exp(dt A) is 1 in f32.
+    One,
     /// Some heads of each.
     Any,
     /// Weak, except for an occasional token that clears the state.
@@ -242,10 +244,11 @@ enum Decay {
 }
 
 impl Decay {
-    const ALL: [(&'static str, Self); 5] = [
+    const ALL: [(&'static str, Self); 6] = [
         ("strong decay", Self::Strong),
         ("weak decay", Self::Weak),
         ("decay to zero at once", Self::Underflow),
+        ("no decay", Self::One),
         ("every decay", Self::Any),
         ("resets", Self::Resets),
     ];
@@ -257,6 +260,7 @@ impl Decay {
             Self::Strong => ((-16.0, -4.0), (0.0, 2.0)),
             Self::Weak => ((-0.02, -0.001), (-6.0, -4.0)),
             Self::Underflow => ((-80.0, -40.0), (4.0, 25.0)),
+            Self::One => ((-2.0, -0.2), (-40.0, -30.0)),
             Self::Any => ((-20.0, -0.001), (-6.0, 6.0)),
             Self::Resets => ((-80.0, -40.0), (-8.0, -6.0)),
         }
