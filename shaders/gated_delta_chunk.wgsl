@@ -7,6 +7,7 @@
 // A thread of the first half holds R, then D, of 4 tokens and 4 columns; a thread of the second half holds their outputs.
 // K, Q and S pass through workgroup memory in slices of 16 key elements, A, M, D and K in slices of 16 tokens; the next
 // slice is fetched while one is used.
+// EACH: exp(c) is a vector along the keys, which chunk_pairs_channel.wgsl left in `decays`, with k_s exp(c_end - c_s) beside it.
 
 const WORDS: u32 = 152u;
 
@@ -20,6 +21,22 @@ var<workgroup> scales: array<vec4<f32>, 64>;
 
 fn prep_of(t: u32, h: u32, word: u32) -> vec4<f32> {
     return bitcast<vec4<f32>>(prep_v4((t * P.heads + h) * WORDS + word));
+}
+
+#if EACH
+// A quad of exp(c_t) from element `i` of a key on or, with i from KEY on, of k_t exp(c_end - c_t).
+fn decays_of(t: u32, h: u32, i: u32) -> vec4<f32> {
+    return bitcast<vec4<f32>>(decays_v4((t * P.heads + h) * 2u * KEY + i));
+}
+#endif
+
+// A quad of a key as it is added to the state: exp(c_end - c_t) is in it, or in the token's scales.
+fn left_of(t: u32, h: u32, key: u32, quad: u32) -> vec4<f32> {
+#if EACH
+    return decays_of(t, h, KEY + quad);
+#else
+    return k_v4(t * P.k_row + key + quad);
+#endif
 }
 
 @compute @workgroup_size(256)
@@ -61,6 +78,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let word = 4u * (thread % 4u);
     var next = k_v4(min(first + quarter, last) * P.k_row + key + word);
     var more = q_v4(min(first + quarter, last) * P.q_row + key + word);
+#if EACH
+    var next_decay = decays_of(min(first + quarter, last), h, word);
+#endif
     var next_inverse = vec4<f32>();
     var next_scales = prep_of(min(first + (thread & 63u), last), h, 144u);
 #for i 4
@@ -80,7 +100,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
 #end
         }
-        let decay = prep_of(start, h, 148u).x;
+#if EACH
+        let decay = decays_of(start + len - 1u, h, min(4u * sr, KEY - 4u));
+#else
+        let decay = prep_of(start, h, 148u);
+#endif
         if thread < 64u {
             scales[thread] = select(vec4<f32>(), next_scales, thread < len);
         }
@@ -90,6 +114,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
         for (var n = 0u; n < KEY / 16u; n++) {
             workgroupBarrier();
+#if EACH
+            next *= next_decay;
+            more *= next_decay;
+#endif
             wide[thread] = next * scales[quarter].x;
             wide[thread + 256u] = more * scales[quarter].y;
             if sr / 4u == n {
@@ -102,6 +130,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 let col = key + 16u * (n + 1u) + word;
                 next = k_v4(min(start + quarter, last) * P.k_row + col);
                 more = q_v4(min(start + quarter, last) * P.q_row + col);
+#if EACH
+                next_decay = decays_of(min(start + quarter, last), h, col - key);
+#endif
             } else {
                 next = prep_of(min(start + quarter, last), h, word);
                 more = prep_of(min(start + quarter, last), h, 64u + word);
@@ -136,8 +167,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 more = prep_of(min(start + quarter, last), h, s0 + 80u + word);
                 next_inverse = prep_of(min(start + s0 + 16u + quarter, last), h, 128u + word);
             } else {
-                next = k_v4(min(start + thread / 32u, last) * P.k_row + key + quad);
-                more = k_v4(min(start + thread / 32u + 8u, last) * P.k_row + key + quad);
+                next = left_of(min(start + thread / 32u, last), h, key, quad);
+                more = left_of(min(start + thread / 32u + 8u, last), h, key, quad);
             }
             if side == 0u {
                 var d = vec4<f32>();
@@ -188,7 +219,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
         }
 #for p 4
-        state$p *= decay;
+        state$p *= decay[$p];
 #end
         for (var s0 = 0u; s0 < len; s0 += 16u) {
             workgroupBarrier();
@@ -202,12 +233,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             workgroupBarrier();
             if s0 + 16u < len {
                 let ahead = start + s0 + 16u + thread / 32u;
-                next = k_v4(min(ahead, last) * P.k_row + key + quad);
-                more = k_v4(min(ahead + 8u, last) * P.k_row + key + quad);
+                next = left_of(min(ahead, last), h, key, quad);
+                more = left_of(min(ahead + 8u, last), h, key, quad);
             } else {
                 let ahead = start + len;
                 next = k_v4(min(ahead + quarter, last) * P.k_row + key + word);
                 more = q_v4(min(ahead + quarter, last) * P.q_row + key + word);
+#if EACH
+                next_decay = decays_of(min(ahead + quarter, last), h, word);
+#endif
                 next_scales = prep_of(min(ahead + (thread & 63u), last), h, 144u);
 #for i 4
                 y$i = v_v4(min(ahead + tm + 16u * $iu, last) * P.v_row + column);

@@ -5,6 +5,8 @@
 //     16 words  the token's row of the inverse of I + A within its diagonal block
 //      4 words  factors of k_t and q_t for the state before the chunk, of k_t for the state after it; b_t
 //      4 words  the decay of the whole chunk
+// EACH: every channel has its own decay. chunk_pairs_channel.wgsl computed the products with the decays inside and put them where A
+// and M go, so all decays here are 1.
 
 const WORDS: u32 = 152u;
 const LOG2E: f32 = 1.44269504;
@@ -32,13 +34,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         return;
     }
     let key = (P.first_head + h) / P.heads_per_key;
+#if EACH
+    let pair = h * WORDS;
+#else
     let pair = (key - P.first_key) * 64u;
+#endif
     let t = thread & 63u;
     // Tokens past the chunk's end repeat the last one; their results are not stored.
     let at = start + min(t, len - 1u);
     if thread < 64u {
+#if EACH
+        gates[t] = 0.0;
+#else
         // exp2(-150) is already 0 in f32; larger running sums would lose precision for later tokens.
         gates[t] = max(par_at(h) * LOG2E * softplus(a_at(at * P.a_row + h) + par_at(P.par_row + h)), -150.0);
+#endif
         betas[t] = P.beta_scale * sigmoid(b_at(at * P.b_row + h));
         k_norms[t] = inverseSqrt(bitcast<f32>(kk_at(at * P.kk_row + pair + at - start)) + 1e-6);
     } else {
@@ -65,11 +75,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let sum_row = vec4<f32>(sums[s], sums[s + 1u], sums[s + 2u], sums[s + 3u]);
     let columns = vec4<u32>(s, s + 1u, s + 2u, s + 3u);
     for (var r = thread / 32u; r < 64u; r += 4u) {
-        let near = min(start + r, start + len - 1u);
         let decays = k_row * exp2(min(vec4<f32>(sums[r]) - sum_row, vec4<f32>()));
         if (thread & 16u) == 0u {
-            let a = bitcast<vec4<f32>>(kk_v4(near * P.kk_row + pair + s)) * decays * (-betas[r] * k_norms[r]);
-            let below = select(vec4<f32>(), a, columns < vec4<u32>(r));
+            var below = vec4<f32>();
+            if r < len {
+                let a = bitcast<vec4<f32>>(kk_v4((start + r) * P.kk_row + pair + s)) * decays * (-betas[r] * k_norms[r]);
+                below = select(below, a, columns < vec4<u32>(r));
+            }
             let inside = s / 16u == r / 16u;
             if inside {
                 diagonal[4u * r + s / 4u % 4u] = below;
@@ -78,7 +90,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 prep_set4(unit + r * P.heads * WORDS + s, bitcast<vec4<u32>>(select(below, vec4<f32>(), inside)));
             }
         } else if r < len {
-            let m = bitcast<vec4<f32>>(qk_v4(near * P.qk_row + pair + s)) * decays * q_norms[r];
+            let m = bitcast<vec4<f32>>(qk_v4((start + r) * P.qk_row + pair + s)) * decays * q_norms[r];
             let upto = select(vec4<f32>(), m, columns <= vec4<u32>(r));
             prep_set4(unit + r * P.heads * WORDS + 64u + s, bitcast<vec4<u32>>(upto));
         }

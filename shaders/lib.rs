@@ -15,6 +15,7 @@ files![
     "attention_rows.wgsl",
     "attention_tile.wgsl",
     "chunk_pairs.wgsl",
+    "chunk_pairs_channel.wgsl",
     "common.wgsl",
     "conv1d.wgsl",
     "conv1d_states.wgsl",

@@ -78,7 +78,7 @@ pub(super) fn selective_scan<B: Handle>(op: &SelectiveScan<B>, facts: &Facts) ->
     if many
         && scan_words(op).is_some()
         && let Some(chunks) =
-            Pairs::pick(bucket, n, (op.first_head, heads, op.heads_per_group)).filter(|c| c.fits(0, facts))
+            Pairs::pick(bucket, n, (op.first_head, heads, op.heads_per_group)).filter(|c| c.fits(facts))
     {
         kernels.push(chunks.kernel("selective_scan", &op.step, &op.c, &op.b, 0, facts));
         kernels.push(
@@ -180,9 +180,9 @@ impl Pairs {
         self.tokens * self.groups * PAGE
     }
 
-    /// Whether a binding of the scratch arena can hold this and `others` more words.
-    fn fits(&self, others: usize, facts: &Facts) -> bool {
-        4 * (self.words() + others) as u64 <= facts.max_binding
+    /// Whether a binding of the scratch arena can hold this.
+    fn fits(&self, facts: &Facts) -> bool {
+        4 * self.words() as u64 <= facts.max_binding
     }
 
     /// The dispatch that multiplies rows of `c` and `b` and writes to word `offset` of the scratch arena.
@@ -240,65 +240,15 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
     demand(dk <= most, "gated_delta", || format!("a key dim of {dk}; at most {most} is supported"))?;
     let bucket = &op.step.bucket;
     let many = bucket.tokens > FEW_TOKENS * bucket.rows && !facts.few_barriers;
-    let base = |shader: Shader| {
-        Builder::new(shader)
-            .param("heads", heads)
-            .param("first_head", op.first_head)
-            .param("heads_per_key", op.heads_per_key)
-            .step(&op.step)
-    };
-    // Adds the arguments of the per-token gates, which do not depend on the state.
-    let gated = |shader: Shader| {
-        base(shader)
-            .constant("KEY", dk)
-            .float("query_scale", 1.0 / (dk as f32).sqrt())
-            .float("beta_scale", op.beta_scale)
-            .view("a", Read, &op.a)
-            .view("b", Read, &op.b)
-            .view("par", Read, &op.par)
-    };
-    let mut kernels = vec![];
-    let mut longest = usize::MAX;
-    if many
-        && delta_words(op).is_some()
-        && let Some(keys) = Pairs::pick(bucket, dk, (op.first_head, heads, op.heads_per_key))
-            .filter(|k| k.fits(k.words() + bucket.tokens * heads * PREPARED, facts))
-    {
-        let (qk, prep, prepared) = (keys.words(), 2 * keys.words(), [bucket.tokens, heads * PREPARED]);
-        kernels.push(keys.kernel("gated_delta", &op.step, &op.k, &op.k, 0, facts));
-        kernels.push(keys.kernel("gated_delta", &op.step, &op.q, &op.k, qk, facts));
-        kernels.push(
-            gated(shader!("gated_delta_prepare"))
-                .param("short", keys.short)
-                .param("first_key", keys.first_group)
-                .vectors("q", Read, &op.q)
-                .scratch("kk", Read, 0, keys.dims())
-                .scratch("qk", Read, qk, keys.dims())
-                .scratch("prep", Write, prep, prepared)
-                .build("gated_delta", bucket.chunks * heads, facts.max_binding),
-        );
-        kernels.push(
-            base(shader!("gated_delta_chunk"))
-                .constant("KEY", dk)
-                .constant("VALUE", dv)
-                .constant("BLOCKS", dv / CHUNK_COLUMNS)
-                .param("short", keys.short)
-                .vectors("q", Read, &op.q)
-                .vectors("k", Read, &op.k)
-                .vectors("v", Read, &op.v)
-                .vectors("pool", InPlace, &op.pool)
-                .vectors("out", Write, &op.out)
-                .scratch("prep", Read, prep, prepared)
-                .build("gated_delta", bucket.rows * heads * (dv / CHUNK_COLUMNS), facts.max_binding),
-        );
-        if keys.short == 0 {
-            return Ok(kernels);
-        }
-        longest = keys.short;
+    let chunked = if many { chunked_delta(op, facts) } else { None };
+    // The token-by-token form takes the rows that the chunked form skips.
+    let (mut kernels, longest) = chunked.unwrap_or((vec![], usize::MAX));
+    if longest == 0 {
+        return Ok(kernels);
     }
     let parts = dv.div_ceil(32);
     kernels.push(
-        gated(shader!("gated_delta"))
+        delta_gates(shader!("gated_delta"), op)
             .constant("VALUE", dv)
             .flag("EACH", each)
             .param("parts", parts)
@@ -311,6 +261,83 @@ pub(super) fn gated_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Resul
             .build("gated_delta", bucket.rows * heads * parts, facts.max_binding),
     );
     Ok(kernels)
+}
+
+/// A shader of the delta rule.
+fn delta_base<B: Handle>(shader: Shader, op: &GatedDelta<B>) -> Builder<B> {
+    Builder::new(shader)
+        .constant("KEY", op.pool.dims()[2])
+        .param("heads", op.pool.dims()[1])
+        .param("first_head", op.first_head)
+        .param("heads_per_key", op.heads_per_key)
+        .step(&op.step)
+}
+
+/// A shader of the delta rule with the arguments of the per-token gates, which do not depend on the state.
+fn delta_gates<B: Handle>(shader: Shader, op: &GatedDelta<B>) -> Builder<B> {
+    delta_base(shader, op)
+        .float("query_scale", 1.0 / (op.pool.dims()[2] as f32).sqrt())
+        .float("beta_scale", op.beta_scale)
+        .view("a", Read, &op.a)
+        .view("b", Read, &op.b)
+        .view("par", Read, &op.par)
+}
+
+/// The chunked form and the most tokens of the rows that it skips; `None` for pools that it does not support, and if the
+/// step cannot have long rows or its data exceeds a binding.
+fn chunked_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Option<(Vec<Kernel<B>>, usize)> {
+    let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
+    let (bucket, each) = (&op.step.bucket, op.decays_per_channel());
+    let pairs = Pairs::pick(bucket, dk, (op.first_head, heads, op.heads_per_key))?;
+    if 4 * (bucket.tokens * delta_words(op)?) as u64 > facts.max_binding {
+        return None;
+    }
+    let prepared = [bucket.tokens, heads * PREPARED];
+    let kept = [bucket.tokens, heads * 2 * dk];
+    // Scratch per head: K K' and Q K', then what is prepared. With decays per channel, the products take the places of what is
+    // prepared from them, and decays come behind it.
+    let (qk, prep, products) =
+        if each { (PAGE, 0, prepared) } else { (pairs.words(), 2 * pairs.words(), pairs.dims()) };
+    let decays = prepared[0] * prepared[1];
+    let mut kernels = if each {
+        let shader = delta_base(shader!("chunk_pairs_channel"), op)
+            .param("short", pairs.short)
+            .vectors("q", Read, &op.q)
+            .vectors("k", Read, &op.k)
+            .vectors("a", Read, &op.a)
+            .vectors("par", Read, &op.par)
+            .scratch("prep", Write, prep, prepared)
+            .scratch("decays", Write, decays, kept);
+        vec![shader.build("gated_delta", bucket.chunks * heads, facts.max_binding)]
+    } else {
+        let of = |rows: &Tensor<B>, offset| pairs.kernel("gated_delta", &op.step, rows, &op.k, offset, facts);
+        vec![of(&op.k, 0), of(&op.q, qk)]
+    };
+    let prepare = delta_gates(shader!("gated_delta_prepare"), op)
+        .flag("EACH", each)
+        .param("short", pairs.short)
+        .param("first_key", pairs.first_group)
+        .vectors("q", Read, &op.q)
+        .scratch("kk", Read, 0, products)
+        .scratch("qk", Read, qk, products)
+        .scratch("prep", Write, prep, prepared);
+    kernels.push(prepare.build("gated_delta", bucket.chunks * heads, facts.max_binding));
+    let mut chunk = delta_base(shader!("gated_delta_chunk"), op)
+        .constant("VALUE", dv)
+        .constant("BLOCKS", dv / CHUNK_COLUMNS)
+        .flag("EACH", each)
+        .param("short", pairs.short)
+        .vectors("q", Read, &op.q)
+        .vectors("k", Read, &op.k)
+        .vectors("v", Read, &op.v)
+        .vectors("pool", InPlace, &op.pool)
+        .vectors("out", Write, &op.out)
+        .scratch("prep", Read, prep, prepared);
+    if each {
+        chunk = chunk.scratch("decays", Read, decays, kept);
+    }
+    kernels.push(chunk.build("gated_delta", bucket.rows * heads * (dv / CHUNK_COLUMNS), facts.max_binding));
+    Some((kernels, pairs.short))
 }
 
 /// Words per token and head that `gated_delta_prepare.wgsl` writes to scratch.
@@ -336,8 +363,9 @@ fn scan_words<B: Handle>(op: &SelectiveScan<B>) -> Option<usize> {
 /// Scratch words per token of the chunked delta rule; `None` for pools that it does not support.
 fn delta_words<B: Handle>(op: &GatedDelta<B>) -> Option<usize> {
     let &[_, heads, dk, dv] = op.pool.dims() else { unreachable!("checked: four dims") };
-    (delta_is_chunked(dk, dv) && !op.decays_per_channel())
-        .then(|| 2 * Pairs::groups(op.first_head, heads, op.heads_per_key).1 * PAGE + heads * PREPARED)
+    let groups = Pairs::groups(op.first_head, heads, op.heads_per_key).1;
+    let others = if op.decays_per_channel() { 2 * heads * dk } else { 2 * groups * PAGE };
+    delta_is_chunked(dk, dv).then_some(others + heads * PREPARED)
 }
 
 /// Maximum scratch bytes of a chunked form in steps of at most `tokens` tokens, in any rows. A larger step can need less: if
@@ -370,7 +398,7 @@ mod tests {
         assert_eq!((one.first_group, one.groups, one.short), (1, 2, 0));
         assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
         let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, dots: true, few_barriers: false };
-        assert!(one.fits(0, &facts) && !one.fits(1 << 18, &facts));
+        assert!(one.fits(&facts) && !one.fits(&Facts { max_binding: 4 * 100 * 2 * 64 - 1, ..facts }));
     }
 
     #[test]
@@ -388,7 +416,7 @@ mod tests {
 
     #[test]
     fn sizes_of_published_models_are_chunked() {
-        // Nemotron-H, Falcon-H1 7B and 1.5B, Granite 350M; Qwen3-Next, Olmo-Hybrid.
+        // Nemotron-H, Falcon-H1 7B and 1.5B, Granite 350M; Qwen3-Next and Kimi-Linear, Olmo-Hybrid.
         assert!([(64, 128), (128, 256), (64, 256), (32, 128)].iter().all(|&(p, n)| scan_is_chunked(p, n)));
         assert!([(128, 128), (96, 192)].iter().all(|&(dk, dv)| delta_is_chunked(dk, dv)));
         assert!(!scan_is_chunked(80, 128) && !scan_is_chunked(64, 96) && !delta_is_chunked(256, 128));
