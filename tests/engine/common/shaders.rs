@@ -32,15 +32,34 @@ impl Source for Config {
     }
 }
 
+type Model = fn() -> Config;
+
 /// Two layers as wide as in granite-4.0-h-350m: products take other tiles at 64, 128, 192 and more tokens.
-fn config() -> Config {
+fn granite() -> Config {
     let text = include_bytes!("../../../models/configs/granite-4.0-h-350m.json");
+    two_layers(text, json!({ "layer_types": ["mamba", "attention"] }))
+}
+
+/// A layer of Kimi Delta Attention and one over latents, of few heads as in kimi-linear-48b-a3b.
+fn kimi() -> Config {
+    let text = include_bytes!("../../../models/configs/kimi-linear-48b-a3b.json");
+    let layers = json!({
+        "linear_attn_config": {
+            "head_dim": 128, "num_heads": 2, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2],
+        },
+        "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 256, "intermediate_size": 512,
+        "num_experts": 16, "moe_intermediate_size": 64,
+    });
+    two_layers(text, layers)
+}
+
+/// A shipped config with two layers, a small vocabulary and these keys.
+fn two_layers(text: &[u8], keys: serde_json::Value) -> Config {
     let mut config: serde_json::Value = serde_json::from_slice(text).expect("a shipped config");
-    for (key, value) in [("num_hidden_layers", json!(2)), ("layer_types", json!(["mamba", "attention"]))] {
-        config[key] = value;
+    let few = json!({ "num_hidden_layers": 2, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 1 });
+    for (key, value) in [few, keys].iter().flat_map(|keys| keys.as_object().expect("an object")) {
+        config[key] = value.clone();
     }
-    config["vocab_size"] = 1000.into();
-    config["eos_token_id"] = 1.into();
     Config(config.to_string().into_bytes())
 }
 
@@ -57,7 +76,7 @@ async fn answer(engine: &mut Engine<WgpuBackend>, tokens: usize) -> Result<()> {
     Ok(())
 }
 
-async fn check(open: fn() -> Result<WgpuBackend>) -> Result<(), Failed> {
+async fn check(open: fn() -> Result<WgpuBackend>, config: Model) -> Result<(), Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let files = ModelFiles::open_random(Arc::new(config()), || 0, 1, None).await.map_err(text)?;
     let options = EngineOptions {
@@ -81,8 +100,11 @@ async fn check(open: fn() -> Result<WgpuBackend>) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A trial.
+/// A trial of each model.
 pub fn on(name: &'static str, open: fn() -> Result<WgpuBackend>) -> Vec<Trial> {
-    let run = move |_: &WgpuBackend| pollster::block_on(check(open));
-    common::on(name, open, [("shaders: all at load".to_owned(), false, run)])
+    let trial = |(model, config): (&str, Model)| {
+        let run = move |_: &WgpuBackend| pollster::block_on(check(open, config));
+        (format!("shaders: all at load of {model}"), false, run)
+    };
+    common::on(name, open, [("granite", granite as Model), ("kimi", kimi)].map(trial))
 }
