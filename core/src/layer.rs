@@ -87,8 +87,6 @@ pub struct KvShape {
     pub key_dim: usize,
     /// Elements of a value.
     pub value_dim: usize,
-    /// Whether these are latents, which have no pages in 8 bits.
-    pub latent: bool,
 }
 
 impl KvShape {

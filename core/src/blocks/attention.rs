@@ -134,7 +134,7 @@ impl Plan {
 
     pub(super) fn state(&self) -> LayerState {
         let Heads { kv_heads, head_dim, .. } = self.heads;
-        let kv = KvShape { heads: kv_heads, key_dim: head_dim, value_dim: head_dim, latent: false };
+        let kv = KvShape { heads: kv_heads, key_dim: head_dim, value_dim: head_dim };
         LayerState { kv: Some(kv), ..LayerState::default() }
     }
 

@@ -72,7 +72,7 @@ impl Plan {
     }
 
     pub(super) fn state(&self) -> LayerState {
-        let kv = KvShape { heads: 1, key_dim: self.latent, value_dim: self.shared, latent: true };
+        let kv = KvShape { heads: 1, key_dim: self.latent, value_dim: self.shared };
         LayerState { kv: Some(kv), ..LayerState::default() }
     }
 

@@ -8,6 +8,7 @@ mod group;
 mod int8;
 pub mod math;
 mod ops;
+mod pages;
 pub mod par;
 pub mod probe;
 pub mod simd;

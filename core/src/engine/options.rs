@@ -148,7 +148,7 @@ impl EngineOptions {
     /// than batch and context can use; 1 GiB where free memory cannot be queried.
     ///
     /// # Errors
-    /// As [`Split::new`] and [`pools::supported`].
+    /// As [`Split::new`]; [`Error::BadRequest`] for numbers out of range.
     pub fn sizes(&self, spec: &ModelSpec, caps: &Caps, free: Option<u64>) -> Result<Sizes> {
         for (what, asked, most) in [
             ("requests in a batch", self.max_batch, MOST_BATCH),
@@ -159,7 +159,6 @@ impl EngineOptions {
                 return Err(Error::BadRequest(format!("{asked} {what}; 1 to {most} are supported")));
             }
         }
-        pools::supported(spec, caps)?;
         let shape = StateShape {
             slot_bytes: pools::slot_bytes(spec, caps),
             page_bytes: pools::page_bytes(spec, caps),

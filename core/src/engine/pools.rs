@@ -32,27 +32,13 @@ pub fn page_bytes(spec: &ModelSpec, caps: &Caps) -> u64 {
     spec.layers.iter().map(layer).sum()
 }
 
-/// Whether the model can have pages of the backend's dtype.
-///
-/// # Errors
-/// [`Error::BadRequest`] for latents in 8 bits.
-pub fn supported(spec: &ModelSpec, caps: &Caps) -> Result<()> {
-    if caps.kv == DType::I8 && spec.layers.iter().filter_map(|l| l.kv).any(|kv| kv.latent) {
-        return Err(Error::BadRequest(
-            "this model keeps latents, for which there are no pages in 8 bits: leave out `--kv-dtype int8`".into(),
-        ));
-    }
-    Ok(())
-}
-
 /// Memory for `slots` sequence states and `pages` pages of 64 tokens, slot 0 and page 0 not counted; one entry per layer.
 ///
 /// # Errors
-/// As [`supported`]; [`Error::BadRequest`] if even one head (or channel) of that many slots or pages is larger than one binding,
+/// [`Error::BadRequest`] if even one head (or channel) of that many slots or pages is larger than one binding,
 /// with the number that fits; [`Error::OutOfMemory`] from the backend.
 pub fn alloc<B: Backend>(backend: &B, spec: &ModelSpec, slots: usize, pages: usize) -> Result<Vec<LayerPools<B::Buf>>> {
     let caps = backend.caps();
-    supported(spec, caps)?;
     let tensor = |label: &str, dtype: DType, dims: &[usize]| {
         let bytes = dims.iter().product::<usize>() * dtype.bytes();
         Ok(Tensor::new(backend.alloc(label, bytes as u64)?, dtype, dims))

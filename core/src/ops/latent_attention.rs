@@ -38,9 +38,10 @@ impl<Buf: Handle> LatentAttention<Buf> {
 
     pub(super) fn cost(&self) -> Cost {
         let b = &self.step.bucket;
-        let [latent, shared] = [&self.pool.k, &self.pool.v].map(|t| t.row_len() / PAGE);
+        let [latent, shared] = self.pool.latent_widths();
         let keys = b.pages * PAGE;
-        let held = (b.rows * keys * (latent + shared) * self.pool.k.dtype.bytes()) as u64;
+        let page = (self.pool.k.row_len() + self.pool.v.row_len()) * self.pool.k.dtype.bytes();
+        let held = (b.rows * b.pages * page) as u64;
         let flops = 2 * (keys * b.tokens * self.heads * (2 * latent + shared)) as u64;
         Cost { bytes: size(&self.q) + size(&self.queries) + size(&self.out) + held, held, flops }
     }

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Access, Cost, KvPool, ensure, expect};
 use crate::backend::Handle;
+use crate::kv8;
 use crate::step::{PAGE, Step};
 use crate::tensor::{DType, Tensor};
 
@@ -19,7 +20,8 @@ pub struct LatentKv<Buf> {
     pub weight: Tensor<Buf>,
     /// Added to the mean square.
     pub eps: f32,
-    /// The layer's pages: of one head, k `[pages, 1, 64, R]` and v `[pages, 1, 64, S]`.
+    /// The layer's pages: of one head, k `[pages, 1, 64, R]` and v `[pages, 1, 64, S]`, each with a scale per token if they have
+    /// 8 bits.
     pub pool: KvPool<Buf>,
 }
 
@@ -45,12 +47,17 @@ impl<Buf: Handle> LatentKv<Buf> {
 
 impl<Buf: Handle> KvPool<Buf> {
     /// R and S of pages with latents.
+    pub fn latent_widths(&self) -> [usize; 2] {
+        [&self.k, &self.v].map(|t| kv8::elements(t.dtype, t.row_len() / PAGE))
+    }
+
+    /// [`Self::latent_widths`] of pages of one head and one dtype.
     pub(super) fn check_latent(&self, op: &str) -> [usize; 2] {
-        let width = |t: &Tensor<Buf>| t.dims().last().copied().unwrap_or_default();
-        let (latent, shared) = (width(&self.k), width(&self.v));
-        assert!(self.k.dtype != DType::I8, "{op}: pages of latents in 8 bits");
-        expect(op, "pages of latents", &self.k, &[self.k.rows(), 1, PAGE, latent]);
-        expect(op, "pages of shared keys", &self.v, &[self.k.rows(), 1, PAGE, shared]);
-        [latent, shared]
+        assert!(self.k.dtype == self.v.dtype, "{op}: latents in {:?}, shared keys in {:?}", self.k.dtype, self.v.dtype);
+        let widths @ [latent, shared] = self.latent_widths();
+        let dims = |width| [self.k.rows(), 1, PAGE, kv8::stored(self.k.dtype, width)];
+        expect(op, "pages of latents", &self.k, &dims(latent));
+        expect(op, "pages of shared keys", &self.v, &dims(shared));
+        widths
     }
 }

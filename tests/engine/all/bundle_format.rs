@@ -14,7 +14,7 @@ use crate::random::Random;
 
 const LAYERS: [LayerState; 3] = [
     LayerState { kv: None, conv: Some([6, 3]), recurrent: Some([2, 4, 2]) },
-    LayerState { kv: Some(KvShape { heads: 1, key_dim: 2, value_dim: 2, latent: false }), conv: None, recurrent: None },
+    LayerState { kv: Some(KvShape { heads: 1, key_dim: 2, value_dim: 2 }), conv: None, recurrent: None },
     LayerState { kv: None, conv: Some([4, 2]), recurrent: None },
 ];
 

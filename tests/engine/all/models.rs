@@ -51,11 +51,9 @@ impl TestModel {
         Self { name: format!("{}, pages in 8 bits", self.name), kv8: true, ..self }
     }
 
-    /// Whether it can have them and has pages at all.
-    pub fn takes_8_bits(&self) -> bool {
-        let spec = self.architecture.spec();
-        let mut pages = spec.layers.iter().filter_map(|layer| layer.kv).peekable();
-        pages.peek().is_some() && pages.all(|kv| !kv.latent)
+    /// Whether it has pages at all.
+    pub fn has_pages(&self) -> bool {
+        self.architecture.spec().layers.iter().any(|layer| layer.kv.is_some())
     }
 
     /// The model of a reference folder, if its family is supported.

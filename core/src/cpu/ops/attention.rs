@@ -1,14 +1,13 @@
 //! Attention over KV pages on the CPU.
 
 use crate::cpu::Buf;
+use crate::cpu::pages::Pages;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::view::{Rows, RowsMut};
 use crate::cpu::{dot, par, view};
-use crate::kv8;
 use crate::ops::Attention;
 use crate::step::{NONE, PAGE};
-use crate::tensor::{DType, Tensor};
 
 /// Tokens of a task.
 const TILE: usize = 16;
@@ -49,30 +48,6 @@ struct Inputs<'a> {
     window: Option<u32>,
     /// Positions that only their own queries see.
     hidden: usize,
-}
-
-/// Pages of keys or of values.
-enum Pages<'a> {
-    Plain(Rows<'a, f32>),
-    Coded(Rows<'a, i8>),
-}
-
-impl<'a> Pages<'a> {
-    fn of(pool: &'a Tensor<Buf>) -> Self {
-        if pool.dtype == DType::I8 { Self::Coded(view::read(pool)) } else { Self::Plain(view::read(pool)) }
-    }
-
-    /// `[64, hd]` of a head, decoded into `room` if need be.
-    fn head<'s>(&'s self, page: usize, head: usize, hd: usize, room: &'s mut Vec<f32>) -> &'s [f32] {
-        match self {
-            Self::Plain(rows) => &rows.row(page)[head * PAGE * hd..][..PAGE * hd],
-            Self::Coded(rows) => {
-                let bytes = kv8::span(DType::I8, hd);
-                kv8::decode(&rows.row(page)[head * bytes..][..bytes], room);
-                room
-            }
-        }
-    }
 }
 
 /// The running softmax of one query.

@@ -1,6 +1,7 @@
 //! The write of latents on the CPU.
 
 use crate::cpu::Buf;
+use crate::cpu::pages::PagesMut;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
 use crate::cpu::{dot, view};
@@ -13,9 +14,8 @@ impl LatentKv<Buf> {
         let (kv, weight) = (view::read::<f32>(&self.kv), view::read::<f32>(&self.weight));
         let weight = weight.flat();
         let latent = weight.len();
-        let shared = self.kv.row_len() - latent;
-        let (mut k_pool, mut v_pool) = (view::write(&self.pool.k), view::write(&self.pool.v));
-        let (mut k_pool, mut v_pool) = (k_pool.rows(), v_pool.rows());
+        let (mut latents, mut tails) = (PagesMut::of(&self.pool.k), PagesMut::of(&self.pool.v));
+        let mut normed = vec![0.0; latent];
         for (t, (&row, &position)) in tables.token_row().iter().zip(tables.positions()).enumerate() {
             if row == NONE {
                 continue;
@@ -23,9 +23,9 @@ impl LatentKv<Buf> {
             let page = tables.pages(row as usize)[position as usize / PAGE] as usize;
             let offset = position as usize % PAGE;
             let (from, rest) = kv.row(t).split_at(latent);
-            let to = &mut k_pool.row_mut(page)[offset * latent..][..latent];
-            dispatch!(Isa::best(), |s| norm(s, from, weight, self.eps, to));
-            v_pool.row_mut(page)[offset * shared..][..shared].copy_from_slice(rest);
+            dispatch!(Isa::best(), |s| norm(s, from, weight, self.eps, &mut normed));
+            latents.put(&normed, page, 0, offset);
+            tails.put(rest, page, 0, offset);
         }
     }
 }

@@ -1,13 +1,12 @@
 //! Rotation and the write of keys and values on the CPU.
 
 use crate::cpu::Buf;
+use crate::cpu::pages::PagesMut;
 use crate::cpu::simd::{Isa, LANES, Simd, dispatch};
 use crate::cpu::tables::Tables;
-use crate::cpu::view::{self, Writer};
-use crate::kv8;
+use crate::cpu::view;
 use crate::ops::RopeKv;
 use crate::step::{NONE, PAGE};
-use crate::tensor::{DType, Tensor};
 
 impl RopeKv<Buf> {
     pub(super) fn run(&self) {
@@ -40,31 +39,6 @@ impl RopeKv<Buf> {
                 dispatch!(Isa::best(), |s| rotate(s, norm(1), &angles, &mut rotated));
                 keys.put(&rotated, page, h, offset);
                 values.put(v, page, h, offset);
-            }
-        }
-    }
-}
-
-/// Pages of keys or of values, to write.
-enum PagesMut<'a> {
-    Plain(Writer<'a, f32>),
-    Coded(Writer<'a, i8>),
-}
-
-impl<'a> PagesMut<'a> {
-    fn of(pool: &'a Tensor<Buf>) -> Self {
-        if pool.dtype == DType::I8 { Self::Coded(view::write(pool)) } else { Self::Plain(view::write(pool)) }
-    }
-
-    /// Stores a token of a head.
-    fn put(&mut self, row: &[f32], page: usize, head: usize, slot: usize) {
-        match self {
-            Self::Plain(pages) => {
-                pages.rows().row_mut(page)[(head * PAGE + slot) * row.len()..][..row.len()].copy_from_slice(row);
-            }
-            Self::Coded(pages) => {
-                let bytes = kv8::span(DType::I8, row.len());
-                kv8::put(row, slot, &mut pages.rows().row_mut(page)[head * bytes..][..bytes]);
             }
         }
     }
