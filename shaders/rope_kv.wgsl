@@ -125,23 +125,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             workgroupBarrier();
         }
         bits = largest[0];
-        let most = bitcast<f32>(bits);
-        let inverse = select(0.0, 127.0 / most, most > 1e-30);
         for (var d = 4u * lane; d < HEAD_DIM; d += 256u) {
             let x = vec4<f32>(head[d], head[d + 1u], head[d + 2u], head[d + 3u]);
-            let codes = vec4<i32>(round(x * inverse));
             if is_v {
-                values_set_codes(value_slot + d, codes);
+                values_set_codes(value_slot + d, x, bits);
             } else {
-                keys_set_codes(slot + d, codes);
+                keys_set_codes(slot + d, x, bits);
             }
         }
         if lane == 0u {
-            let scale = select(bitcast<u32>(most / 127.0), 0x7fc00000u, bits >= 0x7f800000u);
             if is_v {
-                values_set_scale(value_slot, scale);
+                values_set_scale(value_slot, bits);
             } else {
-                keys_set_scale(slot, scale);
+                keys_set_scale(slot, bits);
             }
         }
         return;

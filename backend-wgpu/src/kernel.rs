@@ -11,8 +11,9 @@ use std::path::Path;
 
 use selkie_core::backend::Handle;
 use selkie_core::format::Format;
+use selkie_core::kv8;
 use selkie_core::ops::{Access, RowBlock};
-use selkie_core::step::{Bucket, Step};
+use selkie_core::step::{Bucket, PAGE, Step};
 use selkie_core::tensor::{DType, Tensor};
 
 use crate::codes;
@@ -58,8 +59,8 @@ enum Elem {
     F16,
     /// Coded rows, bound as words.
     Codes(Format),
-    /// KV pages in 8 bits, bound as words.
-    Kv8,
+    /// KV pages in 8 bits with rows of so many elements, bound as words.
+    Kv8(usize),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -150,7 +151,7 @@ impl Spec {
             let elem = match b.elem {
                 Elem::F32 => "f32",
                 Elem::Atomic => "atomic<u32>",
-                Elem::U32 | Elem::Bf16 | Elem::F16 | Elem::Codes(_) | Elem::Kv8 => "u32",
+                Elem::U32 | Elem::Bf16 | Elem::F16 | Elem::Codes(_) | Elem::Kv8(_) => "u32",
             };
             let elem = if b.wide { format!("vec4<{elem}>") } else { elem.into() };
             let _ = writeln!(s, "@group(0) @binding({}) var<storage, {access}> b{i}: array<{elem}>;", i + 1);
@@ -287,9 +288,10 @@ impl ViewSpec {
                 return;
             }
             Elem::Codes(format) => return codes::accessors(n, b, format, binding.wide, s),
-            Elem::Kv8 => {
+            Elem::Kv8(dim) => {
                 // Places are bytes; a place within a head says which token's scale applies.
-                let scale = "(i / HEAD_SPAN * HEAD_SPAN + PAGE * HEAD_DIM) / 4u + i % HEAD_SPAN / HEAD_DIM";
+                let (span, codes) = (kv8::span(DType::I8, dim), PAGE * dim);
+                let scale = format!("(i / {span}u * {span}u + {codes}u) / 4u + i % {span}u / {dim}u");
                 if self.access == ViewAccess::Read {
                     f(format!(
                         "fn {n}_v4(i: u32) -> vec4<f32> {{ \
@@ -297,8 +299,16 @@ impl ViewSpec {
                          return scale * vec4<f32>(unpack4xI8(b{b}[({at}) / 4u])); }}"
                     ));
                 } else {
-                    f(format!("fn {n}_set_codes(i: u32, v: vec4<i32>) {{ b{b}[({at}) / 4u] = pack4xI8(v); }}"));
-                    f(format!("fn {n}_set_scale(i: u32, bits: u32) {{ b{b}[P.{n}_off / 4u + {scale}] = bits; }}"));
+                    // Of a row whose largest magnitude has these bits.
+                    f(format!(
+                        "fn {n}_set_codes(i: u32, v: vec4<f32>, bits: u32) {{ let most = bitcast<f32>(bits); \
+                         let inverse = select(0.0, 127.0 / most, most > 1e-30); \
+                         b{b}[({at}) / 4u] = pack4xI8(vec4<i32>(round(v * inverse))); }}"
+                    ));
+                    f(format!(
+                        "fn {n}_set_scale(i: u32, bits: u32) {{ b{b}[P.{n}_off / 4u + {scale}] = \
+                         select(bitcast<u32>(bitcast<f32>(bits) / 127.0), 0x7fc00000u, bits >= 0x7f800000u); }}"
+                    ));
                 }
                 return;
             }
@@ -525,7 +535,7 @@ impl<B: Handle> Builder<B> {
                 DType::Bf16 => Elem::Bf16,
                 DType::F16 => Elem::F16,
                 DType::U8 => Elem::Codes(v.format),
-                DType::I8 => Elem::Kv8,
+                DType::I8 => Elem::Kv8(kv8::elements(t.dtype, t.dims().last().copied().unwrap_or_default())),
             };
             // A binding's element is 16 bytes: four words or eight halves.
             let per_vector = 16 / t.dtype.bytes();
@@ -534,7 +544,7 @@ impl<B: Handle> Builder<B> {
                 Format::Plain => t.row_len() % per_vector == 0,
                 format => codes::is_vectors(format),
             };
-            let wide = v.vector && aligned && whole && elem != Elem::Kv8;
+            let wide = v.vector && aligned && whole && !matches!(elem, Elem::Kv8(_));
             let (id, writable) = (t.buf.as_ref().map(Handle::id), v.access != Access::Read);
             let (from, to) = (t.byte_offset() as u64, t.byte_end() as u64);
             let binding = match bindings.iter().position(|(_, other, ..)| *other == id) {

@@ -4,6 +4,7 @@ use selkie_core::backend::Handle;
 use selkie_core::error::Result;
 use selkie_core::ops::Access::{Read, Write};
 use selkie_core::ops::{HeadMatmul, LatentAttention, LatentKv};
+use selkie_core::tensor::DType;
 
 use super::{Facts, demand, quads};
 use crate::kernel::{Builder, Kernel, shader};
@@ -35,22 +36,28 @@ pub(super) fn head_matmul<B: Handle>(op: &HeadMatmul<B>, facts: &Facts) -> Resul
     Ok(vec![kernel.build("head_matmul", groups, facts.max_binding)])
 }
 
-pub(super) fn latent_kv<B: Handle>(op: &LatentKv<B>, facts: &Facts) -> Kernel<B> {
-    let latent = op.weight.len();
-    Builder::new(shader!("latent_kv"))
+pub(super) fn latent_kv<B: Handle>(op: &LatentKv<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+    let [latent, shared] = op.pool.latent_widths();
+    let coded = op.pool.k.dtype == DType::I8;
+    if coded {
+        quads("latent_kv", "the width of latents", latent)?;
+        quads("latent_kv", "the width of shared keys", shared)?;
+    }
+    let kernel = Builder::new(shader!("latent_kv"))
         .constant("LATENT", latent)
-        .constant("SHARED", op.kv.row_len() - latent)
+        .constant("SHARED", shared)
+        .flag("CODED", coded)
         .float("eps", op.eps)
         .step(&op.step)
         .view("kv", Read, &op.kv)
         .view("weight", Read, &op.weight)
         .view("latents", Write, &op.pool.k)
-        .view("tails", Write, &op.pool.v)
-        .build("latent_kv", op.step.bucket.tokens, facts.max_binding)
+        .view("tails", Write, &op.pool.v);
+    Ok(vec![kernel.build("latent_kv", op.step.bucket.tokens, facts.max_binding)])
 }
 
 pub(super) fn latent_attention<B: Handle>(op: &LatentAttention<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
-    let [latent, shared] = [&op.pool.k, &op.pool.v].map(|t| t.dims()[3]);
+    let [latent, shared] = op.pool.latent_widths();
     let width = op.queries.row_len() / op.heads;
     quads("latent_attention", "the width of latents", latent)?;
     quads("latent_attention", "the width of shared keys", shared)?;

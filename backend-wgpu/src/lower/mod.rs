@@ -56,7 +56,7 @@ pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
         Op::SelectiveScan(op) => scan::selective_scan(op, facts)?,
         Op::GatedDelta(op) => scan::gated_delta(op, facts)?,
         Op::HeadMatmul(op) => latent::head_matmul(op, facts)?,
-        Op::LatentKv(op) => vec![latent::latent_kv(op, facts)],
+        Op::LatentKv(op) => latent::latent_kv(op, facts)?,
         Op::LatentAttention(op) => latent::latent_attention(op, facts)?,
         Op::Route(op) => choice::route(op, facts)?,
         Op::Adjust(op) => vec![choice::adjust(op, facts)],

@@ -3,8 +3,10 @@
 use super::attention::random_pages;
 use super::batch::{Batch, Tables, cut, paged, with_pages};
 use super::host::{Bound, Dtypes, Host, Rng, Want, Wants};
+use super::rope_kv::put;
 use super::{Size, Spec, Table};
 use selkie_core::backend::Handle;
+use selkie_core::kv8;
 use selkie_core::ops::{HeadMatmul, KvPool, LatentAttention, LatentKv, Op};
 use selkie_core::step::{PAGE, Row};
 use selkie_core::tensor::DType;
@@ -77,6 +79,8 @@ pub(super) struct Store {
     latent: usize,
     shared: usize,
     views: bool,
+    /// Pages in 8 bits.
+    coded: bool,
 }
 
 impl Spec for Store {
@@ -88,7 +92,8 @@ impl Spec for Store {
         for (name, width) in [("k_pages", self.latent), ("v_pages", self.shared)] {
             let before = |r: &Row| r.first_position as usize;
             let values = random_pages(rng, &self.batch, (1, width), before);
-            h.float(name, d.kv, &[self.batch.pages(), 1, PAGE, width], values);
+            let dtype = if self.coded { DType::I8 } else { d.kv };
+            h.pages(name, dtype, [self.batch.pages(), 1, PAGE, width], values);
         }
         if self.views {
             h.spread("kv", 16, 24);
@@ -99,21 +104,24 @@ impl Spec for Store {
     fn want(&self, h: &Host) -> Wants {
         let tables = Tables::new(h.ints("ints"), self.batch.bucket);
         let (latent, shared) = (self.latent, self.shared);
-        let mut k_pages = vec![Want::Keep; self.batch.pages() * PAGE * latent];
-        let mut v_pages = vec![Want::Keep; self.batch.pages() * PAGE * shared];
+        let [k_span, v_span] = [latent, shared].map(|width| kv8::span(h.array("k_pages").dtype, width));
+        let mut k_pages = vec![Want::Keep; self.batch.pages() * k_span];
+        let mut v_pages = vec![Want::Keep; self.batch.pages() * v_span];
         for t in 0..tables.bucket.tokens {
             let Some(row) = tables.row(t) else { continue };
             let p = tables.position(t);
-            let at = tables.page(row, p) * PAGE + p % PAGE;
+            let (page, slot) = (tables.page(row, p), p % PAGE);
             let (from, rest) = h.get("kv")[t * (latent + shared)..][..latent + shared].split_at(latent);
             let mean = from.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / latent as f64;
             let factor = 1.0 / (mean + f64::from(EPS)).sqrt();
-            for ((to, &x), &w) in k_pages[at * latent..].iter_mut().zip(from).zip(h.get("weight")) {
-                *to = Want::Near(f64::from(x) * factor * f64::from(w));
-            }
-            for (to, &x) in v_pages[at * shared..].iter_mut().zip(rest) {
-                *to = Want::Near(x.into());
-            }
+            let normed = from.iter().zip(h.get("weight")).map(|(&x, &w)| f64::from(x) * factor * f64::from(w));
+            put(&mut k_pages[page * k_span..][..k_span], slot, &normed.collect::<Vec<_>>(), self.coded);
+            put(
+                &mut v_pages[page * v_span..][..v_span],
+                slot,
+                &rest.iter().map(|&x| x.into()).collect::<Vec<_>>(),
+                self.coded,
+            );
         }
         vec![("k_pages", k_pages), ("v_pages", v_pages)]
     }
@@ -129,7 +137,7 @@ fn batch(name: &str) -> Batch {
 }
 
 pub(super) fn latent_kv(to: &mut Table) {
-    let base = Store { batch: batch("rows of many lengths"), latent: 32, shared: 16, views: false };
+    let base = Store { batch: batch("rows of many lengths"), latent: 32, shared: 16, views: false, coded: false };
     to.add("base", base.clone());
     // Rows that share pages would both write them, which no step does.
     for (name, batch) in paged().into_iter().filter(|(n, _)| *n != "pages of one prefix") {
@@ -137,7 +145,15 @@ pub(super) fn latent_kv(to: &mut Table) {
     }
     to.add("columns of a wider matrix", Store { views: true, ..base.clone() });
     to.add("latents of 20, shared keys of 12", Store { latent: 20, shared: 12, ..base.clone() });
-    to.add("latents of 512, shared keys of 64", Store { latent: 512, shared: 64, ..base });
+    to.add("latents of 512, shared keys of 64", Store { latent: 512, shared: 64, ..base.clone() });
+    let coded = Store { coded: true, ..base };
+    for name in ["rows of many lengths", "decode of 8 rows", "decode far out"] {
+        to.add(&format!("pages in 8 bits, {name}"), Store { batch: batch(name), ..coded.clone() });
+    }
+    for (latent, shared) in [(20, 12), (64, 80), (512, 64)] {
+        let sizes = format!("pages in 8 bits, latents of {latent}, shared keys of {shared}");
+        to.add(&sizes, Store { latent, shared, views: true, ..coded.clone() });
+    }
 }
 
 #[derive(Clone)]
@@ -150,6 +166,8 @@ pub(super) struct Latent {
     own: usize,
     scale: f32,
     views: bool,
+    /// Pages in 8 bits.
+    coded: bool,
 }
 
 impl Spec for Latent {
@@ -161,7 +179,8 @@ impl Spec for Latent {
         h.float("queries", d.act, &[t, width], rng.tokens(&self.batch, width, 1.0));
         for (name, width) in [("k_pages", self.latent), ("v_pages", self.shared)] {
             let values = random_pages(rng, &self.batch, (1, width), Row::end);
-            h.float(name, d.kv, &[self.batch.pages(), 1, PAGE, width], values);
+            let dtype = if self.coded { DType::I8 } else { d.kv };
+            h.pages(name, dtype, [self.batch.pages(), 1, PAGE, width], values);
         }
         h.out("out", d.act, &[t, columns]);
         if self.views {
@@ -224,6 +243,7 @@ pub(super) fn latent_attention(to: &mut Table) {
         own: 8,
         scale: 0.2,
         views: false,
+        coded: false,
     };
     to.add("base", base.clone());
     for (name, batch) in paged() {
@@ -248,10 +268,36 @@ pub(super) fn latent_attention(to: &mut Table) {
         let many = Latent { batch: batch(name), heads: 40, latent: 128, shared: 32, ..base.clone() };
         to.add(&format!("40 heads, latents of 128, shared keys of 32, {name}"), many);
     }
+    coded(to, &base, &kimi);
     let far = Batch::new(with_pages(vec![cut(9000, 1, 0, &[])]));
-    to.sized(Size::Large, "decode at 9000", Latent { batch: far, heads: 5, latent: 64, ..base });
+    let far = Latent { batch: far, heads: 5, latent: 64, ..base };
+    to.sized(Size::Large, "decode at 9000", far.clone());
+    to.sized(Size::Large, "pages in 8 bits, decode at 9000", Latent { coded: true, ..far });
     let rows = Batch::new(with_pages((0..8).map(|i| cut(1024 + i, 1, 0, &[])).collect()));
-    to.sized(Size::Bench, "decode of 8 at 1024, Kimi-Linear", Latent { batch: rows, heads: 32, ..kimi });
+    let rows = Latent { batch: rows, heads: 32, ..kimi };
+    to.sized(Size::Bench, "decode of 8 at 1024, Kimi-Linear", rows.clone());
+    to.sized(Size::Bench, "pages in 8 bits, decode of 8 at 1024, Kimi-Linear", Latent { coded: true, ..rows });
+}
+
+/// Pages in 8 bits: every batch, and the sizes that other kernels take.
+fn coded(to: &mut Table, base: &Latent, kimi: &Latent) {
+    let base = Latent { coded: true, ..base.clone() };
+    for (name, batch) in paged() {
+        to.add(&format!("pages in 8 bits, {name}"), Latent { batch, ..base.clone() });
+    }
+    let odd = Latent { latent: 20, shared: 12, ..base.clone() };
+    to.add("pages in 8 bits, latents of 20, shared keys of 12", odd);
+    to.add("pages in 8 bits, sharp softmax", Latent { scale: 4.0, ..base.clone() });
+    for name in ["off the grid", "decode of 8 rows", "verification"] {
+        let sizes = format!("pages in 8 bits, latents of 512, shared keys of 64, {name}");
+        to.add(&sizes, Latent { batch: batch(name), coded: true, ..kimi.clone() });
+    }
+    for name in ["off the grid", "decode of 8 rows", "decode far out"] {
+        let few = Latent { batch: batch(name), heads: 5, latent: 64, views: true, ..base.clone() };
+        to.add(&format!("pages in 8 bits, 5 heads, latents of 64, {name}"), few);
+        let many = Latent { batch: batch(name), heads: 40, latent: 128, shared: 48, ..base.clone() };
+        to.add(&format!("pages in 8 bits, 40 heads, latents of 128, shared keys of 48, {name}"), many);
+    }
 }
 
 #[cfg(test)]
@@ -262,7 +308,7 @@ mod tests {
     #[test]
     fn one_key_gives_its_latent() {
         let batch = Batch::new(with_pages(vec![cut(0, 1, 0, &[])]));
-        let spec = Latent { batch, heads: 2, latent: 4, shared: 4, own: 0, scale: 1.0, views: false };
+        let spec = Latent { batch, heads: 2, latent: 4, shared: 4, own: 0, scale: 1.0, views: false, coded: false };
         let h = spec.host(&F32, &mut Rng::new("one"));
         let want = spec.want(&h);
         let k = &h.get("k_pages")[spec.batch.rows[0].pages[0] as usize * 4 * PAGE..];

@@ -87,15 +87,13 @@ impl Spec for Rope {
         let span = kv8::span(h.array("k_pages").dtype, hd);
         let mut k_pages = vec![Want::Keep; self.batch.pages() * self.kv_heads * span];
         let mut v_pages = k_pages.clone();
-        let put = |to: &mut [Want], values: Vec<f64>| {
-            to.iter_mut().zip(values).for_each(|(w, v)| *w = Want::Near(v));
-        };
         for t in 0..tables.bucket.tokens {
             let Some(row) = tables.row(t) else { continue };
             let p = tables.position(t);
             for head in 0..self.heads {
                 let at = t * q_cols + head * hd;
-                put(&mut q_out[at..at + hd], self.turned(&h.get("q")[at..at + hd], norm(0), inv_freq, p));
+                let q = self.turned(&h.get("q")[at..at + hd], norm(0), inv_freq, p);
+                put(&mut q_out[at..at + hd], 0, &q, false);
             }
             for head in 0..self.kv_heads {
                 let from = t * kv_cols + head * hd;
@@ -103,11 +101,7 @@ impl Spec for Rope {
                 let k = self.turned(&h.get("k")[from..from + hd], norm(1), inv_freq, p);
                 let v = self.turned(&h.get("v")[from..from + hd], None, None, p);
                 for (to, row) in [(&mut k_pages, k), (&mut v_pages, v)] {
-                    let (to, slot) = (&mut to[at..at + span], p % PAGE);
-                    match self.coded {
-                        true => code(to, slot, &row),
-                        false => put(&mut to[slot * hd..(slot + 1) * hd], row),
-                    }
+                    put(&mut to[at..at + span], p % PAGE, &row, self.coded);
                 }
             }
         }
@@ -130,7 +124,15 @@ impl Spec for Rope {
     }
 }
 
-/// A token of a head of a page in 8 bits.
+/// A token of a head of a page.
+pub(super) fn put(head: &mut [Want], slot: usize, row: &[f64], coded: bool) {
+    if coded {
+        return code(head, slot, row);
+    }
+    head[slot * row.len()..].iter_mut().zip(row).for_each(|(to, x)| *to = Want::Near(*x));
+}
+
+/// The same in 8 bits.
 fn code(head: &mut [Want], slot: usize, row: &[f64]) {
     let most = row.iter().fold(0f64, |most, x| most.max(x.abs()));
     let (codes, scales) = head.split_at_mut(PAGE * row.len());
