@@ -212,6 +212,15 @@ template <> constexpr bool CODED<i8> = true;
 template <class T> constexpr int head_in_page(int head_dim) { return PAGE * (head_dim + (CODED<T> ? 4 : 0)); }
 // The scales of the codes at `head`.
 DEV float *scales_of(const void *head, int head_dim) { return (float *)((i64)head + PAGE * head_dim); }
+// The bits of |x|. As integers, values that are not finite are the largest.
+DEV u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+// The factor that makes codes of a warp's row, whose scale is stored; `most` is the largest magnitude of the lane.
+DEV float code_factor(u32 most, float *scale) {
+    most = __reduce_max_sync(0xffffffffu, most);
+    float amax = __uint_as_float(most);
+    if (threadIdx.x % 32 == 0) *scale = most < 0x7f800000u ? amax / 127.f : __uint_as_float(0x7fc00000u);
+    return amax > 1e-30f ? 127.f / amax : 0.f;
+}
 
 // Bytes I and J of a word, each a signed number, as two bf16.
 template <int I, int J> DEV u32 pair_of_bytes(u32 w) {

@@ -1,7 +1,7 @@
 // Attention of one query head over the latents of its row's pages, in f32 arithmetic: every dtype and size. Eight lanes share
 // the score of a key; a thread holds every 128th quad of the result. The pages of a query are cut into SPLITS runs.
 // Grid (T, H, SPLITS).
-// LATENT, SHARED, WIDTH (columns of a head of `queries`), HEADS, SPLITS; q_t, page_t, out_t.
+// LATENT, SHARED, WIDTH (columns of a head of `queries`), HEADS, SPLITS; q_t, page_t (of i8: codes, see CODED), out_t.
 
 constexpr int THREADS = 128;
 constexpr int LANES = 8;
@@ -33,6 +33,12 @@ template <int N> DEV float share(const float *query, const page_t *key, int lane
     return sum;
 }
 
+// The scale of a key's N codes.
+template <int N> DEV float scale_in(const page_t *page, int key) {
+    if constexpr (CODED<page_t>) return scales_of(page, N)[key];
+    return 1.f;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
@@ -58,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
         for (int key = group; key < PAGE; key += GROUPS) {
             float score = 0.f;
             if (key < count) {
-                score = share<LATENT>(query, latents + key * LATENT, lane);
-                score += share<SHARED>(tail, tails + key * SHARED, lane);
+                score = share<LATENT>(query, latents + key * LATENT, lane) * scale_in<LATENT>(latents, key);
+                score += share<SHARED>(tail, tails + key * SHARED, lane) * scale_in<SHARED>(tails, key);
             }
 #pragma unroll
             for (int m = LANES / 2; m; m /= 2) score += __shfl_xor_sync(0xffffffffu, score, m);
@@ -73,6 +79,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < 2; i++) w[i] = __expf(w[i] - now);
         sum = sum * keep + warp_sum(w[0] + w[1]);
+        if constexpr (CODED<page_t>)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int key = tid % 32 + 32 * i;
+                w[i] = key < count ? w[i] * scale_in<LATENT>(latents, key) : 0.f;
+            }
 #pragma unroll
         for (int j = 0; j < HELD; j++)
 #pragma unroll

@@ -69,25 +69,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ENTRY(PARAMETERS) {
     if constexpr (CODED<kv_t>)
         if (!is_q) {
             at += head * PAGE * 4; // scales of the heads before
-            // As integers, values that are not finite are the largest.
             u32 most = 0;
 #pragma unroll
             for (int p = 0; p < PER_LANE; p++) {
                 if ((p * 32 + lane) * VEC >= HEAD_DIM) continue;
 #pragma unroll
-                for (int i = 0; i < VEC; i++) most = max(most, __float_as_uint(x[p][i]) & 0x7fffffffu);
+                for (int i = 0; i < VEC; i++) most = max(most, magnitude(x[p][i]));
             }
-            most = __reduce_max_sync(0xffffffffu, most);
-            float amax = __uint_as_float(most), inverse = amax > 1e-30f ? 127.f / amax : 0.f;
+            kv_t *pages = is_v ? v_pages + page * v_pages_stride : k_pages + page * k_pages_stride;
+            float *scales = scales_of(pages + (i64)head * head_in_page<kv_t>(HEAD_DIM), HEAD_DIM);
+            float factor = code_factor(most, scales + position % PAGE);
 #pragma unroll
             for (int p = 0; p < PER_LANE; p++) {
                 if ((p * 32 + lane) * VEC >= HEAD_DIM) continue;
 #pragma unroll
-                for (int i = 0; i < VEC; i++) x[p][i] *= inverse;
+                for (int i = 0; i < VEC; i++) x[p][i] *= factor;
             }
-            kv_t *pages = is_v ? v_pages + page * v_pages_stride : k_pages + page * k_pages_stride;
-            float *scales = scales_of(pages + (i64)head * head_in_page<kv_t>(HEAD_DIM), HEAD_DIM);
-            if (lane == 0) scales[position % PAGE] = most < 0x7f800000u ? amax / 127.f : __uint_as_float(0x7fc00000u);
         }
 #pragma unroll
     for (int p = 0; p < PER_LANE; p++) {

@@ -1,6 +1,11 @@
 //! Attention: tensor cores for the common head dims, split over the keys for few queries, tiled over the queries for many.
 
-use selkie_core::{Result, ops::Attention, step::PAGE, tensor::DType};
+use selkie_core::{
+    Result,
+    ops::{Attention, KvPool},
+    step::PAGE,
+    tensor::{DType, Tensor},
+};
 
 use super::{Arena, Device, aligned, fours, wide};
 use crate::{
@@ -141,13 +146,18 @@ pub(super) fn splits(units: usize, pages: usize, blocks: usize) -> usize {
     (blocks / units.max(1)).min(pages).clamp(1, MAX_SPLITS)
 }
 
+/// Whether pages in bf16 or of codes can be read 16 bytes at a time.
+pub(super) fn wide_pages<B: Address>(pool: &KvPool<B>) -> bool {
+    let codes = |t: &Tensor<B>| t.dtype == DType::I8 && address(t) % 16 == 0 && t.row_stride.is_multiple_of(16);
+    let pool = [&pool.k, &pool.v];
+    wide(&pool) || pool.into_iter().all(codes)
+}
+
 fn variant<B: Address>(a: &Attention<B>, device: &Device) -> Variant {
     let (hd, tokens, pages) = (a.head_dim, a.step.bucket.tokens, a.step.bucket.pages);
     let (heads, kv_heads) = (a.q.row_len() / hd, a.pool.k.dims()[1]);
     let block @ Heads { group, codes, .. } = Heads::of(a);
-    let pool = [&a.pool.k, &a.pool.v];
-    let wide_pages = wide(&pool) || (codes && pool.iter().all(|t| address(t) % 16 == 0 && t.row_stride % 16 == 0));
-    let tensor_cores = device.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.out]) && wide_pages;
+    let tensor_cores = device.tuned && hd % 16 == 0 && hd <= 256 && wide(&[&a.q, &a.out]) && wide_pages(&a.pool);
     // The largest tile that fits everywhere; a device with more memory runs two such blocks.
     let tiles = [2, 1].into_iter().find(|&m| (m == 1 || hd <= 128) && prefill_shared(hd, m, codes) <= device.shared);
     let decode = Decode::of(tokens * kv_heads, pages * (PAGE / KEYS), block, device);

@@ -1,9 +1,10 @@
 //! Attention over latents: their write into pages, the products per head around it, and the attention itself.
 
 use selkie_core::{
-    Error, Result,
+    Error, Result, kv8,
     ops::{HeadMatmul, LatentAttention, LatentKv},
     step::PAGE,
+    tensor::DType,
 };
 
 use super::{Arena, Device, aligned, attention, fours, vector, wide};
@@ -44,8 +45,7 @@ pub(super) fn head_matmul<B: Address>(a: &HeadMatmul<B>, device: &Device) -> Res
 }
 
 pub(super) fn latent_kv<B: Address>(a: &LatentKv<B>) -> Result<Vec<Work>> {
-    let latent = a.weight.len();
-    let shared = a.kv.row_len() - latent;
+    let [latent, shared] = a.pool.latent_widths();
     let widest = vector(latent, &[&a.kv, &a.pool.k]).min(vector(shared, &[&a.kv, &a.pool.v]));
     let vec = if a.weight.offset.is_multiple_of(4) { widest } else { 1 };
     let spec = Spec::new(File::LatentKv)
@@ -65,12 +65,30 @@ pub(super) fn latent_kv<B: Address>(a: &LatentKv<B>) -> Result<Vec<Work>> {
     Ok(vec![Work::Kernel(Launch::new(spec, [a.step.bucket.tokens.div_ceil(4), 1, 1], 128, &args))])
 }
 
+/// What a block of the kernel on tensor cores reads.
+#[derive(Clone, Copy, Debug)]
+struct Pages {
+    /// Columns of a latent.
+    latent: usize,
+    /// Columns of a shared key.
+    shared: usize,
+    /// In 8 bits.
+    codes: bool,
+}
+
+impl Pages {
+    fn of<B: Address>(a: &LatentAttention<B>) -> Self {
+        let [latent, shared] = a.pool.latent_widths();
+        Self { latent, shared, codes: a.pool.k.dtype == DType::I8 }
+    }
+}
+
 /// How a block of the kernel on tensor cores is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tile {
     /// Heads of a block, in sixteens.
     sixteens: usize,
-    /// Pages in shared memory.
+    /// Pages in shared memory; of codes, besides one in bf16.
     stages: usize,
 }
 
@@ -81,19 +99,23 @@ const MOST_RUNS: usize = 128;
 
 impl Tile {
     /// The most heads that fit, of pages that arrive while others are used.
-    fn of(heads: usize, latent: usize, shared: usize, device: &Device) -> Option<Self> {
+    fn of(heads: usize, pages: Pages, device: &Device) -> Option<Self> {
+        let Pages { latent, shared, .. } = pages;
         let takes = latent.is_multiple_of(64) && latent <= 1024 && shared.is_multiple_of(16) && shared <= MOST_SHARED;
         [(2, 2), (2, 1), (1, 2), (1, 1)]
             .into_iter()
             .map(|(sixteens, stages)| Self { sixteens, stages })
             .filter(|tile| takes && (tile.sixteens == 1 || heads > 16))
-            .find(|tile| tile.shared(latent + shared) <= device.shared)
+            .find(|tile| tile.shared(pages) <= device.shared)
     }
 
-    /// Shared memory of a block, in bytes: queries and pages of so many columns, weights, statistics of four warps.
-    fn shared(self, columns: usize) -> usize {
-        let heads = 16 * self.sixteens;
-        2 * columns * (heads + self.stages * PAGE) + heads * (2 * PAGE + 4 * 4)
+    /// Shared memory of a block, in bytes: queries, pages, weights, statistics of four warps.
+    fn shared(self, Pages { latent, shared, codes }: Pages) -> usize {
+        let (heads, columns) = (16 * self.sixteens, latent + shared);
+        let page = 2 * PAGE * columns;
+        let coded: usize = [latent, shared].map(|columns| kv8::span(DType::I8, columns)).iter().sum();
+        let pages = if codes { page + self.stages * coded } else { self.stages * page };
+        2 * columns * heads + pages + heads * (2 * PAGE + 4 * 4)
     }
 
     /// Blocks that share the heads of a token.
@@ -111,15 +133,15 @@ enum Variant {
     Tile(Tile),
 }
 
-/// The sizes of the op: columns of a latent, of a shared key, and of a head of the queries.
-fn sizes<B: Address>(a: &LatentAttention<B>) -> [usize; 3] {
-    [a.pool.k.dims()[3], a.pool.v.dims()[3], a.queries.row_len() / a.heads]
+/// Columns of a head of the queries.
+fn width<B: Address>(a: &LatentAttention<B>) -> usize {
+    a.queries.row_len() / a.heads
 }
 
 fn variant<B: Address>(a: &LatentAttention<B>, device: &Device) -> Variant {
-    let [latent, shared, width] = sizes(a);
-    let inputs = device.tuned && width.is_multiple_of(8) && wide(&[&a.q, &a.queries, &a.pool.k, &a.pool.v, &a.out]);
-    let tile = if inputs { Tile::of(a.heads, latent, shared, device) } else { None };
+    let rows = wide(&[&a.q, &a.queries, &a.out]) && attention::wide_pages(&a.pool);
+    let inputs = device.tuned && width(a).is_multiple_of(8) && rows;
+    let tile = if inputs { Tile::of(a.heads, Pages::of(a), device) } else { None };
     tile.map_or(Variant::Generic, Variant::Tile)
 }
 
@@ -130,7 +152,7 @@ pub(super) fn scratch<B: Address>(a: &LatentAttention<B>, device: &Device) -> u6
         Variant::Generic => generic_blocks(device),
         Variant::Tile(_) => MOST_HEADS * device.sms,
     };
-    (results * (sizes(a)[0] + 4) * 4) as u64
+    (results * (Pages::of(a).latent + 4) * 4) as u64
 }
 
 /// Blocks of the kernel of every size that fill a device.
@@ -154,7 +176,8 @@ pub(super) fn latent_attention<B: Address>(
     device: &Device,
     arena: &Arena,
 ) -> Result<Vec<Work>> {
-    let [latent, shared, width] = sizes(a);
+    let (cached, width) = (Pages::of(a), width(a));
+    let Pages { latent, shared, .. } = cached;
     aligned("latent_attention", 4, &[&a.q, &a.queries, &a.pool.k, &a.pool.v, &a.out])?;
     for (what, columns) in [("latents of", latent), ("shared keys of", shared), ("heads of", width)] {
         fours("latent_attention", what, columns)?;
@@ -179,9 +202,10 @@ pub(super) fn latent_attention<B: Address>(
             let blocks = tile.blocks(heads);
             let splits = (device.sms / (tokens * blocks)).min(pages).clamp(1, MOST_RUNS);
             let spec = spec(File::LatentAttentionTile).int("MT", tile.sixteens).int("STAGES", tile.stages);
+            let spec = spec.ty("page_t", a.pool.k.dtype);
             let args = arguments::LatentAttentionTile { st, q, queries, k_pages, v_pages, out, partial, scale };
             let launch = Launch::new(spec.int("SPLITS", splits), [tokens, blocks, splits], 128 * tile.sixteens, &args);
-            (launch.with_shared(tile.shared(latent + shared)), splits)
+            (launch.with_shared(tile.shared(cached)), splits)
         }
     };
     let mut work = vec![Work::Kernel(launch)];
@@ -196,9 +220,8 @@ mod tests {
 
     #[test]
     fn tiles_fit_into_shared_memory() {
-        let of = |heads, latent, shared, kib| {
-            Tile::of(heads, latent, shared, &Device::like_h200(kib)).map(|t| (t.sixteens, t.stages))
-        };
+        let tile = |heads, pages, kib| Tile::of(heads, pages, &Device::like_h200(kib)).map(|t| (t.sixteens, t.stages));
+        let of = |heads, latent, shared, kib| tile(heads, Pages { latent, shared, codes: false }, kib);
         assert_eq!(of(32, 512, 64, 227), Some((2, 2)));
         assert_eq!(of(32, 512, 64, 163), Some((2, 1)));
         assert_eq!(of(32, 512, 64, 99), Some((1, 1)));
@@ -207,6 +230,8 @@ mod tests {
         assert_eq!(of(1, 1024, 16, 99), None);
         assert_eq!(of(4, 32, 16, 227), None);
         assert_eq!(of(4, 64, 12, 227), None);
+        let codes = Pages { latent: 512, shared: 64, codes: true };
+        assert_eq!([227, 163, 99].map(|kib| tile(32, codes, kib)), [Some((2, 2)), Some((2, 1)), None]);
     }
 
     #[test]

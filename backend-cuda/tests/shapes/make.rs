@@ -108,9 +108,11 @@ pub fn attention(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, kv, hd]: [usize
     }
 }
 
-pub fn latent(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, latent, shared, own]: [usize; 4]) {
+/// With pages of `pages`.
+pub fn latent(m: &mut Maker, ops: &mut Vec<Op<Fake>>, [heads, latent, shared, own]: [usize; 4], pages: DType) {
     let (step, t) = (m.step.clone(), m.step.bucket.tokens);
-    let pool = KvPool { k: m.act(&[9, 1, PAGE, latent]), v: m.act(&[9, 1, PAGE, shared]) };
+    let mut rows = |width| m.of(pages, &[9, 1, PAGE, kv8::stored(pages, width)]);
+    let pool = KvPool { k: rows(latent), v: rows(shared) };
     let width = own + shared;
     let proj = m.act(&[t, heads * width + latent + shared]);
     let (queries, kv) = (proj.cols(0, heads * width), proj.cols(heads * width, latent + shared));

@@ -279,8 +279,8 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         let out = m.act(&[t, s.mlp]);
         ops.push(Activation { gate: both.cols(0, s.mlp), up, row_gate: None, out, act }.into());
     }
+    let pages = m.act;
     if let Some(heads) = s.attention {
-        let pages = m.act;
         attention(m, &mut ops, heads, pages);
     }
     if s.width == BASE.width {
@@ -347,7 +347,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         ops.push(GatedDelta { step, q, k, v, a, b, par, pool, out, heads_per_key, first_head, beta_scale }.into());
     }
     if let Some(sizes) = s.latent {
-        latent(m, &mut ops, sizes);
+        [pages, DType::I8].into_iter().for_each(|pages| latent(m, &mut ops, sizes, pages));
     }
     if let Some([hk, hv, dk, dv]) = s.delta {
         let c = 2 * hk * dk + hv * dv;
