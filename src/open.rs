@@ -95,7 +95,7 @@ impl Opener {
         self
     }
 
-    /// KV pages in 8 bits: a quarter of the memory of f32, rounded; not for models that keep latents.
+    /// KV pages in 8 bits: a quarter of the memory of f32, rounded.
     #[must_use]
     pub fn kv8(mut self, on: bool) -> Self {
         self.place.kv8 = on;

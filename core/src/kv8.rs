@@ -1,5 +1,7 @@
 //! KV pages in 8 bits: a token's key or value of a head is signed codes and one f32 scale, so writing a token changes no other.
 //!
+//! Of latents a key is the latent and a value the shared part of the keys, see [`crate::ops::KvPool`].
+//!
 //! The bytes of a head in a page are `[64, hd]` codes, then `[64]` scales: `64 * (hd + 4)`. As a tensor of [`DType::I8`] the last
 //! dim is therefore `hd + 4`. An element is `code * scale` with `scale = max |x| / 127`; a row that holds a number that is not
 //! finite has a NaN for its scale, so that it is not taken for numbers.

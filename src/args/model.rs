@@ -46,7 +46,6 @@ pub struct BackendArgs {
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
     pub state_dtype: StateType,
     /// Precision of stored keys and values; int8 takes a quarter of the memory of f32 and about half of that of bf16, and rounds
-    /// (not for models that keep latents)
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "auto")]
     pub kv_dtype: KvType,
     /// CUDA devices by number, such as 0,1: several share the model, each with a part of its weights and states; they have to be
