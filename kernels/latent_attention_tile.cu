@@ -98,14 +98,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(PARAMETERS) {
     }
     // Keys past the end must not bring a NaN into the products.
     auto fetch = [&](int i) {
+        u32 to = base + QUERY_BYTES + (CODES ? PAGE_BYTES + i % STAGES * CODES_BYTES : i % STAGES * PAGE_BYTES);
         i64 page = table[i];
         if constexpr (CODES) {
-            u32 to = base + QUERY_BYTES + PAGE_BYTES + i % STAGES * CODES_BYTES;
             bring_bytes<CODES_TAIL>(to, k_pages + page * k_pages_stride);
             bring_bytes<CODES_BYTES - CODES_TAIL>(to + CODES_TAIL, v_pages + page * v_pages_stride);
             return;
         }
-        u32 to = base + QUERY_BYTES + i % STAGES * PAGE_BYTES;
         int keys = position + 1 - (from + i) * PAGE;
         bring<PAGE, VECS>(to, k_pages + page * k_pages_stride, keys);
         bring<PAGE, TAIL_VECS>(to + PAGE_TAIL, v_pages + page * v_pages_stride, keys);

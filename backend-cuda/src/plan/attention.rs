@@ -148,7 +148,8 @@ pub(super) fn splits(units: usize, pages: usize, blocks: usize) -> usize {
 
 /// Whether pages in bf16 or of codes can be read 16 bytes at a time.
 pub(super) fn wide_pages<B: Address>(pool: &KvPool<B>) -> bool {
-    let codes = |t: &Tensor<B>| t.dtype == DType::I8 && address(t) % 16 == 0 && t.row_stride.is_multiple_of(16);
+    let codes =
+        |t: &Tensor<B>| t.dtype == DType::I8 && address(t).is_multiple_of(16) && t.row_stride.is_multiple_of(16);
     let pool = [&pool.k, &pool.v];
     wide(&pool) || pool.into_iter().all(codes)
 }
