@@ -121,7 +121,8 @@ Examples:
     #[command(
         after_help = "The model is a folder, a GGUF file or a name. The table has the error of each tensor: the root of the mean squared
 difference, relative to its elements. A mix (q4_k_m, q5_k_m) gives more bits to the matrices where errors do most harm.
-Widths that are no multiple of a type's block get the next larger type with smaller blocks.
+Widths that are no multiple of a type's block get the next larger type with smaller blocks. A head for drafts (--speculate mtp) is
+written where llama.cpp reads it, otherwise with --selkie-only.
 
 Examples:
   selkie convert -m DIR -o model-q4_k_m.gguf --type q4_k_m

@@ -24,11 +24,17 @@ pub fn run(args: &ConvertArgs) -> Outcome {
     refuse_input(&files, &args.output)?;
     let plan = pollster::block_on(Conversion::plan(&files, args.kind, args.selkie_only))?;
     if files.gguf().is_none() {
-        model::warn_of_unused(&files.checkpoint, false);
+        model::warn_of_unused(&files.checkpoint, plan.without_head);
     }
     let written = write(&plan, &args.output)?;
-    if !plan.for_others {
-        let why = "other programs do not know its tokenizer: the file is for selkie alone";
+    if !plan.for_selkie.is_empty() {
+        let what = plan.for_selkie.join(" and ");
+        let why = format_args!("other programs do not know {what}: the file is for selkie alone");
+        terminal::note(format_args!("{}: {why}", args.output.display()));
+    }
+    if plan.without_head {
+        let why =
+            "other programs refuse files with the model's head for drafts, so it is left out; --selkie-only writes it";
         terminal::note(format_args!("{}: {why}", args.output.display()));
     }
     let mut out = Output::new();
@@ -119,7 +125,7 @@ fn facts(args: &ConvertArgs, plan: &Conversion, written: &[Written]) -> Value {
         "file": args.output.display().to_string(),
         "type": args.kind.name(),
         "bytes": plan.bytes(),
-        "selkie_only": !plan.for_others,
+        "selkie_only": !plan.for_selkie.is_empty(),
         "types": by_type(written).into_iter().map(of_type).collect::<Vec<_>>(),
         "tensors": written.iter().map(tensor).collect::<Vec<_>>(),
     })

@@ -225,7 +225,7 @@ enum Kind {
 }
 
 impl Checkpoint {
-    /// Reads the headers of `model.safetensors`, or of all shards that `model.safetensors.index.json` names.
+    /// Reads the headers of `model.safetensors`, of all shards that `model.safetensors.index.json` names, or of the only GGUF file.
     ///
     /// # Errors
     /// [`Error::BadModel`] naming file and tensor if there are no weights or a header or the index is wrong; those of `source`.
@@ -234,6 +234,10 @@ impl Checkpoint {
             read_header(&*source, SINGLE).await?
         } else if let Some(index) = read_small(&*source, INDEX, MAX_INDEX_BYTES).await? {
             read_shards(&*source, &index).await?
+        } else if let Some(name) = source.gguf()? {
+            let gguf = Gguf::open(&*source, &name).await?;
+            gguf.in_order_of_config()?;
+            return Self::of_gguf(source, &gguf);
         } else {
             let mut why = format!("there is neither {SINGLE} nor {INDEX}");
             for other in ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors"] {

@@ -42,8 +42,10 @@ const PIECE: usize = 1 << 15;
 pub struct Conversion {
     header: Header,
     tensors: Vec<Item>,
-    /// Whether other programs can use its tokenizer.
-    pub for_others: bool,
+    /// What of it other programs do not know: its tokenizer, or its head for drafts.
+    pub for_selkie: Vec<&'static str>,
+    /// Whether the model has a head for drafts that is not in it, because other programs do not read files with that one.
+    pub without_head: bool,
 }
 
 struct Item {
@@ -82,21 +84,26 @@ impl Written {
 }
 
 impl Conversion {
-    /// Plans the file of a model. `selkie_only`: its tokenizer may be one that other programs do not know.
+    /// Plans the file of a model. `selkie_only`: its tokenizer and its head for drafts may be ones that other programs do not know.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a model that such a file cannot hold, with what of it; those of the model's files.
     pub async fn plan(files: &ModelFiles, target: Target, selkie_only: bool) -> Result<Self> {
-        let (mut meta, tensors) = match files.gguf() {
+        let Planned { mut meta, tensors, head } = match files.gguf() {
             Some(name) => of_gguf(files, name).await?,
             None => of_folder(files, selkie_only).await?,
         };
         meta.set("general.file_type", MetaValue::u32(target.file_type()));
-        let for_others = meta.text("tokenizer.ggml.model") != Some("none") || !meta.has("tokenizer.ggml.tokens");
-        Ok(Self::with(&meta, tensors, target, for_others))
+        let tokenizer = meta.text("tokenizer.ggml.model") == Some("none") && meta.has("tokenizer.ggml.tokens");
+        let unknown = [("its tokenizer", tokenizer), ("its head for drafts", head == HeadOf::Selkie)];
+        Ok(Self {
+            for_selkie: unknown.into_iter().filter(|(_, is)| *is).map(|(what, _)| what).collect(),
+            without_head: head == HeadOf::LeftOut,
+            ..Self::with(&meta, tensors, target)
+        })
     }
 
-    fn with(meta: &Meta, mut tensors: Vec<(String, Vec<usize>, Content)>, target: Target, for_others: bool) -> Self {
+    fn with(meta: &Meta, mut tensors: Vec<(String, Vec<usize>, Content)>, target: Target) -> Self {
         tensors.sort_by_key(|(name, ..)| (mix::layer(name), name.starts_with("output")));
         let layers = tensors.iter().filter_map(|(name, ..)| mix::layer(name)).max().map_or(0, |last| last + 1);
         let mut mix = Mix::new(target, layers, tensors.iter().map(|(name, ..)| name.as_str()));
@@ -106,7 +113,7 @@ impl Conversion {
         };
         let tensors: Vec<Item> = tensors.into_iter().map(item).collect();
         let header = Header::new(meta, tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice(), t.kind)));
-        Self { header, tensors, for_others }
+        Self { header, tensors, for_selkie: Vec::new(), without_head: false }
     }
 
     /// Bytes of the file.
@@ -243,8 +250,35 @@ fn decode(kind: Kind, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Keys and tensors of a file that is converted into another.
-type Planned = (Meta, Vec<(String, Vec<usize>, Content)>);
+/// Keys and tensors of a file that is to be written.
+struct Planned {
+    meta: Meta,
+    tensors: Vec<(String, Vec<usize>, Content)>,
+    head: HeadOf,
+}
+
+/// The model's head for drafts in a file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum HeadOf {
+    /// There is none, or one that other programs read.
+    All,
+    /// One that only this program reads.
+    Selkie,
+    /// The file is without it, because other programs would refuse one with it.
+    LeftOut,
+}
+
+impl HeadOf {
+    /// Of a model whose files have the architecture `arch`.
+    fn choose(files: &ModelFiles, read: &Architecture, arch: &str, selkie_only: bool) -> Self {
+        let stored = read.head.as_ref().filter(|_| read.head_parameters(&files.checkpoint).is_some());
+        match stored.is_none_or(|head| keys::head_is_known(arch, head)) {
+            true => Self::All,
+            false if selkie_only => Self::Selkie,
+            false => Self::LeftOut,
+        }
+    }
+}
 
 /// Another GGUF file: its keys and names stay.
 async fn of_gguf(files: &ModelFiles, name: &str) -> Result<Planned> {
@@ -262,14 +296,17 @@ async fn of_gguf(files: &ModelFiles, name: &str) -> Result<Planned> {
         let rows = Rows::whole(stored_tensor(files.source(), name, stored)?);
         tensors.push((name.clone(), stored.shape.clone(), Content::Rows(rows)));
     }
-    Ok((meta, tensors))
+    let head = HeadOf::choose(files, &models::read(&files.config)?, gguf.arch(), true);
+    Ok(Planned { meta, tensors, head })
 }
 
 /// The folder of a model.
 async fn of_folder(files: &ModelFiles, selkie_only: bool) -> Result<Planned> {
-    let read = models::read(&files.config)?;
+    let mut read = models::read(&files.config)?;
+    let arch = keys::architecture(files.label(), &read)?;
+    let head = HeadOf::choose(files, &read, arch, selkie_only);
+    read.drafts = head != HeadOf::LeftOut && read.head_parameters(&files.checkpoint).is_some();
     let mut architecture = read.clone();
-    let arch = keys::architecture(files.label(), &architecture)?;
     // Only files of these have keys for factors.
     let factors = if arch.starts_with("granite") { fold::Factors::new() } else { fold::factors(&mut architecture) };
     let used = used(files, &read).await?;
@@ -296,7 +333,7 @@ async fn of_folder(files: &ModelFiles, selkie_only: bool) -> Result<Planned> {
     }
     architecture.tied = tensors.iter().all(|(name, ..)| name != "output.weight");
     check(files.label(), arch, &meta, &tensors, &architecture)?;
-    Ok((meta, tensors))
+    Ok(Planned { meta, tensors, head })
 }
 
 /// Names of the stored tensors that the model uses: it is loaded where the weights lie, which copies no matrix.
@@ -347,8 +384,10 @@ fn check(
     if a.len() != b.len() || !a.into_iter().zip(b).all(near) {
         return Err(refuse("the rule of rotations".into()));
     }
-    // A head for drafts is left out of the file.
-    let [want, got] = [want, &got].map(|a| format!("{:#?}", Architecture { head: None, ..fold::as_read(a) }));
+    // A head that is not stored is none.
+    let head = |a: &Architecture| a.head.clone().filter(|_| want.drafts);
+    let text = |a| format!("{:#?}", Architecture { head: head(a), drafts: false, ..fold::as_read(a) });
+    let [want, got] = [want, &got].map(text);
     match want.lines().zip(got.lines()).position(|(a, b)| a != b) {
         None if want.len() == got.len() => Ok(()),
         place => Err(refuse(field(&want, place.unwrap_or(0)))),

@@ -184,6 +184,19 @@ impl Gguf {
         Ok(config)
     }
 
+    /// Refuses a file whose weights are read in an order of heads that its own keys describe, and `config.json` of the same model
+    /// does not.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with the way out.
+    pub fn in_order_of_config(&self) -> Result<()> {
+        if !arch::orders_heads(&self.arch) {
+            return Ok(());
+        }
+        let what = format!("{}: weights of {:?} with a config.json of their own", self.path, self.arch);
+        Err(Error::Unsupported { what, why: "their heads stand in another order; give the GGUF file itself".into() })
+    }
+
     /// `tokenizer.json` and `tokenizer_config.json` of the same model; `None` if the file has no vocabulary.
     ///
     /// # Errors

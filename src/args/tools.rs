@@ -51,7 +51,7 @@ pub struct ConvertArgs {
     /// Type of the matrices: f32, bf16, q8_0, q6_k, q5_k_m, q4_k_m, iq4_nl or q4_0
     #[arg(long = "type", value_name = "TYPE")]
     pub kind: Target,
-    /// Write the file even if other programs do not know the model's tokenizer
+    /// Write the file even if other programs do not know the model's tokenizer, and with a head for drafts that they do not read
     #[arg(long)]
     pub selkie_only: bool,
     /// Print one JSON object

@@ -12,7 +12,11 @@ use crate::{
 };
 
 impl Checkpoint {
-    pub(super) fn find_runs(&self, names: &[&str], shape: &[usize]) -> Result<(Vec<Run>, Change)> {
+    /// The rows of the first of `names` that is stored, and what becomes of their elements.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::get`], but those of the source.
+    pub(crate) fn find_runs(&self, names: &[&str], shape: &[usize]) -> Result<(Vec<Run>, Change)> {
         let Kind::Files { source, tensors, asked } = &self.kind else {
             let Kind::Random { seed, recipe } = self.kind else { unreachable!("a checkpoint is files or random") };
             let format = recipe.map_or(Format::Plain, |recipe| recipe.format(names[0], shape));

@@ -5,7 +5,7 @@ use crate::{
     Error, Result,
     blocks::{Plan, gated_delta, mamba1, mamba2, moe},
     gguf::{Meta, MetaValue},
-    models::{Architecture, Branch},
+    models::{Architecture, Branch, Head},
     ops::Router,
     rope::{Rope, RopeScaling},
 };
@@ -45,6 +45,15 @@ pub(super) fn architecture(label: &str, a: &Architecture) -> Result<&'static str
     })
 }
 
+/// Whether other programs read the head for drafts in files of an architecture. Those of Nemotron-H must have experts.
+pub(super) fn head_is_known(arch: &str, head: &Head) -> bool {
+    match arch {
+        "qwen3next" | "qwen35" | "qwen35moe" => true,
+        "nemotron_h_moe" => head.steps.iter().flat_map(|step| &step.branches).any(is_moe),
+        _ => false,
+    }
+}
+
 fn branches(a: &Architecture) -> impl Iterator<Item = &Branch> {
     a.layers.iter().flatten().flat_map(|step| &step.branches)
 }
@@ -77,12 +86,19 @@ impl Keys {
     }
 }
 
-/// The keys of a model that is written as `arch`.
+/// The keys of a model that is written as `arch`, with its head if that is loaded: one more layer.
 pub(super) fn keys(arch: &'static str, a: &Architecture) -> Meta {
+    let trunk = a.layers.len();
+    let mut a = a.clone();
+    a.layers.extend(a.head.take().filter(|_| a.drafts).map(|head| head.steps));
+    let (a, drafts) = (&a, a.layers.len() - trunk);
     let mut keys = Keys { arch, meta: Meta::default() };
     keys.meta.set("general.architecture", MetaValue::text(arch));
     keys.meta.set("general.quantization_version", MetaValue::u32(2));
     keys.int("block_count", a.layers.len());
+    if drafts > 0 {
+        keys.int("nextn_predict_layers", drafts);
+    }
     keys.int("context_length", a.context);
     keys.int("embedding_length", a.width);
     keys.int("vocab_size", a.vocab);
@@ -106,7 +122,7 @@ pub(super) fn keys(arch: &'static str, a: &Architecture) -> Meta {
             let dense = a.layers.iter().take_while(|l| l.iter().flat_map(|s| &s.branches).all(|b| !is_moe(b))).count();
             keys.int("leading_dense_block_count", dense);
         }
-        "qwen3next" | "qwen35" | "qwen35moe" => intervals(&mut keys, a),
+        "qwen3next" | "qwen35" | "qwen35moe" => intervals(&mut keys, a, trunk),
         _ => {}
     }
     keys.meta
@@ -163,11 +179,11 @@ fn feed_forward(keys: &mut Keys, a: &Architecture) {
     }
 }
 
-/// Which layers attend: every `n`th, or a list.
-fn intervals(keys: &mut Keys, a: &Architecture) {
+/// Which layers attend: every `n`th of the `trunk`, or a list.
+fn intervals(keys: &mut Keys, a: &Architecture, trunk: usize) {
     let recurrent: Vec<bool> = attention_layers(a).map(|p| p.is_none()).collect();
     let interval = recurrent.iter().position(|r| !r).map_or(recurrent.len() + 1, |first| first + 1);
-    if recurrent.iter().enumerate().all(|(i, r)| *r != (i + 1).is_multiple_of(interval)) {
+    if recurrent[..trunk].iter().enumerate().all(|(i, r)| *r != (i + 1).is_multiple_of(interval)) {
         keys.int("full_attention_interval", interval);
     } else {
         keys.set("attention.recurrent_layers", MetaValue::bools(&recurrent));

@@ -9,8 +9,8 @@ use super::{
 use crate::{
     Error, Result,
     blocks::{Plan, moe::Experts},
-    checkpoint::{Checkpoint, StoredTensor},
-    gguf::Part,
+    checkpoint::{Checkpoint, Run, StoredTensor},
+    gguf::{Change, Part},
     models::Architecture,
 };
 
@@ -86,12 +86,15 @@ impl<'a> Weights<'a> {
 
     /// Prefix, names and number of the experts whose matrices are asked for under a name.
     fn experts(&self, name: &str) -> Option<(&str, Experts, usize)> {
-        self.architecture.layers.iter().flatten().flat_map(|s| &s.branches).find_map(|b| {
+        let head = self.architecture.head.iter().flat_map(|head| &head.steps);
+        self.architecture.layers.iter().flatten().chain(head).flat_map(|s| &s.branches).find_map(|b| {
             let Plan::Moe(plan) = &b.plan else { return None };
-            let leaf = name.strip_prefix(b.prefix.as_str())?;
+            // The head is outside of the model's prefix.
+            let prefix = b.prefix.trim_start_matches('/');
+            let leaf = name.strip_prefix(prefix)?;
             let leaf = leaf.strip_suffix(".weight").unwrap_or(leaf);
             let experts = [plan.input, plan.output].into_iter().find(|e| e.stacked == leaf)?;
-            Some((b.prefix.as_str(), experts, plan.experts))
+            Some((prefix, experts, plan.experts))
         })
     }
 
@@ -111,17 +114,23 @@ impl<'a> Weights<'a> {
     pub fn rows(&self, part: &Part) -> Result<Rows> {
         let stored = self.stored(&part.weight).expect("a part is made of a weight");
         let width = if stored.shape.len() < 2 { 1 } else { stored.shape[stored.shape.len() - 1] };
-        let mut tensors = Vec::new();
+        let (mut pieces, mut change) = (Vec::new(), part.change);
         for name in stored.names.iter().flatten() {
             let info = self.checkpoint.info(name).expect("the name is stored");
-            tensors.extend(self.checkpoint.whole_tensors(name, &info.shape)?);
+            let (runs, done) = self.checkpoint.find_runs(&[name], &info.shape)?;
+            // What is done to stored elements where they are read is what would be undone.
+            if done == part.change {
+                change = Change::None;
+            }
+            pieces.extend(runs);
         }
-        let pieces = tensors.len() / stored.names.len();
+        let each = pieces.len() / stored.names.len();
         let count = |t: &StoredTensor| t.shape.iter().product::<usize>() / width;
         // Rows of each tensor that are rows of one of the outermost entries.
         let outer = stored.shape.iter().rev().skip(2).product::<usize>();
         let per_entry = outer / stored.names.len();
-        let each: Vec<usize> = tensors[..pieces].iter().map(|t| count(t) / per_entry).collect();
+        let rows = |run: &Run| if run.is_whole() { count(&run.tensor) / per_entry } else { run.count };
+        let each: Vec<usize> = pieces[..each].iter().map(rows).collect();
         let mut runs = Vec::new();
         for entry in 0..outer {
             for row in &part.rows {
@@ -130,8 +139,10 @@ impl<'a> Weights<'a> {
                     row -= each[piece];
                     piece += 1;
                 }
-                let tensor = entry / per_entry * each.len() + piece;
-                push(&mut runs, tensor, entry % per_entry * each[piece] + row);
+                let at = entry / per_entry * each.len() + piece;
+                let from = &pieces[at];
+                let before = entry % per_entry * (count(&from.tensor) / per_entry);
+                push(&mut runs, at, before + from.first + row * from.step);
             }
         }
         let factors = self.factors.get(self.relative(&part.weight));
@@ -140,7 +151,8 @@ impl<'a> Weights<'a> {
             Some(each) if each.len() > 1 => part.rows.iter().map(|row| each[*row]).collect(),
             one => one.unwrap_or_default().to_vec(),
         };
-        Ok(Rows { width, tensors, runs, columns: part.columns.clone(), change: part.change, factors })
+        let tensors = pieces.into_iter().map(|piece| piece.tensor).collect();
+        Ok(Rows { width, tensors, runs, columns: part.columns.clone(), change, factors })
     }
 
     /// Refuses a model of which a tensor has no place in the file.

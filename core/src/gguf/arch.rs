@@ -54,6 +54,11 @@ pub(super) fn find(path: &str, name: &str) -> Result<&'static Arch> {
     })
 }
 
+/// Whether the configuration of a file is another one than the family's own, because its heads keep their order.
+pub(super) fn orders_heads(name: &str) -> bool {
+    qwen3next::ARCH.names.contains(&name) && qwen3next::tiled(name)
+}
+
 /// How stored tensors make a weight.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum How {
@@ -212,6 +217,26 @@ pub(super) fn experts(rules: &mut Vec<Rule>, input: &str, output: &str) {
     rules.push(Rule::new(output, &["blk.{}.ffn_down_exps.weight"], How::Copy));
 }
 
+/// The rules of the block of the head for drafts, which follows the layers: `own` with its number in the stored names, and the
+/// tensors around its layer under the names that the family gives them.
+pub(super) fn head(
+    rules: &mut Vec<Rule>,
+    f: &Facts<'_>,
+    own: Vec<Rule>,
+    around: [&str; 4],
+    change: Change,
+) -> Result<()> {
+    let number = f.layers()?.to_string();
+    let fill = |rule: Rule| Rule { sources: rule.sources.iter().map(|s| s.replace("{}", &number)).collect(), ..rule };
+    rules.extend(own.into_iter().map(fill));
+    let stored = [("eh_proj", Change::None), ("enorm", change), ("hnorm", change), ("shared_head_norm", change)];
+    for (name, (stored, change)) in around.into_iter().zip(stored) {
+        let stored = format!("blk.{number}.nextn.{stored}.weight");
+        rules.push(Rule::new(format!("mtp.{name}.weight"), &[&stored], How::Copy).changed(change));
+    }
+    Ok(())
+}
+
 /// Embedding, output matrix and the final norm.
 pub(super) fn ends(embedding: &str, norm: &str, change: Change) -> Vec<Rule> {
     vec![
@@ -284,9 +309,14 @@ impl Facts<'_> {
 
     /// Layers, without those that draft tokens.
     pub fn layers(&self) -> Result<usize> {
-        let (all, drafts) = (self.usize("block_count")?, self.opt("nextn_predict_layers")?.unwrap_or(0));
+        let (all, drafts) = (self.usize("block_count")?, self.drafts()?);
         let layers = all.checked_sub(drafts).filter(|n| (1..=10_000).contains(n));
         layers.ok_or_else(|| self.bad("block_count", format_args!("{all} layers, {drafts} of them for drafts")))
+    }
+
+    /// Layers that draft tokens. They are the last ones.
+    pub fn drafts(&self) -> Result<usize> {
+        Ok(self.opt("nextn_predict_layers")?.unwrap_or(0))
     }
 
     /// Whether a layer has a tensor.

@@ -8,11 +8,13 @@ use safetensors::SafeTensors;
 use selkie_core::{
     checkpoint::Checkpoint,
     config::Config,
+    convert::{Conversion, Target},
     cpu::CpuBackend,
     engine::{
         Engine, EngineOptions, Event, Request, Speculate,
         direct::{Cut, Direct, Sequence, Share},
     },
+    model_dir::ModelFiles,
     models::{self, Architecture, Limits},
     source::Dir,
     weights::Loader,
@@ -21,6 +23,7 @@ use selkie_core::{
 use crate::{
     behind::Behind,
     drafts::contents,
+    gguf::{self, written},
     models::TestModel,
     promise::{Drafts, run},
 };
@@ -94,39 +97,73 @@ async fn heads_after(direct: &mut Direct<'_, CpuBackend>, ids: &[u32], first: us
     (heads, sequence)
 }
 
+/// A model out of a GGUF file that the engine writes of it.
+fn as_gguf(files: &ModelFiles) -> ModelFiles {
+    let plan = block_on(Conversion::plan(files, Target::F32, true)).unwrap();
+    assert!(!plan.without_head);
+    gguf::open(gguf::Memory::of("model.gguf", written::write_plan(&plan).unwrap().0)).unwrap()
+}
+
 #[test]
 fn logits_are_those_of_the_formulas() {
     for dir in folders() {
         let name = dir.file_name().unwrap().to_string_lossy();
         let (architecture, checkpoint) = open(&dir);
-        let architecture = architecture.with_head(&checkpoint).unwrap();
-        let (backend, mut report) = (CpuBackend::new(), |_| {});
-        let mut loader = Loader::new(&backend, &checkpoint, &mut report);
-        let model = block_on(models::build(&architecture, &mut loader, LIMITS)).unwrap();
-        let want = Reference::read(&dir);
-        let vocab = architecture.vocab;
-        let mut direct = Direct::new(&backend, model.as_ref(), LIMITS, 8, 8).unwrap();
-        let trunk = block_on(direct.prompt(&mut Sequence::default(), &want.ids, &[])).unwrap();
-        compare(&format!("{name}, the trunk"), &trunk, &want.logits);
-        for first in [0, 1, 9, 64, 67] {
-            let (heads, mut end) = block_on(heads_after(&mut direct, &want.ids, first));
-            compare(
-                &format!("{name}, the head after {first} tokens"),
-                &heads,
-                &want.heads[first.saturating_sub(1) * vocab..],
-            );
-            let chain = block_on(direct.drafts(&mut end, &want.more)).unwrap();
-            compare(&format!("{name}, drafts of drafts after {first} tokens"), &chain, &want.chain);
-            direct.release(end);
-        }
-        // A state that was captured has what the head needs.
-        let mut whole = Sequence::default();
-        let cuts = [Cut { at: 64, capture: true }];
-        let shares = &mut [Share { sequence: &mut whole, ids: &want.ids, cuts: &cuts }];
-        let mut captured = block_on(direct.step(shares)).unwrap().remove(0).captures.remove(0);
-        let head = block_on(direct.drafts(&mut captured, &want.ids[64..65])).unwrap();
-        compare(&format!("{name}, the head after a capture"), &head, &want.heads[63 * vocab..64 * vocab]);
+        logits(&name, &architecture, &checkpoint, &Reference::read(&dir));
+        let file = as_gguf(&written::folder(&dir));
+        let architecture = models::read(&file.config).unwrap();
+        logits(&format!("{name} as GGUF"), &architecture, &file.checkpoint, &Reference::read(&dir));
+        // A file is converted with what it has.
+        let again = as_gguf(&file);
+        assert!(architecture.head_parameters(&again.checkpoint).is_some(), "{name}");
+        assert_eq!(block_on(again.fingerprint()).unwrap(), block_on(file.fingerprint()).unwrap(), "{name}");
     }
+}
+
+#[test]
+fn a_head_that_other_programs_refuse_is_written_only_if_asked_for() {
+    for dir in folders() {
+        let files = written::folder(&dir);
+        let alone = dir.ends_with("nemotron_h_mlp");
+        for selkie_only in [false, true] {
+            let plan = block_on(Conversion::plan(&files, Target::Bf16, selkie_only)).unwrap();
+            assert_eq!(plan.without_head, alone && !selkie_only, "{}", dir.display());
+            let for_selkie = if alone && selkie_only { vec!["its head for drafts"] } else { Vec::new() };
+            assert_eq!(plan.for_selkie, for_selkie, "{}", dir.display());
+            let file = gguf::open(gguf::Memory::of("a.gguf", written::write_plan(&plan).unwrap().0)).unwrap();
+            let head = models::read(&file.config).unwrap().head_parameters(&file.checkpoint);
+            assert_eq!(head.is_some(), !plan.without_head, "{}", dir.display());
+        }
+    }
+}
+
+fn logits(name: &str, architecture: &Architecture, checkpoint: &Checkpoint, want: &Reference) {
+    let architecture = architecture.with_head(checkpoint).unwrap();
+    let (backend, mut report) = (CpuBackend::new(), |_| {});
+    let mut loader = Loader::new(&backend, checkpoint, &mut report);
+    let model = block_on(models::build(&architecture, &mut loader, LIMITS)).unwrap();
+    let vocab = architecture.vocab;
+    let mut direct = Direct::new(&backend, model.as_ref(), LIMITS, 8, 8).unwrap();
+    let trunk = block_on(direct.prompt(&mut Sequence::default(), &want.ids, &[])).unwrap();
+    compare(&format!("{name}, the trunk"), &trunk, &want.logits);
+    for first in [0, 1, 9, 64, 67] {
+        let (heads, mut end) = block_on(heads_after(&mut direct, &want.ids, first));
+        compare(
+            &format!("{name}, the head after {first} tokens"),
+            &heads,
+            &want.heads[first.saturating_sub(1) * vocab..],
+        );
+        let chain = block_on(direct.drafts(&mut end, &want.more)).unwrap();
+        compare(&format!("{name}, drafts of drafts after {first} tokens"), &chain, &want.chain);
+        direct.release(end);
+    }
+    // A state that was captured has what the head needs.
+    let mut whole = Sequence::default();
+    let cuts = [Cut { at: 64, capture: true }];
+    let shares = &mut [Share { sequence: &mut whole, ids: &want.ids, cuts: &cuts }];
+    let mut captured = block_on(direct.step(shares)).unwrap().remove(0).captures.remove(0);
+    let head = block_on(direct.drafts(&mut captured, &want.ids[64..65])).unwrap();
+    compare(&format!("{name}, the head after a capture"), &head, &want.heads[63 * vocab..64 * vocab]);
 }
 
 /// Small models with heads: random ones, and those of the references.

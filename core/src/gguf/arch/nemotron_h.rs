@@ -2,13 +2,14 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Change, Facts, How, Rule, attention, copies, ends, mamba2};
+use super::{Arch, Change, Facts, How, Rule, attention, copies, ends, head, mamba2};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["nemotron_h", "nemotron_h_moe"], config, rules };
 
 fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
     c.insert("model_type".into(), "nemotron_h".into());
+    let layers = f.layers()?;
     let kind = |i| match () {
         () if f.stores(i, "ssm_in.weight") => "mamba",
         () if f.stores(i, "ffn_gate_inp.weight") => "moe",
@@ -16,7 +17,9 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
         () => "attention",
     };
     let kinds = f.layer_types(kind)?;
-    let has = |kind: &str| kinds.as_array().is_some_and(|kinds| kinds.iter().any(|k| k == kind));
+    // The head is one block: attention, then what its tensors say.
+    let second = (f.drafts()? > 0).then(|| kind(layers));
+    let has = |kind| second == Some(kind) || kinds.as_array().is_some_and(|kinds| kinds.iter().any(|k| k == kind));
     if has("attention") {
         f.attention(c)?;
     }
@@ -38,6 +41,10 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
         }
     }
     c.insert("layers_block_type".into(), kinds);
+    c.insert("num_nextn_predict_layers".into(), f.drafts()?.into());
+    if let Some(second) = second {
+        c.insert("mtp_layers_block_type".into(), vec!["attention", second].into());
+    }
     Ok(())
 }
 
@@ -46,9 +53,21 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
     let prefix = "backbone.layers.{}.mixer.";
     copies(&mut rules, "backbone.layers.{}.", &[("norm", "attn_norm")]);
     mamba2(&mut rules, f, prefix)?;
+    let mut own = Vec::new();
     if f.opt("attention.head_count")?.is_some_and(|n| n > 0) {
         attention(&mut rules, f, prefix, true)?;
+        attention(&mut own, f, "mtp.layers.0.mixer.", true)?;
     }
+    feed_forward(&mut rules, prefix);
+    copies(&mut own, "mtp.layers.", &[("0.norm", "attn_norm"), ("1.norm", "post_attention_norm")]);
+    feed_forward(&mut own, "mtp.layers.1.mixer.");
+    let around = ["layers.0.eh_proj", "layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm"];
+    head(&mut rules, f, own, around, Change::None)?;
+    Ok(rules)
+}
+
+/// An MLP, or experts.
+fn feed_forward(rules: &mut Vec<Rule>, prefix: &str) {
     let pairs = [
         ("up_proj", "ffn_up"),
         ("down_proj", "ffn_down"),
@@ -60,8 +79,7 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
         ("fc1_latent_proj", "ffn_latent_down"),
         ("fc2_latent_proj", "ffn_latent_up"),
     ];
-    copies(&mut rules, prefix, &pairs);
+    copies(rules, prefix, &pairs);
     let bias = format!("{prefix}gate.e_score_correction_bias");
     rules.push(Rule::new(bias, &["blk.{}.exp_probs_b.bias"], How::Copy));
-    Ok(rules)
 }

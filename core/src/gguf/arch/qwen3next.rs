@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Arch, Change, Facts, How, Pick, Rule, attention, copies, ends, experts};
+use super::{Arch, Change, Facts, How, Pick, Rule, attention, copies, ends, experts, head};
 use crate::Result;
 
 pub(super) const ARCH: Arch = Arch { names: &["qwen3next", "qwen35", "qwen35moe"], config, rules };
@@ -36,8 +36,8 @@ impl Delta {
 }
 
 /// Whether value head `p` uses key head `p mod Hk` rather than `p div r`.
-fn tiled(f: &Facts<'_>) -> bool {
-    f.arch != "qwen3next"
+pub(super) fn tiled(arch: &str) -> bool {
+    arch != "qwen3next"
 }
 
 fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
@@ -52,7 +52,7 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
     let d = Delta::read(f)?;
     // Where the value heads are tiled, every one gets a copy of its key head's rows: heads keep the order of the file, in which
     // the columns of the output projection stand too.
-    c.insert("linear_num_key_heads".into(), if tiled(f) { d.value_heads } else { d.key_heads }.into());
+    c.insert("linear_num_key_heads".into(), if tiled(f.arch) { d.value_heads } else { d.key_heads }.into());
     c.insert("linear_num_value_heads".into(), d.value_heads.into());
     c.insert("linear_key_head_dim".into(), d.key_dim.into());
     c.insert("linear_value_head_dim".into(), d.value_dim.into());
@@ -60,6 +60,7 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
     let kind = |i| if f.stores(i, "ssm_a") { "linear_attention" } else { "full_attention" };
     c.insert("layer_types".into(), f.layer_types(kind)?);
     let dense: Vec<usize> = (0..f.layers()?).filter(|i| !f.stores(*i, "ffn_gate_inp.weight")).collect();
+    c.insert("mtp_num_hidden_layers".into(), f.drafts()?.into());
     c.insert("num_experts".into(), 0.into());
     if f.opt("expert_count")?.is_some_and(|n| n > 0) {
         f.experts(c)?;
@@ -73,6 +74,24 @@ fn config(f: &Facts<'_>, c: &mut Map<String, Value>) -> Result<()> {
 fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
     let mut rules = ends("model.embed_tokens.weight", "model.norm.weight", Change::MinusOne);
     let layer = |leaf: &str| format!("model.layers.{{}}.{leaf}");
+    block(&mut rules, f, "model.layers.{}.")?;
+    copies(&mut rules, &layer(""), &[("linear_attn.norm", "ssm_norm")]);
+    let d = Delta::read(f)?;
+    match tiled(f.arch) {
+        true if f.own_order => grouped_heads(&mut rules, &d, layer),
+        true => tiled_heads(&mut rules, &d, layer),
+        false => per_key_head(&mut rules, &d, layer),
+    }
+    let mut own = Vec::new();
+    block(&mut own, f, "mtp.layers.0.")?;
+    let around = ["fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"];
+    head(&mut rules, f, own, around, Change::MinusOne)?;
+    Ok(rules)
+}
+
+/// What a layer of the model and that of the head have in common: attention, and what follows the mixer.
+fn block(rules: &mut Vec<Rule>, f: &Facts<'_>, prefix: &str) -> Result<()> {
+    let layer = |leaf: &str| format!("{prefix}{leaf}");
     for (name, stored) in [
         ("input_layernorm", "attn_norm"),
         ("post_attention_layernorm", "post_attention_norm"),
@@ -87,7 +106,6 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
     attention(&mut own, f, &layer("self_attn."), false)?;
     rules.extend(own.into_iter().filter(|rule| rule.how == How::Copy));
     let pairs = [
-        ("linear_attn.norm", "ssm_norm"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
@@ -97,15 +115,9 @@ fn rules(f: &Facts<'_>) -> Result<Vec<Rule>> {
         ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
         ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     ];
-    copies(&mut rules, &layer(""), &pairs);
-    experts(&mut rules, &layer("mlp.experts.gate_up_proj"), &layer("mlp.experts.down_proj"));
-    let d = Delta::read(f)?;
-    match tiled(f) {
-        true if f.own_order => grouped_heads(&mut rules, &d, layer),
-        true => tiled_heads(&mut rules, &d, layer),
-        false => per_key_head(&mut rules, &d, layer),
-    }
-    Ok(rules)
+    copies(rules, prefix, &pairs);
+    experts(rules, &layer("mlp.experts.gate_up_proj"), &layer("mlp.experts.down_proj"));
+    Ok(())
 }
 
 /// What has an entry per value head and stands in the order of the file.

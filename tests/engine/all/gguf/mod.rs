@@ -33,7 +33,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    fn of(name: &str, bytes: Vec<u8>) -> Self {
+    /// A GGUF file.
+    pub fn of(name: &str, bytes: Vec<u8>) -> Self {
         Self { files: HashMap::from([(name.to_owned(), bytes.into())]), gguf: name.into() }
     }
 
@@ -62,7 +63,7 @@ impl Source for Memory {
     }
 }
 
-fn open(source: Memory) -> Result<ModelFiles> {
+pub fn open(source: Memory) -> Result<ModelFiles> {
     block_on(ModelFiles::open(Arc::new(source), || 0))
 }
 

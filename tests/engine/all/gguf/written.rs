@@ -16,7 +16,11 @@ use selkie_core::format::Format;
 
 /// A written file, and what is said of its tensors.
 pub fn write(files: &ModelFiles, target: Target) -> Result<(Vec<u8>, Vec<Written>)> {
-    let plan = block_on(Conversion::plan(files, target, false))?;
+    write_plan(&block_on(Conversion::plan(files, target, false))?)
+}
+
+/// The same of a plan.
+pub fn write_plan(plan: &Conversion) -> Result<(Vec<u8>, Vec<Written>)> {
     let (mut out, mut written, mut last) = (Vec::new(), Vec::new(), 0);
     let mut report = |done: u64, tensor: Option<&Written>| {
         assert!(done >= last && done <= plan.bytes());
@@ -29,7 +33,7 @@ pub fn write(files: &ModelFiles, target: Target) -> Result<(Vec<u8>, Vec<Written
     Ok((out, written))
 }
 
-fn folder(path: &std::path::Path) -> ModelFiles {
+pub fn folder(path: &std::path::Path) -> ModelFiles {
     block_on(ModelFiles::open(Arc::new(Dir::open(path).unwrap()), || 0)).unwrap()
 }
 
