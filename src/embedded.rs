@@ -9,7 +9,7 @@ pub const DEMO: Embedded = Embedded { label: "the embedded demo model", files: &
 static FILES: [(&str, &[u8]); 5] = [
     ("config.json", include_bytes!("../models/demo/config.json")),
     ("generation_config.json", include_bytes!("../models/demo/generation_config.json")),
-    ("model.safetensors", include_bytes!("../models/demo/model.safetensors")),
+    ("model.gguf", include_bytes!("../models/demo/model.gguf")),
     ("tokenizer.json", include_bytes!("../models/demo/tokenizer.json")),
     ("tokenizer_config.json", include_bytes!("../models/demo/tokenizer_config.json")),
 ];

@@ -288,8 +288,8 @@ fn a_failed_batch_leaves_no_file() {
     let dir = TempDir::new("batch_failed");
     let input = dir.write("in.jsonl", "{\"prompt\": \"Hello\"}\n");
     let model = copy_of("models/demo", "batch_failed_model");
-    let bytes = fs::read(model.path("model.safetensors")).unwrap();
-    model.write("model.safetensors", &bytes[..bytes.len() - 10]);
+    let bytes = fs::read(model.path("model.gguf")).unwrap();
+    model.write("model.gguf", &bytes[..bytes.len() - 10]);
     let out = run_cpu(&["batch", &input, "-o", &dir.arg("out.jsonl"), "-m", model.dir()]);
     assert_eq!(out.status.code(), Some(1));
     assert_eq!(dir.names(), ["in.jsonl"]);
@@ -312,7 +312,7 @@ fn inspect_shows_layers_and_costs() {
     let facts = facts(&[]);
     assert_eq!((&facts["slot_bytes"], &facts["page_bytes"]), (&json!(slot + 4 * 256), &json!(5 * page)));
     assert_eq!((&facts["family"], &facts["layers"]), (&json!("nemotron_h"), &json!(18)));
-    assert_eq!(facts["weight_bytes"].as_u64().unwrap() / 1_000_000, 15);
+    assert_eq!(facts["weight_bytes"].as_u64().unwrap() / 1_000_000, 8);
 }
 
 #[test]

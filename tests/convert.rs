@@ -19,6 +19,9 @@ fn convert(more: &[&str]) -> std::process::Output {
 #[test]
 fn the_demo_in_fewer_bits_still_answers() {
     let dir = TempDir::new("convert");
+    let plain = dir.arg("bf16.gguf");
+    stdout(convert(&["-m", &demo(), "-o", &plain, "--type", "bf16"]));
+    let before = std::fs::metadata(&plain).unwrap().len();
     for (kind, most) in [("q8_0", 0.6), ("q4_k_m", 0.4)] {
         let file = dir.arg(&format!("{kind}.gguf"));
         let out = convert(&["-m", &demo(), "-o", &file, "--type", kind, "--json"]);
@@ -26,7 +29,6 @@ fn the_demo_in_fewer_bits_still_answers() {
         let bytes = std::fs::metadata(&file).unwrap().len();
         assert_eq!(facts["bytes"], bytes);
         assert_eq!(facts["selkie_only"], false);
-        let before = std::fs::metadata(repository("models/demo/model.safetensors")).unwrap().len();
         assert!((bytes as f64) < most * before as f64, "{kind}: {bytes} of {before}");
         assert_eq!(stdout(run(&["-m", &file, "What is 17 + 25?", "--backend", "cpu"])), "17 + 25 = 42.\n", "{kind}");
         assert_eq!(dir.names().iter().filter(|n| n.ends_with(".tmp")).count(), 0);
@@ -52,7 +54,7 @@ fn a_model_is_never_written_over_itself() {
 
 /// The demo's folder with a changed tokenizer.
 fn with_tokenizer(dir: &TempDir, change: impl FnOnce(&mut Value)) {
-    for name in ["config.json", "tokenizer_config.json", "model.safetensors"] {
+    for name in ["config.json", "tokenizer_config.json", "model.gguf"] {
         std::fs::copy(repository(DEMO).join(name), dir.path(name)).unwrap();
     }
     let mut tokenizer = json(repository("models/demo/tokenizer.json"));

@@ -77,7 +77,7 @@ fn golden(model: &str) -> Files {
 }
 
 fn demo() -> Files {
-    ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    ["config.json", "generation_config.json", "model.gguf", "tokenizer.json", "tokenizer_config.json"]
         .map(|name| (name.to_owned(), fs::read(repository(&format!("models/demo/{name}"))).unwrap()))
         .into()
 }

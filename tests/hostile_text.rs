@@ -4,6 +4,7 @@
 mod binary;
 
 use binary::*;
+use selkie_core::{gguf::Gguf, source::Dir};
 use serde_json::{Value, json};
 
 /// Answers of a batch of a plain prompt and a chat, with the model in `dir`.
@@ -86,13 +87,11 @@ fn long_texts_are_refused_by_their_length() {
 #[test]
 fn logits_that_are_not_finite_are_an_error() {
     let dir = copy_of("models/demo", "nan");
-    let mut bytes = std::fs::read(dir.path("model.safetensors")).unwrap();
-    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let entries: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
-    let (_, norm) = entries.as_object().unwrap().iter().find(|(name, _)| name.contains("norm")).unwrap();
-    let at = 8 + header + norm["data_offsets"][0].as_u64().unwrap() as usize;
+    let mut bytes = std::fs::read(dir.path("model.gguf")).unwrap();
+    let gguf = pollster::block_on(Gguf::open(&Dir::open(dir.dir()).unwrap(), "model.gguf")).unwrap();
+    let at = gguf.tensors()["output_norm.weight"].range.start as usize;
     bytes[at..at + 4].copy_from_slice(&[0xff, 0x7f, 0xff, 0x7f]);
-    dir.write("model.safetensors", bytes);
+    dir.write("model.gguf", bytes);
     let why = "the model's logits are not finite: a weight file or config.json is damaged";
     let out = run(&["generate", "-m", dir.dir(), "--backend", "cpu", "--max-tokens", "5", "hi"]);
     assert_eq!((out.status.code(), stderr(&out).contains(why)), (Some(1), true), "{}", stderr(&out));

@@ -373,7 +373,7 @@ fn inspect_needs_no_weights() {
     let seen = world.server.take();
     assert!(seen.len() == 2 && seen[1].path.ends_with("/config.json"), "{seen:?}");
     assert_eq!(facts["weights_here"], false);
-    assert_eq!(facts["weight_bytes"], fs::metadata(repository("models/demo").join(WEIGHTS)).unwrap().len());
+    assert_eq!(facts["weight_bytes"], demo_safetensors().len());
     assert_eq!(facts["fit"]["fits"], true);
     assert!(facts["fit"]["formats"][0]["sequences"].as_u64().unwrap() > 0, "{facts}");
     let other = &facts["fit"]["formats"][1];

@@ -46,10 +46,8 @@ fn commands(text: &str) -> Vec<String> {
 
 fn hub() -> Server {
     let mut behaviour = Behaviour::default();
-    for file in
-        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-    {
-        let bytes = fs::read(repository("models/demo").join(file)).unwrap();
+    let words = WORDS.map(|file| (file, fs::read(repository("models/demo").join(file)).unwrap()));
+    for (file, bytes) in words.into_iter().chain([("model.safetensors", demo_safetensors())]) {
         let large = file.ends_with(".safetensors");
         behaviour.files.insert((MODEL.into(), "main".into(), file.into()), File { bytes, large });
     }

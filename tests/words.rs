@@ -153,7 +153,7 @@ fn settings_come_from_the_file_and_the_environment() {
 #[test]
 fn a_pointer_of_git_lfs_is_recognised() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 14000000\n";
-    for file in ["model.safetensors", "tokenizer.json", "config.json"] {
+    for file in ["model.gguf", "tokenizer.json", "config.json"] {
         let model = copy_of("models/demo", &format!("lfs_{file}"));
         model.write(file, pointer);
         let out = cpu(&["-m", model.dir(), "What is 17 + 25?"], "");

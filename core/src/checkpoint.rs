@@ -239,7 +239,7 @@ impl Checkpoint {
             gguf.in_order_of_config()?;
             return Self::of_gguf(source, &gguf);
         } else {
-            let mut why = format!("there is neither {SINGLE} nor {INDEX}");
+            let mut why = format!("there is neither {SINGLE} nor {INDEX}, nor a GGUF file");
             for other in ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors"] {
                 if source.size(other).await?.is_some() {
                     why += &format!("; {other} has to be converted to {SINGLE} first");

@@ -168,12 +168,13 @@ pub fn part_of_gguf(name: &str) -> Option<(&str, usize, usize)> {
     (1 <= i && i <= of).then_some((stem, i, of))
 }
 
-/// The one model among the GGUF files of a folder: a file, or the first of a split model.
+/// The one model among the GGUF files of a folder with the files `names`: a file, or the first of a split model.
 ///
 /// # Errors
 /// [`Error::BadModel`] if there are several, with their names.
 pub fn only_gguf(folder: &str, names: &[String]) -> Result<Option<String>> {
-    let first = |n: &&String| is_plain_file_name(n) && part_of_gguf(n).is_none_or(|(_, i, _)| i == 1);
+    let first =
+        |n: &&String| n.ends_with(".gguf") && is_plain_file_name(n) && part_of_gguf(n).is_none_or(|(_, i, _)| i == 1);
     // Encoders of images lie beside the models that they belong to.
     let models: Vec<&String> = names.iter().filter(first).filter(|n| !n.starts_with("mmproj")).collect();
     match models.as_slice() {
@@ -216,6 +217,11 @@ impl Source for Embedded {
         self.label.to_owned()
     }
 
+    fn gguf(&self) -> Result<Option<String>> {
+        let names: Vec<String> = self.files.iter().map(|(name, _)| (*name).to_owned()).collect();
+        only_gguf(self.label, &names)
+    }
+
     fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {
         Box::pin(std::future::ready(Ok(self.file(name).map(|bytes| bytes.len() as u64))))
     }
@@ -243,9 +249,7 @@ mod dir {
     use super::*;
 
     /// The endings of the names of weights.
-    const MAPPED: [&str; 2] = [".safetensors", GGUF];
-    /// The ending of the names of files that are whole models.
-    const GGUF: &str = ".gguf";
+    const MAPPED: [&str; 2] = [".safetensors", ".gguf"];
 
     /// A directory. Each file of weights is mapped into memory once, on first use, and every read is a part of that map; all
     /// other files are small and are read.
@@ -373,7 +377,7 @@ mod dir {
             let io = |e| Error::io(&self.path, e);
             let mut names = Vec::new();
             for entry in std::fs::read_dir(&self.path).map_err(io)? {
-                names.extend(entry.map_err(io)?.file_name().to_str().filter(|n| n.ends_with(GGUF)).map(str::to_owned));
+                names.extend(entry.map_err(io)?.file_name().to_str().map(str::to_owned));
             }
             names.sort();
             only_gguf(&self.label(), &names)
@@ -408,7 +412,7 @@ mod tests {
     #[test]
     fn a_directory_maps_weights_once_and_tells_missing_from_unreadable() {
         let dir = Dir::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../models/demo")).unwrap();
-        let weights = "model.safetensors";
+        let weights = "model.gguf";
         let a = block_on(dir.read(weights, 0..10)).unwrap();
         let b = block_on(dir.read(weights, 2..4)).unwrap();
         assert_eq!(a[2..].as_ptr(), b.as_ptr());

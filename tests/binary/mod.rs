@@ -8,9 +8,11 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
+    sync::Arc,
 };
 
-use serde_json::Value;
+use selkie_core::{checkpoint::Checkpoint, source::Dir};
+use serde_json::{Map, Value, json};
 
 /// The binary, on the CPU and without the caller's settings.
 pub fn selkie() -> Command {
@@ -114,12 +116,33 @@ impl Drop for TempDir {
     }
 }
 
+/// The files of a model that have its configuration and its words.
+pub const WORDS: [&str; 4] = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"];
+
+/// The weights of the demo model as a safetensors file: matrices in bf16, the rest in f32.
+pub fn demo_safetensors() -> Vec<u8> {
+    let dir = Arc::new(Dir::open(repository("models/demo")).unwrap());
+    let checkpoint = pollster::block_on(Checkpoint::open(dir)).unwrap();
+    let (mut header, mut data) = (Map::new(), Vec::new());
+    for name in checkpoint.names() {
+        let shape = &checkpoint.info(name).unwrap().shape;
+        let raw = pollster::block_on(checkpoint.get(name, shape)).unwrap();
+        let (start, values) = (data.len(), raw.dtype.to_f32(&raw.bytes));
+        let dtype = if shape.len() > 1 { "BF16" } else { "F32" };
+        match dtype {
+            "F32" => values.iter().for_each(|x| data.extend(x.to_le_bytes())),
+            _ => values.iter().for_each(|x| data.extend(half::bf16::from_f32(*x).to_le_bytes())),
+        }
+        header.insert(name.into(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]}));
+    }
+    let header = Value::from(header).to_string();
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
+}
+
 /// A copy of a model directory of the repository, to be damaged.
 pub fn copy_of(model: &str, name: &str) -> TempDir {
     let dir = TempDir::new(name);
-    for file in
-        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-    {
+    for file in WORDS.into_iter().chain(["model.safetensors", "model.gguf"]) {
         let from = repository(model).join(file);
         if from.exists() {
             fs::copy(from, dir.path(file)).unwrap();

@@ -114,9 +114,10 @@ pub fn put(behaviour: &mut Behaviour, name: &str, revision: &str, path: &str, by
 /// The demo model as a repository, with files that nobody needs.
 pub fn demo() -> Behaviour {
     let mut b = Behaviour::default();
-    for file in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS] {
+    for file in WORDS {
         put(&mut b, DEMO, "main", file, fs::read(repository("models/demo").join(file)).unwrap());
     }
+    put(&mut b, DEMO, "main", WEIGHTS, demo_safetensors());
     put(&mut b, DEMO, "main", "README.md", b"# Demo".to_vec());
     put(&mut b, DEMO, "main", "pytorch_model.bin", vec![7; 1000]);
     b

@@ -15,11 +15,11 @@
  */
 
 /**
- * Where a model is: the URL of a directory as published on Hugging Face (`config.json`, `tokenizer.json`, safetensors), or
+ * Where a model is: the URL of a directory as published on Hugging Face (`config.json`, `tokenizer.json`, and safetensors or `model.gguf`), or
  * the files of such a directory, picked by the user. Files are identified by their names without a path.
  *
  * A URL may be relative to the page. It must be on the page's own server, https, or http://localhost. The URL of a file in the
- * directory (`.json` or `.safetensors`) or of the model's page at Hugging Face (also hf.co) means the directory.
+ * directory (`.json`, `.safetensors` or `model.gguf`) or of the model's page at Hugging Face (also hf.co) means the directory.
  */
 export type ModelSource = { url: string } | { files: File[] };
 

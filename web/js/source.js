@@ -7,6 +7,8 @@ import { SelkieError, asSelkieError } from "./errors.js";
 const CONFIG = "config.json";
 const SINGLE = "model.safetensors";
 const INDEX = "model.safetensors.index.json";
+// The weights of a folder without the others; from a URL under this name only, since a server does not list its files.
+const GGUF = "model.gguf";
 // Stands for an unknown size: larger than any offset in the file.
 const UNKNOWN_SIZE = Number.MAX_SAFE_INTEGER;
 
@@ -37,11 +39,11 @@ export async function pickedModel(picked) {
   }
   if (!files.has(SINGLE)) {
     const index = files.get(INDEX);
-    if (!index) {
-      const other = [...files.keys()].find((name) => /\.(bin|gguf|pth?|onnx)$/.test(name));
+    if (!index && ![...files.keys()].some((name) => name.endsWith(".gguf"))) {
+      const other = [...files.keys()].find((name) => /\.(bin|pth?|onnx)$/.test(name));
       throw noWeights("in this folder", other && `${other} has to be converted to safetensors first`);
     }
-    for (const shard of shardNames(await index.text())) {
+    for (const shard of index ? shardNames(await index.text()) : []) {
       if (!files.has(shard)) throw new SelkieError("missing_file", `${INDEX} names ${shard}, but it is not in the folder.`);
     }
   }
@@ -49,7 +51,7 @@ export async function pickedModel(picked) {
 }
 
 function noWeights(where, hint) {
-  return new SelkieError("missing_file", `There is neither ${SINGLE} nor ${INDEX} ${where}${hint ? `; ${hint}` : ""}.`);
+  return new SelkieError("missing_file", `There is neither ${SINGLE} nor ${INDEX} nor ${GGUF} ${where}${hint ? `; ${hint}` : ""}.`);
 }
 
 // Weight files that an index names.
@@ -73,8 +75,9 @@ function parse(name, text) {
 // Rejects a truncated file: a server may close the connection early without an error.
 export async function checkWhole(name, blob) {
   if (name.endsWith(".json")) parse(name, await blob.text());
-  if (!name.endsWith(".safetensors")) return;
   const damaged = (why) => new SelkieError("bad_model", `${name} is damaged or incomplete: ${why}.`);
+  if (name.endsWith(".gguf")) return checkGguf(blob, damaged);
+  if (!name.endsWith(".safetensors")) return;
   if (blob.size < 8) throw damaged(`it has ${blob.size} bytes`);
   const length = Number(new DataView(await blob.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
   if (8 + length > blob.size) throw damaged(`it ends within its header, after ${blob.size} bytes`);
@@ -87,6 +90,62 @@ export async function checkWhole(name, blob) {
   let end = 0;
   for (const tensor of Object.values(header ?? {})) end = Math.max(end, Number(tensor?.data_offsets?.[1] ?? 0));
   if (8 + length + end > blob.size) throw damaged(`it ends after ${blob.size} of ${8 + length + end} bytes`);
+}
+
+// Bytes of a value by its type (8: a text, 9: a list), and elements and bytes of a block of a tensor by its type.
+const VALUES = [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8];
+const BLOCKS = {
+  0: [1, 4], 1: [1, 2], 2: [32, 18], 3: [32, 20], 6: [32, 22], 7: [32, 24], 8: [32, 34], 10: [256, 84], 11: [256, 110], 12: [256, 144],
+  13: [256, 176], 14: [256, 210], 20: [32, 18], 23: [256, 136], 30: [1, 2], 39: [32, 17], 40: [64, 36],
+};
+// Larger headers are left to the engine.
+const MOST_HEADER = 64 << 20;
+
+// The same for a GGUF file: where its tensors end, as far as their types are known.
+async function checkGguf(blob, damaged) {
+  const head = new DataView(await blob.slice(0, MOST_HEADER).arrayBuffer());
+  if (head.byteLength < 4 || head.getUint32(0, true) !== 0x46554747) throw damaged("it does not begin like a GGUF file");
+  let end;
+  try {
+    end = endOfGguf(head);
+  } catch (e) {
+    if (!(e instanceof RangeError)) throw e;
+    if (blob.size <= MOST_HEADER) throw damaged(`it ends within its header, after ${blob.size} bytes`);
+    return;
+  }
+  if (end > blob.size) throw damaged(`it ends after ${blob.size} of ${end} bytes`);
+}
+
+function endOfGguf(head) {
+  let at = 8, alignment = 32, end = 0;
+  const u32 = () => head.getUint32((at += 4) - 4, true);
+  const u64 = () => Number(head.getBigUint64((at += 8) - 8, true));
+  const text = () => {
+    const length = u64();
+    return new TextDecoder().decode(new Uint8Array(head.buffer, (at += length) - length, length));
+  };
+  const skip = (type, count) => {
+    if (type !== 8) return (at += VALUES[type] * count);
+    for (let i = 0; i < count; i++) {
+      const length = u64();
+      at += length;
+    }
+  };
+  const [tensors, keys] = [u64(), u64()];
+  for (let i = 0; i < keys; i++) {
+    const key = text(), type = u32();
+    if (key === "general.alignment") alignment = head.getUint32(at, true);
+    if (type === 9) skip(u32(), u64());
+    else skip(type, 1);
+  }
+  for (let i = 0; i < tensors; i++) {
+    text();
+    let elements = 1;
+    for (let dims = u32(); dims > 0; dims--) elements *= u64();
+    const [block, bytes] = BLOCKS[u32()] ?? [1, 0];
+    end = Math.max(end, u64() + elements / block * bytes);
+  }
+  return Math.ceil(at / alignment) * alignment + end;
 }
 
 // ---- URLs
@@ -105,7 +164,7 @@ export function directoryUrl(text, base) {
   if (url.protocol !== "https:" && !local) throw notAllowed(url);
   url.hash = "";
   if (url.hostname === "huggingface.co" || url.hostname === "hf.co") url = hubUrl(url);
-  url.pathname = url.pathname.replace(/\/[^/]+\.(json|safetensors)$/, "/").replace(/\/?$/, "/");
+  url.pathname = url.pathname.replace(/\/(?:[^/]+\.(?:json|safetensors)|model\.gguf)$/, "/").replace(/\/?$/, "/");
   return url.href;
 }
 
@@ -294,8 +353,11 @@ export async function remoteModel(directory, onBytes) {
     const template = (await get("chat_template.jinja")) ?? (await get("chat_template.json"));
     if (template) small.set(...template);
   }
-  const single = await look(fileUrl(directory, SINGLE)).catch(absent);
-  if (single) return { small, weights: [{ name: SINGLE, ...single }] };
+  // The page's own server has the demo model, which is a GGUF file; elsewhere safetensors are the rule.
+  for (const name of sameOrigin(directory) ? [GGUF, SINGLE] : [SINGLE, GGUF]) {
+    const found = await look(fileUrl(directory, name)).catch(absent);
+    if (found) return { small, weights: [{ name, ...found }] };
+  }
   const index = await get(INDEX);
   if (!index) throw noWeights(`at ${directory}`, refused && `the server refuses files that were asked for (status ${refused})`);
   small.set(...index);

@@ -79,7 +79,7 @@ export async function visibleModel(url) {
 // Whether this page's own server has newer weights. Other servers are not asked; the stored files are used.
 async function isOld(record) {
   if (new URL(record.url).origin !== self.location.origin || !navigator.onLine) return false;
-  const [name, file] = Object.entries(record.files).find(([name]) => name.endsWith(".safetensors"));
+  const [name, file] = Object.entries(record.files).find(([name]) => /\.(safetensors|gguf)$/.test(name));
   try {
     const found = await look(fileUrl(record.url, name), AbortSignal.timeout(CHECK_MS));
     return Boolean(found?.version && file.version && found.version !== file.version);

@@ -5,7 +5,7 @@ use std::{cell::RefCell, io::ErrorKind, ops::Range};
 use js_sys::Uint8Array;
 use selkie_core::{
     Error, Result,
-    source::{Bytes, LocalFuture, Source},
+    source::{Bytes, LocalFuture, Source, only_gguf},
 };
 use selkie_wgpu::Queue;
 use wasm_bindgen::prelude::*;
@@ -89,16 +89,17 @@ impl Files {
     /// Checks that the required files are present.
     pub fn complete(&self) -> std::result::Result<(), JsValue> {
         let has = |name| self.find(name).is_some();
-        let weights = has("model.safetensors") || has("model.safetensors.index.json");
+        let gguf = self.files.iter().any(|f| f.name().ends_with(".gguf"));
+        let weights = has("model.safetensors") || has("model.safetensors.index.json") || gguf;
         for (there, what) in [
             (has("config.json"), "config.json"),
-            (weights, "model.safetensors (or model.safetensors.index.json and its parts)"),
+            (weights, "model.safetensors (or model.safetensors.index.json and its parts, or a GGUF file)"),
             (has("tokenizer.json"), "tokenizer.json"),
         ] {
             if !there {
                 let why = format!(
                     "{}: {what} is missing. A model is a folder as published on Hugging Face, with config.json, \
-                     tokenizer.json and weights in safetensors",
+                     tokenizer.json and weights",
                     self.label
                 );
                 return Err(error("missing_file", &why));
@@ -137,6 +138,11 @@ impl Files {
 impl Source for Files {
     fn label(&self) -> String {
         self.label.clone()
+    }
+
+    fn gguf(&self) -> Result<Option<String>> {
+        let names: Vec<String> = self.files.iter().map(ModelFile::name).collect();
+        only_gguf(&self.label, &names)
     }
 
     fn size<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Option<u64>>> {

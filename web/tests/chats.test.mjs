@@ -266,7 +266,7 @@ test("by the setting, the oldest turns are left out without asking", async () =>
 // A folder in the browser's own storage replaces one that a person picks: a test cannot answer the browser's dialog.
 test("a folder is opened again by its handle, and asked for where there is none", async () => {
   const { context, page } = await open(wide);
-  const files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];
+  const files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.gguf"];
   for (const name of files) await context.route(`**/folder/${name}`, (route) => route.fulfill({ path: join(DEMO, name) }));
   await page.evaluate(async (files) => {
     const root = await navigator.storage.getDirectory(), folder = await root.getDirectoryHandle("my-model", { create: true });
@@ -321,7 +321,7 @@ test("a download that was broken off is offered again", async () => {
   await page.fill("#model-url", host.url);
   await page.click("#url-go");
   await page.waitForSelector("#model-found button.primary");
-  host.rules.cut = { "model.safetensors": 5_000_000 };
+  host.rules.cut = { "model.gguf": 5_000_000 };
   await page.click("#model-found button.primary");
   await page.waitForFunction(() => document.documentElement.dataset.engine === "failed");
   await page.reload();
@@ -333,7 +333,7 @@ test("a download that was broken off is offered again", async () => {
   await page.click("#notice button");
   await page.waitForFunction(() => document.getElementById("model-name").textContent === "model");
   await ready(page);
-  const from = host.log.map((line) => Number(/^GET model\.safetensors bytes=(\d+)-$/.exec(line)?.[1])).find(Boolean);
+  const from = host.log.map((line) => Number(/^GET model\.gguf bytes=(\d+)-$/.exec(line)?.[1])).find(Boolean);
   assert.ok(Math.abs(from / 1e6 - told) < 0.2, `${told} MB, but from ${from}: ${host.log.join("\n")}`);
   await context.close();
 });

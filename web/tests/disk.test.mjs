@@ -190,7 +190,7 @@ test("of two tabs one keeps states, and the other goes on without", async () => 
     const disk = await settled(again);
     // A model that is not stored has none.
     const picked = [];
-    for (const name of ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]) {
+    for (const name of ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.gguf"]) {
       picked.push(new File([await (await fetch(`/models/demo/${name}`)).blob()], name));
     }
     const other = await load({ model: { files: picked } });

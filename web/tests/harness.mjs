@@ -95,7 +95,7 @@ export async function blank(context, url) {
 // Serves the files of `dir` (default: the demo model) below `/model/` at http://localhost.
 // `rules`, which may be changed at any time: cors, ranges and unsized are switches, etag a text, missing and hang lists of
 // names; status, cut (bytes after which the connection ends) and bodies (other contents) go by name;
-// head is the status of every answer to HEAD. `log` has a line for each request: "GET model.safetensors bytes=0-".
+// head is the status of every answer to HEAD. `log` has a line for each request: "GET model.gguf bytes=0-".
 export async function modelHost(rules = {}, dir = DEMO) {
   const log = [];
   const server = createServer((request, response) => {

@@ -233,9 +233,9 @@ test("a folder from disk is looked at and loaded; a broken one gets a sentence",
   const { context, page } = await open({ viewport: { width: 1000, height: 800 } });
   const broken = [
     [(dir) => rmSync(join(dir, "config.json")), /config\.json/],
-    [(dir) => rmSync(join(dir, "model.safetensors")), /neither model\.safetensors/],
+    [(dir) => rmSync(join(dir, "model.gguf")), /neither model\.safetensors/],
     [(dir) => writeFileSync(join(dir, "config.json"), "{"), /config\.json/],
-    [(dir) => writeFileSync(join(dir, "model.safetensors"), "junk"), /model\.safetensors/],
+    [(dir) => writeFileSync(join(dir, "model.gguf"), "junk"), /model\.gguf/],
     [(dir) => writeFileSync(join(dir, "config.json"), '{"model_type": "unheard_of"}'), /unheard_of/],
   ];
   for (const [change, message] of broken) {
@@ -278,7 +278,7 @@ test("a model's URL: its host is named before it is contacted", async () => {
   // Forgotten from storage, it comes from its host again.
   const name = (await page.locator("#stored li").allInnerTexts()).map((text) => text.split("\n")[0]).find((text) => text.startsWith("model"));
   assert.ok(name, "the model is kept");
-  const fetched = () => host.log.filter((line) => line.startsWith("GET model.safetensors")).length;
+  const fetched = () => host.log.filter((line) => line.startsWith("GET model.gguf")).length;
   const before = fetched();
   await page.click('#stored button[aria-label="Forget model"]');
   await page.waitForSelector('#stored button[aria-label="Forget model"]', { state: "detached" });

@@ -23,7 +23,7 @@ test("the server's model answers, and the panel shows what it reused", async (t)
   assert.ok(Number(/([\d,]+) reused/.exec(third)[1]) >= 64, third);
   await page.waitForSelector("#panel .tree svg circle");
   assert.equal(await page.locator("#panel button", { hasText: "Clear the cache" }).count(), 0);
-  assert.deepEqual(requests.filter((url) => url.endsWith(".safetensors")), [], "no weights are downloaded");
+  assert.deepEqual(requests.filter((url) => /\.(safetensors|gguf)$/.test(url)), [], "no weights are downloaded");
   t.diagnostic(third.replaceAll("\n", " "));
   await picture(page, "server");
 

@@ -1,10 +1,12 @@
 // Models of a URL and of a folder: download, storage, and their errors.
 
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
 import { test } from "node:test";
-import { blank, demoBytes, modelHost, profile, serve } from "./harness.mjs";
+import { ROOT, blank, demoBytes, modelHost, profile, serve } from "./harness.mjs";
 
-const WEIGHTS = "model.safetensors";
+const WEIGHTS = "model.gguf";
 const INDEX = "model.safetensors.index.json";
 const site = await serve();
 
@@ -161,10 +163,12 @@ test("two tabs download a model once", async () => {
 test("shards by their index, and chat templates in files of their own", async () => {
   const { context, page } = await fresh();
   const names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
-  const bytes = demoBytes(WEIGHTS);
+  // A random model of the demo's family, with its words.
+  const golden = join(ROOT, "tests/golden/nemotron_h");
+  const bytes = readFileSync(join(golden, "model.safetensors"));
   const length = Number(bytes.readBigUInt64LE());
   const header = JSON.parse(bytes.subarray(8, 8 + length));
-  const bodies = {};
+  const bodies = { "config.json": readFileSync(join(golden, "config.json")) };
   const weight_map = {};
   const tensors = Object.entries(header).filter(([name]) => name !== "__metadata__");
   names.forEach((file, i) => {
@@ -204,7 +208,7 @@ test("shards by their index, and chat templates in files of their own", async ()
 
 for (const [what, rules, code, message] of [
   ["no model at a URL", { missing: ["config.json"] }, "not_found", /There is no model at http:\/\/localhost.*config\.json/],
-  ["no weights", { missing: [WEIGHTS] }, "missing_file", /neither model\.safetensors nor model\.safetensors\.index\.json/],
+  ["no weights", { missing: [WEIGHTS] }, "missing_file", /neither model\.safetensors nor model\.safetensors\.index\.json nor model\.gguf/],
   ["no weights, or none for everybody", { status: { [WEIGHTS]: 403, [INDEX]: 403 } }, "missing_file", /neither.*status 403/],
   ["a server that refuses", { status: { "config.json": 403 } }, "network", /status 403/],
   ["a server with a fault", { status: { [WEIGHTS]: 500 } }, "network", /status 500/],
@@ -387,8 +391,8 @@ test("a folder from disk", async () => {
     [without(WEIGHTS), "missing_file", /neither model\.safetensors/],
     [[...without(WEIGHTS), ["my-model/pytorch_model.bin", "x"]], "missing_file", /pytorch_model\.bin has to be converted/],
     [[...without(WEIGHTS), ["my-model/model.safetensors.index.json", '{"weight_map":{"a":"model-1.safetensors"}}']], "missing_file", /names model-1/],
-    [[...without(WEIGHTS), [`my-model/${WEIGHTS}`, demoBytes(WEIGHTS).subarray(0, 100_000)]], "bad_model", /model\.safetensors/],
-    [[...without(WEIGHTS), [`my-model/${WEIGHTS}`, "junk"]], "bad_model", /model\.safetensors/],
+    [[...without(WEIGHTS), [`my-model/${WEIGHTS}`, demoBytes(WEIGHTS).subarray(0, 100_000)]], "bad_model", /model\.gguf/],
+    [[...without(WEIGHTS), [`my-model/${WEIGHTS}`, "junk"]], "bad_model", /model\.gguf/],
     [[...without("config.json"), ["my-model/config.json", "{"]], "bad_model", /config\.json/],
   ]) {
     const error = await pick(page, chosen);

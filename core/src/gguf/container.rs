@@ -9,13 +9,13 @@ use super::meta::{Meta, Value, number_size};
 use crate::{
     Error, Result,
     format::Format,
-    source::{Bytes, Source},
+    source::{Bytes, Source, not_a_pointer},
 };
 
 /// First bytes of a file.
 pub(super) const MAGIC: &[u8; 4] = b"GGUF";
-/// Bytes of a header that are read at first; most fit, those with long vocabularies take a second attempt.
-const FIRST_READ: u64 = 16 << 20;
+/// Bytes of a header that are read at first; those with long vocabularies take more attempts. A page may fetch these bytes alone.
+const FIRST_READ: u64 = 1 << 20;
 /// Most bytes of a header: what stands before the data.
 const MAX_HEADER: u64 = 512 << 20;
 /// Bytes of the shortest key with its value, and of the shortest entry of a tensor.
@@ -107,6 +107,7 @@ pub(super) async fn read(source: &dyn Source, name: &str) -> Result<File> {
     let mut length = FIRST_READ.min(size);
     loop {
         let bytes = source.read(name, 0..length).await?;
+        not_a_pointer(source, name, &bytes)?;
         let mut cursor = Cursor { bytes: &bytes, at: 0, size };
         match parse(&mut cursor, name) {
             Ok(file) => return Ok(file),

@@ -43,9 +43,7 @@ impl Changed {
         let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.{}", std::process::id()));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir_all(&dir).unwrap();
-        for file in
-            ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-        {
+        for file in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.gguf"] {
             fs::copy(Path::new("../../models/demo").join(file), dir.join(file)).unwrap();
         }
         for (file, text) in files {

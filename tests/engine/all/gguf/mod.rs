@@ -8,13 +8,15 @@ mod tokenizers;
 mod writer;
 pub mod written;
 
-use std::{collections::HashMap, ops::Range, sync::Arc};
+use std::{collections::HashMap, ops::Range, path::Path, sync::Arc};
 
 use pollster::block_on;
+use safetensors::SafeTensors;
 use selkie_core::{
     Error, Result,
     checkpoint::Checkpoint,
     config::Config,
+    convert::Target,
     cpu::CpuBackend,
     format::Products,
     model_dir::ModelFiles,
@@ -30,12 +32,18 @@ use writer::Writer;
 pub struct Memory {
     files: HashMap<String, Bytes>,
     gguf: String,
+    /// What the user named: the file, unless this is a folder.
+    label: String,
 }
 
 impl Memory {
     /// A GGUF file.
     pub fn of(name: &str, bytes: Vec<u8>) -> Self {
-        Self { files: HashMap::from([(name.to_owned(), bytes.into())]), gguf: name.into() }
+        Self {
+            files: HashMap::from([(name.to_owned(), bytes.into())]),
+            gguf: name.into(),
+            label: format!("memory/{name}"),
+        }
     }
 
     fn with(mut self, name: &str, bytes: Vec<u8>) -> Self {
@@ -46,7 +54,7 @@ impl Memory {
 
 impl Source for Memory {
     fn label(&self) -> String {
-        format!("memory/{}", self.gguf)
+        self.label.clone()
     }
     fn path(&self, name: &str) -> String {
         format!("memory/{name}")
@@ -114,6 +122,60 @@ fn reference_models_are_the_same_from_gguf() {
     for name in expected.split_whitespace() {
         assert!(converted.iter().any(|c| c == name), "{name} is not among {converted:?}");
     }
+}
+
+/// The reference was made from the decoded weights by other code, see `models/demo/training`. Products of integers round
+/// activations: with them the ids are compared, and of the logits the distance.
+#[test]
+fn the_demo_model_has_the_logits_of_its_reference() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let files = written::folder(&dir);
+    let entries: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(dir.join("reference.json")).unwrap()).unwrap();
+    let reference = std::fs::read(dir.join("reference.safetensors")).unwrap();
+    let reference = SafeTensors::deserialize(&reference).unwrap();
+    let ids = |list: &serde_json::Value| -> Vec<u32> {
+        list.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    };
+    let mut compared = 0;
+    for (i, entry) in entries.as_array().unwrap().iter().enumerate() {
+        let Ok(rows) = reference.tensor(&format!("prompt{i}.logits")) else { continue };
+        let want: Vec<f32> = bytemuck::pod_collect_to_vec(rows.data());
+        let (prompt, answer) = (ids(&entry["prompt_ids"]), ids(&entry["answer_ids"]));
+        let asked: Vec<u32> = [&prompt[..], &answer[..rows.shape()[0] - 1]].concat();
+        let steps: Vec<usize> = asked.chunks(200).map(<[u32]>::len).collect();
+        for products in [Products::Exact, Products::Fast] {
+            let all = logits_by(products, &files.config, &files.checkpoint, &asked, &steps).unwrap();
+            let got = &all[(prompt.len() - 1) * rows.shape()[1]..];
+            assert_eq!(got.len(), want.len());
+            let worst = got.iter().zip(&want).map(|(g, w)| (g - w).abs() / (1.0 + w.abs())).fold(0.0, f32::max);
+            let distance = written::distance(got, &want);
+            println!("prompt {i}, {products:?}: {worst:.1e}, all of them {distance:.1e}");
+            let near = if products == Products::Exact { worst <= 1e-4 } else { distance <= 0.02 };
+            assert!(near, "prompt {i}, {products:?}: {worst}, {distance}");
+            for (row, id) in got.chunks(rows.shape()[1]).zip(&answer) {
+                let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+                assert_eq!(best as u32, *id, "prompt {i}, {products:?}");
+            }
+        }
+        compared += 1;
+    }
+    assert_eq!(compared, 7);
+}
+
+#[test]
+fn a_configuration_beside_the_file_counts_where_it_can_describe_it() {
+    let file = |name: &str| {
+        let folder = golden_folders().into_iter().find(|f| f.ends_with(name)).unwrap();
+        let config = std::fs::read(folder.join("config.json")).unwrap();
+        let bytes = written::write(&written::folder(&folder), Target::F32).unwrap().0;
+        Memory { label: "memory".into(), ..Memory::of("model.gguf", bytes).with("config.json", config) }
+    };
+    let files = open(file("nemotron_h")).unwrap();
+    assert!(files.gguf().is_none() && files.config.file().ends_with("config.json"));
+    logits(&files.config, &files.checkpoint, &some_ids()).unwrap();
+    let why = open(file("qwen3_5_text")).err().unwrap().to_string();
+    assert!(why.contains("qwen35") && why.contains("give the GGUF file itself"), "{why}");
 }
 
 #[test]

@@ -38,7 +38,7 @@ pub fn folder(path: &std::path::Path) -> ModelFiles {
 }
 
 /// The root of the sum of squared differences over that of squares.
-fn distance(a: &[f32], b: &[f32]) -> f64 {
+pub fn distance(a: &[f32], b: &[f32]) -> f64 {
     let squares = |x: f32| f64::from(x) * f64::from(x);
     let missed: f64 = a.iter().zip(b).map(|(a, b)| squares(a - b)).sum();
     (missed / b.iter().map(|x| squares(*x)).sum::<f64>()).sqrt()
