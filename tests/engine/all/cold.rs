@@ -290,7 +290,9 @@ fn the_error_of_a_restored_state_is_small() {
         "| family | bytes of a state | as int8 | largest error | mean | largest logit | error | at most | equal ids |"
     );
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    for model in golden_models().into_iter().chain(TestModel::golden(&demo)).filter(converts) {
+    // The demo's products would round activations, which adds to the errors of states.
+    let demo = TestModel::golden(&demo).map(TestModel::exact);
+    for model in golden_models().into_iter().chain(demo).filter(converts) {
         let spec = model.architecture.spec();
         let exact = small(&model, TierOptions::default()).sizes().shape.slot_bytes;
         let saved = |layer: &selkie_core::layer::LayerState| layer.recurrent.map_or(0, |[h, p, n]| h * p * (3 * n - 4));

@@ -46,6 +46,11 @@ impl TestModel {
         Self { name: format!("{} in {recipe}, {products:?}", self.name), checkpoint, products, ..self }
     }
 
+    /// The same model with products that round no activations.
+    pub fn exact(self) -> Self {
+        Self { products: Products::Exact, ..self }
+    }
+
     /// The same model with pages in 8 bits.
     pub fn in_8_bits(self) -> Self {
         Self { name: format!("{}, pages in 8 bits", self.name), kv8: true, ..self }
