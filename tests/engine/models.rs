@@ -572,7 +572,7 @@ fn main() {
     trials.extend(bf16_on("cuda-bf16", || Cuda::open(Options::default()), cuda_pair::<false>));
     trials.extend(bf16_on("cuda-bf16-state", || Cuda::open(Options::default()), cuda_pair::<true>));
     trials.extend(models_on("wgpu", common::wgpu, |_| WGPU));
-    trials.extend(sessions::on("wgpu", common::wgpu));
+    trials.extend(sessions::on("wgpu", common::wgpu, Products::Exact));
     trials.extend(bundles::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
     trials.extend(bundles::on("wgpu", common::wgpu, WGPU));
     trials.extend(codes_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));

@@ -40,13 +40,13 @@ pub fn trials() -> Vec<Trial> {
     let mut trials = on("cpu-1-rank", 1, open::<1>, CPU, |dir| dir.ends_with("granitemoehybrid"));
     trials.extend(on("cpu-2-ranks", 2, open::<2>, CPU, |_| true));
     trials.extend(on("cpu-4-ranks", 4, open::<4>, CPU, |_| true));
-    trials.extend(sessions::on("cpu-2-ranks", open::<2>));
+    trials.extend(sessions::on("cpu-2-ranks", open::<2>, Products::default()));
     trials.extend(heads::on("cpu-2-ranks", open::<2>, CPU));
     trials.extend(equal_on("cpu-2-ranks", open::<2>));
     trials.extend(coded("cpu-exact-2-ranks", || Ranks::open(2, Products::Exact), CPU));
     let f32 = || selkie_cuda::ranks(&[0, 1], Options { f32: true, ..Options::default() });
     trials.extend(on("cuda-f32-2-ranks", 2, f32, CUDA, |_| true));
-    trials.extend(sessions::on("cuda-f32-2-ranks", f32));
+    trials.extend(sessions::on("cuda-f32-2-ranks", f32, Products::Exact));
     trials.extend(heads::on("cuda-f32-2-ranks", f32, CUDA));
     trials.extend(equal_on("cuda-f32-2-ranks", f32));
     trials.extend(coded("cuda-f32-2-ranks", f32, CUDA));

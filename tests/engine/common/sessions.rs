@@ -10,6 +10,7 @@ use selkie_core::backend::Backend;
 use selkie_core::chat::Message;
 use selkie_core::cpu::CpuBackend;
 use selkie_core::engine::{EngineOptions, FinishReason, SeqId};
+use selkie_core::format::Products;
 use selkie_core::model_dir::ModelFiles;
 use selkie_core::sample::Sampling;
 use selkie_core::session::{Ask, Completion, Local, Prompt, Update};
@@ -87,11 +88,11 @@ async fn rounds<B: Backend + 'static>(backend: B) -> Result<Vec<Answer>> {
     Ok(all)
 }
 
-/// One trial: the device gives the same answers as the CPU.
-pub fn on<B: Backend + 'static>(name: &'static str, open: fn() -> Result<B>) -> Vec<Trial> {
+/// One trial: the device gives the same answers as the CPU with `products`, those of the device.
+pub fn on<B: Backend + 'static>(name: &'static str, open: fn() -> Result<B>, products: Products) -> Vec<Trial> {
     let run = move |_: &B| {
         let text = |e: selkie_core::Error| Failed::from(e.to_string());
-        let want = pollster::block_on(rounds(CpuBackend::new())).map_err(text)?;
+        let want = pollster::block_on(rounds(CpuBackend::with(products))).map_err(text)?;
         let got = pollster::block_on(rounds(open().map_err(text)?)).map_err(text)?;
         // Three of the first round wait for the system prompt of one; in the second all have it, and some a turn.
         if want[1..].iter().any(|a| a.reused < 64) || want.iter().all(|a| a.reused < 128) {
