@@ -19,6 +19,26 @@ fn f16x4(w: vec2<u32>) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(w.x), unpack2x16float(w.y));
 }
 
+// The larger of `a` and the bits of x without their signs, which are in the order of what they stand for, NaN last.
+fn larger(a: u32, x: vec4<f32>) -> u32 {
+    let b = bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu);
+    return max(a, max(max(b.x, b.y), max(b.z, b.w)));
+}
+
+// What 32 elements are multiplied with to become integers of 8 bits, and the scale of these, as in `format::round_group`. Below 2^-121
+// the first would not be finite, and all integers are 0.
+fn rounding(largest: u32) -> vec2<f32> {
+    if largest >= 0x7f800000u {
+        return vec2<f32>(0.0, bitcast<f32>(0x7fc00000u));
+    }
+    let most = bitcast<f32>(max(largest, 0x03000000u));
+    return vec2<f32>(select(127.0 / most, 0.0, largest < 0x03000000u), bitcast<f32>(largest) / 127.0);
+}
+
+fn integers(x: vec4<f32>, inverse: f32) -> vec4<i32> {
+    return select(vec4<i32>(), vec4<i32>(round(x * inverse)), vec4<bool>(inverse > 0.0));
+}
+
 fn sigmoid(x: f32) -> f32 {
     return 1.0 / (1.0 + exp(-max(x, -80.0)));
 }

@@ -4,12 +4,6 @@
 var<workgroup> most: array<u32, 64>;
 var<workgroup> sums: array<i32, 64>;
 
-// The largest of a and the bits of x without their signs, which are in the order of what they stand for, NaN last.
-fn larger(a: u32, x: vec4<f32>) -> u32 {
-    let b = bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu);
-    return max(a, max(max(b.x, b.y), max(b.z, b.w)));
-}
-
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) lane: u32) {
@@ -28,20 +22,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
     most[lane] = own;
     workgroupBarrier();
-    let largest = max(own, most[lane ^ 1u]);
-    let finite = largest < 0x7f800000u;
-    // Below 2^-121 the inverse is not finite.
-    let rounds = finite && largest >= 0x03000000u;
-    let inverse = 127.0 / bitcast<f32>(clamp(largest, 0x03000000u, 0x7f7fffffu));
+    let by = rounding(max(own, most[lane ^ 1u]));
     var codes = vec4<u32>();
     var sum = vec4<i32>();
-    if rounds {
 #for i 4
-        let c$i = vec4<i32>(round(x[$i] * inverse));
-        codes[$i] = pack4xI8(c$i);
-        sum += c$i;
+    let c$i = integers(x[$i], by.x);
+    codes[$i] = pack4xI8(c$i);
+    sum += c$i;
 #end
-    }
     sums[lane] = sum.x + sum.y + sum.z + sum.w;
     workgroupBarrier();
     if !inside {
@@ -49,8 +37,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     codes_set4(row * P.codes_row + k / 4u, codes);
     if (lane & 1u) == 0u {
-        let scale = bitcast<f32>(select(0x7fc00000u, bitcast<u32>(bitcast<f32>(largest) / 127.0), finite));
-        let unit = vec4<f32>(scale, scale * f32(sums[lane]), scale * f32(sums[lane + 1u]), 0.0);
+        let unit = vec4<f32>(by.y, by.y * f32(sums[lane]), by.y * f32(sums[lane + 1u]), 0.0);
         units_set4(row * P.units_row + k / 8u, bitcast<vec4<u32>>(unit));
     }
 }

@@ -1,5 +1,6 @@
 // x += P.add_scale * add; out = x * rsqrt(mean(x²) + eps) * weight, with a gate before or after, or out += that. One workgroup of
-// WG threads per group of P.len elements of a row; a thread holds HELD quads and loads all of them before it uses the first.
+// WG threads per group of P.len elements of a row; a thread holds HELD quads and loads all of them before it uses the first. With ROUNDS
+// it also writes what matmul_round would make of `out`: eight threads of a subgroup hold 32 elements.
 
 #if SUBGROUP
 var<workgroup> sums: array<f32, (WG + SUBGROUP_SIZE - 1u) / SUBGROUP_SIZE>;
@@ -111,5 +112,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         out_set4(t * P.out_row + first + i$i, v$i);
 #endif
     }
+#if ROUNDS
+    var most$i = larger(0u, v$i);
+    most$i = max(most$i, subgroupShuffleXor(most$i, 1u));
+    most$i = max(most$i, subgroupShuffleXor(most$i, 2u));
+    most$i = max(most$i, subgroupShuffleXor(most$i, 4u));
+    let by$i = rounding(most$i);
+    let c$i = integers(v$i, by$i.x);
+    var half$i = c$i.x + c$i.y + c$i.z + c$i.w;
+    half$i += subgroupShuffleXor(half$i, 1u);
+    half$i += subgroupShuffleXor(half$i, 2u);
+    let other$i = subgroupShuffleXor(half$i, 4u);
+    if i$i < P.len {
+        let k = first + i$i;
+        codes_set(t * P.codes_row + k / 4u, pack4xI8(c$i));
+        if (lane & 7u) == 0u {
+            let unit = vec4<f32>(by$i.y, by$i.y * f32(half$i), by$i.y * f32(other$i), 0.0);
+            units_set4(t * P.units_row + k / 8u, bitcast<vec4<u32>>(unit));
+        }
+    }
+#endif
 #end
 }

@@ -38,7 +38,8 @@ pub(super) fn gather<B: Handle>(op: &Gather<B>, facts: &Facts) -> Result<Vec<Ker
     ])
 }
 
-pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
+/// A norm, which with `then` also rounds its output for that product.
+pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, then: Option<&Matmul<B>>, facts: &Facts) -> Kernel<B> {
     let len = op.x.row_len() / op.groups;
     let before = op.gate.as_ref().is_some_and(|g| g.before);
     let out = if op.accumulate { InPlace } else { Write };
@@ -55,6 +56,7 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<
         .flag("GATE_AFTER", op.gate.is_some() && !before)
         .flag("ACCUMULATE", op.accumulate)
         .flag("ODD", odd)
+        .flag("ROUNDS", then.is_some())
         .constant("ACT", op.gate.as_ref().map_or(0, |g| act(g.act)))
         .param("len", len)
         .param("parts", op.groups)
@@ -71,7 +73,10 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, facts: &Facts) -> Result<Vec<
     if let Some(gate) = &op.gate {
         b = view(b, "z", Read, &gate.z);
     }
-    Ok(vec![b.build("rms_norm", op.x.rows() * op.groups, facts.max_binding)])
+    if let Some(op) = then {
+        b = gemv::rounded_words(b, op);
+    }
+    b.build("rms_norm", op.x.rows() * op.groups, facts.max_binding)
 }
 
 pub(super) fn activation<B: Handle>(op: &Activation<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {

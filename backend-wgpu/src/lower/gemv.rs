@@ -6,7 +6,7 @@ use selkie_core::ops::Access::{self, InPlace, Read, Write};
 use selkie_core::ops::{Activation, Conv1d, Matmul, Op, RmsNorm, RowBlock};
 use selkie_core::tensor::Tensor;
 
-use super::{Facts, MOST_BINDINGS, act, eights, lanes};
+use super::{Facts, MOST_BINDINGS, act, dense, eights, lanes};
 use crate::codes;
 use crate::kernel::{Builder, Kernel, shader};
 
@@ -54,6 +54,12 @@ fn rounded<B: Handle>(b: Builder<B>, names: [&'static str; 2], access: Access, o
     b.scratch(names[0], access, 0, [m, k / 4]).scratch(names[1], access, m * k / 4, [m, k / 8])
 }
 
+/// The same, written by single words.
+pub(super) fn rounded_words<B: Handle>(b: Builder<B>, op: &Matmul<B>) -> Builder<B> {
+    let (m, k) = (op.x.rows(), op.w.k);
+    b.scratch_words("codes", Write, 0, [m, k / 4]).scratch_words("units", Write, m * k / 4, [m, k / 8])
+}
+
 /// Rounds x for the products of integers.
 pub(super) fn round<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Kernel<B> {
     let b = Builder::new(shader!("matmul_round")).param("m", op.x.rows()).param("k", op.w.k).vectors("x", Read, &op.x);
@@ -76,9 +82,15 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
     let [block] = op.w.blocks.as_slice() else { return Ok(None) };
     // A norm that cannot be fused becomes its own dispatch; the product is tried again without it.
     let dots = has_dots(op, block, facts);
-    if op.x.rows() > FEW_ROWS || !op.w.k.is_multiple_of(8) || norm.is_some_and(|norm| dots || !takes_norm(op, norm)) {
+    let takes = |norm| if dots { rounds(op, norm, facts) } else { takes_norm(op, norm) };
+    if op.x.rows() > FEW_ROWS || !op.w.k.is_multiple_of(8) || !norm.is_none_or(takes) {
         return Ok(None);
     }
+    // A product of integers takes what its norm or a dispatch of its own has rounded.
+    let (rounding, norm) = match norm {
+        Some(norm) if dots => (Some(dense::rms_norm(norm, Some(op), facts)), None),
+        norm => (dots.then(|| round(op, facts)), norm),
+    };
     let mut fused = Fused { norm: norm.map(|norm| (norm, !overwritten(&op.x, rest))), ..Fused::default() };
     // The fused op must not write a tensor that other workgroups still read.
     let reads = |id: usize| [&op.x, norm.map_or(&op.x, |n| &n.x), &op.out].iter().any(|t| t.buf.id() == id);
@@ -99,15 +111,15 @@ pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(u
         _ => {}
     }
     let after = fused.activation.is_some() || fused.conv.is_some();
-    if norm.is_none() && !after {
+    if norm.is_none() && rounding.is_none() && !after {
         return Ok(None);
     }
     let kernel = kernel.map_or_else(|| product(op, block, &fused, facts), Ok)?;
     if kernel.buffers.len() > MOST_BINDINGS {
         return Ok(None);
     }
-    let kernels = dots.then(|| round(op, facts)).into_iter().chain([kernel]).collect();
-    Ok(Some((1 + usize::from(norm.is_some()) + usize::from(after), kernels)))
+    let before = usize::from(matches!(ops, [Op::RmsNorm(_), ..]));
+    Ok(Some((before + 1 + usize::from(after), rounding.into_iter().chain([kernel]).collect())))
 }
 
 /// Whether two views cover the same elements.
@@ -133,6 +145,12 @@ fn takes_norm<B: Handle>(op: &Matmul<B>, norm: &RmsNorm<B>) -> bool {
         norm.groups == 1 && norm.add.is_none() && !norm.accumulate && norm.gate.as_ref().is_none_or(|g| g.before);
     let small = op.w.n * op.w.k <= NORMED_WEIGHTS;
     small && whole && apart && same(&norm.out, &op.x) && op.x.buf.id() != op.out.buf.id()
+}
+
+/// Whether a norm can round the input of a product of integers.
+fn rounds<B: Handle>(op: &Matmul<B>, norm: &RmsNorm<B>, facts: &Facts) -> bool {
+    let whole = (norm.out.row_len() / norm.groups).is_multiple_of(32);
+    whole && facts.subgroup.is_some_and(|size| size >= 8) && same(&norm.out, &op.x)
 }
 
 fn takes_activation<B: Handle>(op: &Matmul<B>, next: &Activation<B>) -> bool {

@@ -45,7 +45,7 @@ pub struct Facts {
 pub fn lower<B: Handle>(op: &Op<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {
     let kernels = match op {
         Op::Embed(op) => dense::embed(op, facts)?,
-        Op::RmsNorm(op) => dense::rms_norm(op, facts)?,
+        Op::RmsNorm(op) => vec![dense::rms_norm(op, None, facts)],
         Op::Matmul(op) => dense::matmul(op, facts)?,
         Op::Activation(op) => dense::activation(op, facts)?,
         Op::Round(op) => vec![dense::round(op, facts)],

@@ -1,10 +1,11 @@
 //! Ops that follow each other in a step, where a backend may fuse several into one kernel. Together they leave the same
 //! results as one by one.
 
-use super::Plain;
 use super::host::{Rng, put};
+use super::{Plain, codes};
 use selkie_core::Result;
 use selkie_core::backend::{Backend, Handle, Ops};
+use selkie_core::format::Format;
 use selkie_core::ops::{Act, Activation, Conv1d, Gate, Matmul, Op, RmsNorm, RowBlock, Weight};
 use selkie_core::step::{Chunk, Row, Src, Step, TokenRef, bucket_of, encode};
 use selkie_core::tensor::{DType, Tensor};
@@ -23,7 +24,7 @@ pub struct Chain {
 #[derive(Clone, Copy, Debug)]
 enum Links {
     /// A norm, after a gate or not, a product and an activation, with a factor or without.
-    Products { rows: usize, k: usize, n: usize, gate: bool, up: bool, weights: DType },
+    Products { rows: usize, k: usize, n: usize, gate: bool, up: bool, weights: (DType, Format) },
     /// A product and the convolution of some of its columns, from one slot to another.
     Convolution,
 }
@@ -37,13 +38,18 @@ struct Linked<Buf> {
 
 /// All chains.
 pub fn chains() -> Vec<Chain> {
-    let of = |rows: usize, k: usize, n: usize, gate: bool, up: bool, weights: DType| {
+    let with = |rows: usize, k: usize, n: usize, gate: bool, up: bool, weights: (DType, Format)| {
         let and = |on: bool, what: &'static str| if on { what } else { "" };
-        let bf16 = and(weights == DType::Bf16, ", bf16");
-        let name = format!("{rows} x {k} -> {n}{}{}{bf16}", and(gate, ", gate"), and(up, ", up"));
+        let stored = match weights {
+            (_, Format::Plain) => and(weights.0 == DType::Bf16, ", bf16").to_owned(),
+            (_, format) => format!(", {}", format.name()),
+        };
+        let name = format!("{rows} x {k} -> {n}{}{}{stored}", and(gate, ", gate"), and(up, ", up"));
         Chain { name, links: Links::Products { rows, k, n, gate, up, weights } }
     };
+    let of = |rows, k, n, gate, up, weights| with(rows, k, n, gate, up, (weights, Format::Plain));
     let products = |rows, k, n, gate, up| of(rows, k, n, gate, up, DType::F32);
+    let coded = |rows, k, n, gate, up, format| with(rows, k, n, gate, up, (DType::U8, format));
     vec![
         products(1, 256, 48, false, false),
         products(1, 3072, 36, true, true),
@@ -54,6 +60,10 @@ pub fn chains() -> Vec<Chain> {
         of(1, 768, 48, true, false, DType::Bf16),
         of(2, 64, 48, false, true, DType::Bf16),
         of(8, 4096, 48, true, true, DType::Bf16),
+        // Large enough for products of integers.
+        coded(1, 2048, 2080, false, false, Format::Q4K),
+        coded(3, 4096, 528, true, true, Format::Q8_0),
+        coded(1, 96, 64, true, false, Format::Q8_0),
         Chain { name: "a convolution".into(), links: Links::Convolution },
     ]
 }
@@ -70,6 +80,7 @@ impl Chain {
             Ok(buf)
         };
         let Linked { ops, left } = self.linked(Maker { make, rng: Rng::new(&self.name) })?;
+        backend.reserve(ops.iter().map(|op| backend.scratch(op)).max().unwrap_or(0))?;
         backend.run(|rec| ops.iter().try_for_each(|op| rec.op(op.clone())))?;
         let together = numbers(backend, &left).await?;
         for op in ops {
@@ -132,9 +143,16 @@ impl<Buf: Handle> Maker<'_, Buf> {
         Ok(Tensor::new((self.make)(name, &bytes)?, dtype, dims))
     }
 
-    fn product(&mut self, x: &Tensor<Buf>, n: usize, weights: DType) -> Result<Matmul<Buf>> {
+    fn product(&mut self, x: &Tensor<Buf>, n: usize, (dtype, format): (DType, Format)) -> Result<Matmul<Buf>> {
         let (rows, k) = (x.rows(), x.row_len());
-        let w = Weight { blocks: vec![RowBlock::plain(self.filled_as("w", &[n, k], weights)?, 0)], n, k };
+        let w = match format {
+            Format::Plain => self.filled_as("w", &[n, k], dtype)?,
+            _ => {
+                let bytes = codes::random(format, n * k, 1.0, &mut self.rng);
+                Tensor::new((self.make)("w", &bytes)?, dtype, &[n, format.bytes(k, 1)])
+            }
+        };
+        let w = Weight { blocks: vec![RowBlock { w, format, col: 0, squares: false }], n, k };
         let out = self.filled("out", &[rows, n])?;
         Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 0.5, accumulate: false })
     }
@@ -146,7 +164,7 @@ impl<Buf: Handle> Maker<'_, Buf> {
         n: usize,
         gate: bool,
         up: bool,
-        weights: DType,
+        weights: (DType, Format),
     ) -> Result<Linked<Buf>> {
         let (x, weight, u) = (self.filled("x", &[rows, k])?, self.filled("norm", &[k])?, self.filled("u", &[rows, k])?);
         let gate = match gate {
@@ -179,7 +197,7 @@ impl<Buf: Handle> Maker<'_, Buf> {
         let ints = (self.make)("ints", bytemuck::cast_slice(&words))?;
         let x = self.filled("x", &[1, k])?;
         // A scale would prevent the fusion of the convolution with the product.
-        let product = Matmul { scale: 1.0, ..self.product(&x, n, DType::F32)? };
+        let product = Matmul { scale: 1.0, ..self.product(&x, n, (DType::F32, Format::Plain))? };
         let (pool, conv) = (self.filled("pool", &[3, channels, 3])?, self.filled("conv", &[1, channels])?);
         let next = Conv1d {
             step: Step::new(ints, bucket),
