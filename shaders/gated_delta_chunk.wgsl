@@ -7,7 +7,7 @@
 // A thread of the first half holds R, then D, of 4 tokens and 4 columns; a thread of the second half holds their outputs.
 // K, Q and S pass through workgroup memory in slices of 16 key elements, A, M, D and K in slices of 16 tokens; the next
 // slice is fetched while one is used.
-// EACH: exp(c) is a vector along the keys, which chunk_pairs_channel.wgsl left in `decays`, with k_s exp(c_end - c_s) beside it.
+// EACH: exp(c) is a vector along the keys, which chunk_pairs_channel.wgsl left in `decays`, followed by k_s exp(c_end - c_s).
 
 const WORDS: u32 = 152u;
 

@@ -23,8 +23,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if inside {
         x = x_v4(t * P.x_row + c);
     }
-    let bits = bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu);
-    most[lane] = max(max(bits.x, bits.y), max(bits.z, bits.w));
+    most[lane] = larger(0u, x);
     workgroupBarrier();
     var largest = 0u;
     for (var j = 0u; j < 32u; j++) {

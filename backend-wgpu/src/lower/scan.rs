@@ -295,7 +295,7 @@ fn chunked_delta<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> Option<(Vec<Ke
     let prepared = [bucket.tokens, heads * PREPARED];
     let kept = [bucket.tokens, heads * 2 * dk];
     // Scratch per head: K K' and Q K', then what is prepared. With decays per channel, the products take the places of what is
-    // prepared from them, and decays come behind it.
+    // prepared from them, and decays follow it.
     let (qk, prep, products) =
         if each { (PAGE, 0, prepared) } else { (pairs.words(), 2 * pairs.words(), pairs.dims()) };
     let decays = prepared[0] * prepared[1];
