@@ -29,7 +29,8 @@ fn larger(a: u32, x: vec4<f32>) -> u32 {
 // the first would not be finite, and all integers are 0.
 fn rounding(largest: u32) -> vec2<f32> {
     if largest >= 0x7f800000u {
-        return vec2<f32>(0.0, bitcast<f32>(0x7fc00000u));
+        // Not a constant NaN, which browsers refuse.
+        return vec2<f32>(0.0, bitcast<f32>(max(largest, 0x7fc00000u)));
     }
     let most = bitcast<f32>(max(largest, 0x03000000u));
     return vec2<f32>(select(127.0 / most, 0.0, largest < 0x03000000u), bitcast<f32>(largest) / 127.0);

@@ -1,7 +1,7 @@
 // out[m, n] = P.scale * Σ x[m, k] w[n, k] for few rows. A team of LANES threads shares ROWS weight rows and splits K; every
 // thread handles eight elements of K at a time for all MR rows of x, with DEEP loads per weight row in flight. A workgroup
 // computes WG / LANES * ROWS columns of MR rows. With WIDE, for coded weights, it is two runs of 16 elements. With DOTS
-// too, x is what matmul_round made of it, and products of codes are exact integers.
+// too, x is what matmul_round or the norm before made of it, and products of codes are exact integers.
 //
 // Fusion:
 //   NORM      x is normalised as it is read: u = x * act(z) * rsqrt(mean((x * act(z))²) + eps) * norm.

@@ -236,7 +236,7 @@ impl Checkpoint {
             read_shards(&*source, &index).await?
         } else if let Some(name) = source.gguf()? {
             let gguf = Gguf::open(&*source, &name).await?;
-            gguf.in_order_of_config()?;
+            gguf.fits_config()?;
             return Self::of_gguf(source, &gguf);
         } else {
             let mut why = format!("there is neither {SINGLE} nor {INDEX}, nor a GGUF file");

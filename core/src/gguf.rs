@@ -189,12 +189,10 @@ impl Gguf {
     ///
     /// # Errors
     /// [`Error::Unsupported`] with the way out.
-    pub fn in_order_of_config(&self) -> Result<()> {
-        if !arch::orders_heads(&self.arch) {
-            return Ok(());
-        }
+    pub fn fits_config(&self) -> Result<()> {
+        let Some(reason) = arch::differs_from_config(&self.arch) else { return Ok(()) };
         let what = format!("{}: weights of {:?} with a config.json of their own", self.path, self.arch);
-        Err(Error::Unsupported { what, why: "their heads stand in another order; give the GGUF file itself".into() })
+        Err(Error::Unsupported { what, why: format!("{reason}; give the GGUF file itself") })
     }
 
     /// `tokenizer.json` and `tokenizer_config.json` of the same model; `None` if the file has no vocabulary.

@@ -41,7 +41,7 @@ export async function pickedModel(picked) {
     const index = files.get(INDEX);
     if (!index && ![...files.keys()].some((name) => name.endsWith(".gguf"))) {
       const other = [...files.keys()].find((name) => /\.(bin|pth?|onnx)$/.test(name));
-      throw noWeights("in this folder", other && `${other} has to be converted to safetensors first`);
+      throw noWeights("a GGUF file in this folder", other && `${other} has to be converted to safetensors first`);
     }
     for (const shard of index ? shardNames(await index.text()) : []) {
       if (!files.has(shard)) throw new SelkieError("missing_file", `${INDEX} names ${shard}, but it is not in the folder.`);
@@ -51,7 +51,7 @@ export async function pickedModel(picked) {
 }
 
 function noWeights(where, hint) {
-  return new SelkieError("missing_file", `There is neither ${SINGLE} nor ${INDEX} nor ${GGUF} ${where}${hint ? `; ${hint}` : ""}.`);
+  return new SelkieError("missing_file", `There is neither ${SINGLE} nor ${INDEX} nor ${where}${hint ? `; ${hint}` : ""}.`);
 }
 
 // Weight files that an index names.
@@ -354,12 +354,17 @@ export async function remoteModel(directory, onBytes) {
     if (template) small.set(...template);
   }
   // The page's own server has the demo model, which is a GGUF file; elsewhere safetensors are the rule.
-  for (const name of sameOrigin(directory) ? [GGUF, SINGLE] : [SINGLE, GGUF]) {
+  const own = sameOrigin(directory);
+  const one = async (name) => {
     const found = await look(fileUrl(directory, name)).catch(absent);
-    if (found) return { small, weights: [{ name, ...found }] };
-  }
+    return found && { small, weights: [{ name, ...found }] };
+  };
+  const single = (own && (await one(GGUF))) || (await one(SINGLE));
+  if (single) return single;
   const index = await get(INDEX);
-  if (!index) throw noWeights(`at ${directory}`, refused && `the server refuses files that were asked for (status ${refused})`);
+  const last = !index && !own && (await one(GGUF));
+  if (last) return last;
+  if (!index) throw noWeights(`${GGUF} at ${directory}`, refused && `the server refuses files that were asked for (status ${refused})`);
   small.set(...index);
   const shards = shardNames(await index[1].text()).map(async (name) => {
     const found = await look(fileUrl(directory, name));

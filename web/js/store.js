@@ -56,7 +56,7 @@ export async function storedModel(url, { progress, check }) {
       }
     } catch (e) {
       // Use an older copy if it still exists.
-      if (e.code !== "network" || !(await shelf.record(url))?.done) throw e;
+      if (!["network", "not_found", "missing_file"].includes(e.code) || !(await shelf.record(url))?.done) throw e;
       current = true;
     } finally {
       finish();
@@ -76,13 +76,13 @@ export async function visibleModel(url) {
   return { name: modelName(url), files: remoteFiles(url, remote), downloadBytes, release() {} };
 }
 
-// Whether this page's own server has newer weights. Other servers are not asked; the stored files are used.
+// Whether this page's own server has newer weights, or others instead. Other servers are not asked; the stored files are used.
 async function isOld(record) {
   if (new URL(record.url).origin !== self.location.origin || !navigator.onLine) return false;
   const [name, file] = Object.entries(record.files).find(([name]) => /\.(safetensors|gguf)$/.test(name));
   try {
     const found = await look(fileUrl(record.url, name), AbortSignal.timeout(CHECK_MS));
-    return Boolean(found?.version && file.version && found.version !== file.version);
+    return !found || Boolean(found.version && file.version && found.version !== file.version);
   } catch {
     return false;
   }

@@ -66,7 +66,7 @@ pub(super) fn round<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Kernel<B> {
     rounded(b, ["codes", "units"], Write, op).build("matmul", (op.x.len() / 16).div_ceil(64), facts.max_binding)
 }
 
-/// Fuses the first ops of `ops` into one dispatch and returns their number: a product of few rows with the norm before it, the
+/// Fuses the first ops of `ops` into one dispatch, or two where x is rounded first, and returns their number and the dispatches: a product of few rows with the norm before it, the
 /// activation or convolution after it, or both. Intermediate tensors are also written, unless a later op overwrites them
 /// unread.
 pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Vec<Kernel<B>>)>> {

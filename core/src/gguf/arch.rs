@@ -54,9 +54,13 @@ pub(super) fn find(path: &str, name: &str) -> Result<&'static Arch> {
     })
 }
 
-/// Whether the configuration of a file is another one than the family's own, because its heads keep their order.
-pub(super) fn orders_heads(name: &str) -> bool {
-    qwen3next::ARCH.names.contains(&name) && qwen3next::tiled(name)
+/// Why the family's own configuration does not describe the weights of a file, if it does not.
+pub(super) fn differs_from_config(name: &str) -> Option<&'static str> {
+    if falcon_h1::ARCH.names.contains(&name) {
+        return Some("they hold the factors that it names");
+    }
+    let tiled = qwen3next::ARCH.names.contains(&name) && qwen3next::tiled(name);
+    tiled.then_some("their heads stand in another order")
 }
 
 /// How stored tensors make a weight.

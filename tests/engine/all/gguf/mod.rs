@@ -174,8 +174,10 @@ fn a_configuration_beside_the_file_counts_where_it_can_describe_it() {
     let files = open(file("nemotron_h")).unwrap();
     assert!(files.gguf().is_none() && files.config.file().ends_with("config.json"));
     logits(&files.config, &files.checkpoint, &some_ids()).unwrap();
-    let why = open(file("qwen3_5_text")).err().unwrap().to_string();
-    assert!(why.contains("qwen35") && why.contains("give the GGUF file itself"), "{why}");
+    for (name, arch) in [("qwen3_5_text", "qwen35"), ("falcon_h1", "falcon-h1")] {
+        let why = open(file(name)).err().unwrap().to_string();
+        assert!(why.contains(arch) && why.contains("give the GGUF file itself"), "{why}");
+    }
 }
 
 #[test]
