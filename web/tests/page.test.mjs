@@ -212,7 +212,7 @@ test("what anybody writes is text", async () => {
   await page.keyboard.press("Shift+Enter");
   await page.locator("#message").pressSequentially("onerror=alert(1)>");
   await page.keyboard.press("Enter");
-  await page.locator(".turn.user").waitFor();
+  await page.locator(".turn.user .body").filter({ hasText: "alert" }).waitFor();
   assert.equal(await page.locator(".turn.user .body").innerText(), "<img src=x\nonerror=alert(1)>");
   assert.equal(await page.locator("#turns img").count(), 0);
   await idle(page);
