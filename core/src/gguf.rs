@@ -184,8 +184,7 @@ impl Gguf {
         Ok(config)
     }
 
-    /// Refuses a file whose weights are read in an order of heads that its own keys describe, and `config.json` of the same model
-    /// does not.
+    /// Refuses a file whose weights its own keys describe and the `config.json` of the same model does not.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with the way out.

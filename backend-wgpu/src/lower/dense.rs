@@ -74,7 +74,7 @@ pub(super) fn rms_norm<B: Handle>(op: &RmsNorm<B>, then: Option<&Matmul<B>>, fac
         b = view(b, "z", Read, &gate.z);
     }
     if let Some(op) = then {
-        b = gemv::rounded_words(b, op);
+        b = gemv::rounded(b, "codes", Write, op, Builder::scratch_words);
     }
     b.build("rms_norm", op.x.rows() * op.groups, facts.max_binding)
 }

@@ -48,26 +48,29 @@ pub(super) fn scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
     if some { (op.x.rows().min(FEW_ROWS) * op.w.k / 2 * 3) as u64 } else { 0 }
 }
 
-/// The views of x rounded: codes `[M, K / 4]` and units `[M, K / 8]`.
-fn rounded<B: Handle>(b: Builder<B>, names: [&'static str; 2], access: Access, op: &Matmul<B>) -> Builder<B> {
-    let (m, k) = (op.x.rows(), op.w.k);
-    b.scratch(names[0], access, 0, [m, k / 4]).scratch(names[1], access, m * k / 4, [m, k / 8])
-}
+/// Adds a view of the scratch arena, by vectors or by words: name, access, first word, dimensions.
+type Scratch<B> = fn(Builder<B>, &'static str, Access, usize, [usize; 2]) -> Builder<B>;
 
-/// The same, written by single words.
-pub(super) fn rounded_words<B: Handle>(b: Builder<B>, op: &Matmul<B>) -> Builder<B> {
+/// The views of x rounded: `codes` `[M, K / 4]` and `units` `[M, K / 8]`.
+pub(super) fn rounded<B: Handle>(
+    b: Builder<B>,
+    codes: &'static str,
+    access: Access,
+    op: &Matmul<B>,
+    view: Scratch<B>,
+) -> Builder<B> {
     let (m, k) = (op.x.rows(), op.w.k);
-    b.scratch_words("codes", Write, 0, [m, k / 4]).scratch_words("units", Write, m * k / 4, [m, k / 8])
+    view(view(b, codes, access, 0, [m, k / 4]), "units", access, m * k / 4, [m, k / 8])
 }
 
 /// Rounds x for the products of integers.
 pub(super) fn round<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Kernel<B> {
     let b = Builder::new(shader!("matmul_round")).param("m", op.x.rows()).param("k", op.w.k).vectors("x", Read, &op.x);
-    rounded(b, ["codes", "units"], Write, op).build("matmul", (op.x.len() / 16).div_ceil(64), facts.max_binding)
+    rounded(b, "codes", Write, op, Builder::scratch).build("matmul", (op.x.len() / 16).div_ceil(64), facts.max_binding)
 }
 
-/// Fuses the first ops of `ops` into one dispatch, or two where x is rounded first, and returns their number and the dispatches: a product of few rows with the norm before it, the
-/// activation or convolution after it, or both. Intermediate tensors are also written, unless a later op overwrites them
+/// Fuses the first ops of `ops` into one dispatch, or two where x is rounded first, and returns their number and the dispatches: a
+/// product of few rows with the norm before it, the activation or convolution after it, or both. Intermediate tensors are also written, unless a later op overwrites them
 /// unread.
 pub(super) fn fused<B: Handle>(ops: &[Op<B>], facts: &Facts) -> Result<Option<(usize, Vec<Kernel<B>>)>> {
     // A fused norm has barriers, and every combination needs another pipeline.
@@ -212,7 +215,7 @@ pub(super) fn product<B: Handle>(
         .weight("w", block)
         .view("out", if op.accumulate { InPlace } else { Write }, &op.out);
     b = match dots {
-        true => rounded(b, ["x", "units"], Read, op),
+        true => rounded(b, "x", Read, op, Builder::scratch),
         false => b.vectors("x", Read, norm.map_or(&op.x, |norm| &norm.x)),
     };
     if let Some(columns) = &op.columns {
