@@ -71,7 +71,7 @@ pub struct BenchTarget {
     /// Measure a model with random weights of this config.json
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     pub config: Option<PathBuf>,
-    /// With --config: random weights of this format, or mix of formats, e.g. q4_k_m, q8_0 or fp8 (default: bf16)
+    /// With --config: random weights of this format, or mix of formats, e.g. q4_k_m, q8_0, fp8 or int4 (default: bf16)
     #[arg(long, value_name = "FORMAT", requires = "config")]
     pub weights: Option<String>,
     /// Print JSON

@@ -21,12 +21,14 @@ impl std::str::FromStr for Recipe {
             "q4_k_m" => of(Format::Q4K, Format::Q6K),
             "q5_k_m" => of(Format::Q5K, Format::Q6K),
             "fp8" => of(Format::F8, Format::F8),
+            "int4" => of(Format::I4, Format::I4),
+            "int8" => of(Format::I8, Format::I8),
             other => match Format::CODED.into_iter().find(|f| f.name().eq_ignore_ascii_case(other)) {
                 Some(format) => of(format, format),
                 None => {
                     let known = Format::CODED.map(|f| f.name().to_ascii_lowercase()).join(" ");
                     let why = "no format of weights has this name";
-                    Err(Error::BadRequest(format!("{name}: {why}; there are q4_k_m q5_k_m fp8 {known}")))
+                    Err(Error::BadRequest(format!("{name}: {why}; there are q4_k_m q5_k_m fp8 int4 int8 {known}")))
                 }
             },
         }
@@ -52,7 +54,7 @@ impl Recipe {
             (Format::Q4K, _) => Format::Q5_0,
             (Format::Q5K, _) => Format::Q5_1,
             (Format::Q6K, _) => Format::Q8_0,
-            (Format::F8, _) => Format::Plain,
+            (Format::F8 | Format::I4, _) => Format::Plain,
             _ => Format::Q4_0,
         }
     }
@@ -96,7 +98,12 @@ pub(super) fn tame(format: Format, k: usize, bytes: &mut [u8]) {
                 b[..4].copy_from_slice(&(size / e4m3).to_le_bytes());
                 b[4..].iter_mut().for_each(|code| *code &= 0xbf);
             }
-            Format::Plain | Format::F4 | Format::I4 | Format::I8 => {}
+            Format::I4 | Format::I8 => {
+                let (codes, mean) = if format == Format::I4 { (four, 7.5) } else { (eight, 0.0) };
+                b[..4].copy_from_slice(&(size / codes).to_le_bytes());
+                b[4..8].copy_from_slice(&(mean * size / codes).to_le_bytes());
+            }
+            Format::Plain | Format::F4 => {}
         }
     }
 }
@@ -118,13 +125,14 @@ mod tests {
         assert_eq!(format("q8_0", "model.layers.2.mlp.gate_proj.weight", 48), Format::Plain);
         assert_eq!(format("fp8", "model.layers.2.mlp.gate_proj.weight", 512), Format::F8);
         assert_eq!(format("fp8", "model.layers.2.mlp.gate_proj.weight", 192), Format::Plain);
+        assert_eq!(format("int4", "lm_head.weight", 512), Format::I4);
         let error = "q3_k_xl".parse::<Recipe>().unwrap_err().to_string();
         assert!(error.contains("q3_k_xl") && error.contains("q4_k_m") && error.contains("iq4_nl"), "{error}");
     }
 
     #[test]
     fn values_are_those_of_random_weights() {
-        for format in Format::CODED.into_iter().chain([Format::F8]) {
+        for format in Format::CODED.into_iter().chain([Format::F8, Format::I4, Format::I8]) {
             let k = 1024;
             let mut bytes: Vec<u8> =
                 (0..format.bytes(64 * k, 0) as u32).map(|i| (i.wrapping_mul(2_654_435_769) >> 13) as u8).collect();

@@ -6,7 +6,10 @@ use std::cell::Cell;
 use selkie_core::{
     Error, Result,
     backend::{Backend, Handle},
-    ops::{Act, Attention, Conv1d, GatedDelta, KvPool, Matmul, Op, RowBlock, ScanForm, SelectiveScan, Weight},
+    ops::{
+        Act, Attention, Conv1d, GatedDelta, KvPool, LatentAttention, Matmul, Op, RowBlock, ScanForm, SelectiveScan,
+        Weight,
+    },
     step::{Chunk, PAGE, Row, Src, Step, TokenRef, bucket_of, encode},
     tensor::{DType, Tensor},
 };
@@ -37,6 +40,8 @@ enum Kind {
     Conv(Batch, [usize; 2], Act),
     /// Query heads, KV heads, head dim.
     Attention(Batch, [usize; 3]),
+    /// Heads, columns of a latent, of a shared key, of a head's queries.
+    Latents(Batch, [usize; 4]),
     /// Rows of x, of w, and their length.
     Matmul([usize; 3]),
 }
@@ -67,6 +72,7 @@ pub fn shapes() -> Vec<Shape> {
     let decode = |rows| Batch::Decode { rows, position: 70 };
     let prefill = |rows, tokens| Batch::Prefill { rows, tokens };
     let (scan, delta, conv, attention) = ([128, 64, 128, 8], [16, 32, 128, 128], [10_240, 4], [32, 8, 128]);
+    let (kimi, latents) = ([32, 32, 128, 128], [32, 512, 64, 192]);
     for rows in [1, 8, 64, 256] {
         add("selective_scan", format!("decode of {rows}"), Kind::Scan(decode(rows), scan));
     }
@@ -88,7 +94,10 @@ pub fn shapes() -> Vec<Shape> {
         let name = format!("prefill of {tokens}, Olmo-Hybrid-7B");
         add("gated_delta", name, Kind::Delta(prefill(1, tokens), [30, 30, 96, 192]));
         let name = format!("prefill of {tokens}, Kimi-Linear");
-        add("gated_delta", name, Kind::ChannelDelta(prefill(1, tokens), [32, 32, 128, 128]));
+        add("gated_delta", name, Kind::ChannelDelta(prefill(1, tokens), kimi));
+    }
+    for rows in [1, 8, 64, 256] {
+        add("gated_delta", format!("decode of {rows}, Kimi-Linear"), Kind::ChannelDelta(decode(rows), kimi));
     }
     for tokens in [2048, 8192] {
         add("conv1d", format!("prefill of {tokens}"), Kind::Conv(prefill(1, tokens), conv, Act::Silu));
@@ -125,6 +134,14 @@ pub fn shapes() -> Vec<Shape> {
         let name = format!("prefill of {tokens}, Qwen3.5-9B");
         add("attention", name, Kind::Attention(prefill(1, tokens), [16, 4, 256]));
     }
+    for rows in [1, 8, 64] {
+        let batch = Batch::Decode { rows, position: 32_767 };
+        add("latent_attention", format!("decode of {rows} at 32768, Kimi-Linear"), Kind::Latents(batch, latents));
+    }
+    for tokens in [2048, 8192] {
+        let name = format!("prefill of {tokens}, Kimi-Linear");
+        add("latent_attention", name, Kind::Latents(prefill(1, tokens), latents));
+    }
     all
 }
 
@@ -156,6 +173,7 @@ impl Shape {
             Kind::ChannelDelta(batch, sizes) => d.delta(batch, sizes, sizes[2], state)?,
             Kind::Conv(batch, sizes, act) => d.conv(batch, sizes, act)?,
             Kind::Attention(batch, sizes) => d.attention(batch, sizes)?,
+            Kind::Latents(batch, sizes) => d.latents(batch, sizes)?,
             Kind::Matmul(shape) => d.matmul(shape)?,
         };
         timed.op.check();
@@ -338,16 +356,27 @@ impl<B: Backend> Device<'_, B> {
     fn attention(&self, batch: Batch, [h, kv, hd]: [usize; 3]) -> Result<Timed<B::Buf>> {
         let step = self.step(batch)?;
         let (t, rows, kv_type) = (step.bucket.tokens, batch.count(), self.backend.caps().kv);
-        let (keys, flops) = match batch {
-            Batch::Decode { position, .. } => (position + 1, 4 * rows * (position + 1) * h * hd),
-            Batch::Prefill { tokens, .. } => (tokens, 2 * rows * tokens * tokens * h * hd),
-        };
+        let (keys, flops) = (batch.keys(), 4 * batch.pairs() * h * hd);
         let dims = [1 + rows * keys.div_ceil(PAGE), kv, PAGE, hd];
         let pool = KvPool { k: self.random(kv_type, &dims, 1.0)?, v: self.random(kv_type, &dims, 1.0)? };
         let (q, out) = (self.act(&[t, h * hd])?, self.act(&[t, h * hd])?);
         let bytes = 2 * rows * keys * kv * hd * kv_type.bytes() + 2 * t * h * hd * q.dtype.bytes();
         let scale = 1.0 / (hd as f32).sqrt();
         Ok(timed(Attention { step, q, pool, out, head_dim: hd, scale, window: None, first: 0 }, bytes, flops))
+    }
+
+    fn latents(&self, batch: Batch, [heads, latent, shared, width]: [usize; 4]) -> Result<Timed<B::Buf>> {
+        let step = self.step(batch)?;
+        let (t, keys, kv_type) = (step.bucket.tokens, batch.keys(), self.backend.caps().kv);
+        let pages = |columns| self.random(kv_type, &[1 + batch.count() * keys.div_ceil(PAGE), 1, PAGE, columns], 1.0);
+        let pool = KvPool { k: pages(latent)?, v: pages(shared)? };
+        let (q, queries) = (self.act(&[t, heads * latent])?, self.act(&[t, heads * width])?);
+        let out = self.act(&[t, heads * latent])?;
+        let bytes = batch.count() * keys * (latent + shared) * kv_type.bytes()
+            + t * heads * (2 * latent + shared) * q.dtype.bytes();
+        let scale = 1.0 / (width as f32).sqrt();
+        let flops = 2 * batch.pairs() * heads * (2 * latent + shared);
+        Ok(timed(LatentAttention { step, q, queries, pool, out, heads, scale }, bytes, flops))
     }
 
     fn matmul(&self, [m, n, k]: [usize; 3]) -> Result<Timed<B::Buf>> {
@@ -367,6 +396,22 @@ impl Batch {
     fn count(self) -> usize {
         match self {
             Self::Decode { rows, .. } | Self::Prefill { rows, .. } => rows,
+        }
+    }
+
+    /// Keys that a row's last token attends to.
+    fn keys(self) -> usize {
+        match self {
+            Self::Decode { position, .. } => position + 1,
+            Self::Prefill { tokens, .. } => tokens,
+        }
+    }
+
+    /// Pairs of a token and a key, half of the square for a prompt.
+    fn pairs(self) -> usize {
+        match self {
+            Self::Decode { rows, position } => rows * (position + 1),
+            Self::Prefill { rows, tokens } => rows * tokens * tokens / 2,
         }
     }
 }
