@@ -15,6 +15,8 @@ constexpr int WARPS = THREADS / 32;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) {
     // kᵀS and qᵀS of 4 columns, k·k, q·q, k·q; of two tokens in turn, so that a token has one barrier.
     __shared__ __align__(16) float parts[2][WARPS][LANES][12];
+    // With EACH: decays, keys and queries, which every column needs.
+    __shared__ float rows[2][EACH ? 3 : 1][EACH ? DK : 1];
     int unit = blockIdx.x / (HEADS * TILES), h = blockIdx.x / TILES % HEADS, tile = blockIdx.x % TILES * COLS;
     int blocks = MAX_TOKENS ? st.rows : st.chunks;
     if (unit >= blocks) {
@@ -58,25 +60,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) 
         for (int i = 0; i < (int)ch.len; i++, turn ^= 1) {
             i64 t = ch.start + i;
             float kr[RPT], qr[RPT], vv[4] = {0.f, 0.f, 0.f, 0.f}, sums[12] = {};
-#pragma unroll
-            for (int r = 0; r < RPT; r++) {
-                int row = group + r * GROUPS;
-                kr[r] = is_row(r) ? to_f32(k[t * k_stride + key + row]) : 0.f;
-                qr[r] = is_row(r) ? to_f32(q[t * q_stride + key + row]) : 0.f;
-            }
             if (active) load<4>(v + t * v_stride + h * DV + col, vv);
             float g = 1.f;
             if constexpr (EACH) {
+                for (int row = tid; row < DK; row += THREADS) {
+                    int d = h * DK + row;
+                    rows[turn][0][row] = __expf(par[d] * softplus(to_f32(a[t * a_stride + d]) + par[par_stride + d]));
+                    rows[turn][1][row] = to_f32(k[t * k_stride + key + row]);
+                    rows[turn][2][row] = to_f32(q[t * q_stride + key + row]);
+                }
+                __syncthreads();
                 // S decays before anything is read from it.
 #pragma unroll
                 for (int r = 0; r < RPT; r++) {
-                    if (!is_row(r)) continue;
-                    int d = h * DK + group + r * GROUPS;
-                    float own = __expf(par[d] * softplus(to_f32(a[t * a_stride + d]) + par[par_stride + d]));
+                    int row = group + r * GROUPS;
+                    float own = is_row(r) ? rows[turn][0][row] : 0.f;
+                    kr[r] = is_row(r) ? rows[turn][1][row] : 0.f;
+                    qr[r] = is_row(r) ? rows[turn][2][row] : 0.f;
 #pragma unroll
                     for (int e = 0; e < 4; e++) s[r][e] *= own;
                 }
             } else {
+#pragma unroll
+                for (int r = 0; r < RPT; r++) {
+                    int row = group + r * GROUPS;
+                    kr[r] = is_row(r) ? to_f32(k[t * k_stride + key + row]) : 0.f;
+                    qr[r] = is_row(r) ? to_f32(q[t * q_stride + key + row]) : 0.f;
+                }
                 g = __expf(a_neg * softplus(to_f32(a[t * a_stride + h]) + dt_bias));
             }
             float beta = beta_scale * sigmoid(to_f32(b[t * b_stride + h]));

@@ -285,8 +285,6 @@ fn delta_blocks<B: Address>(a: &GatedDelta<B>, columns: usize, sms: usize) -> us
     let rows_of_a_thread = dk.div_ceil(DELTA_THREADS / (columns / 4));
     match rows_of_a_thread > 8 || a.step.bucket.chunks * heads * dv.div_ceil(columns) <= 4 * sms {
         true => 1,
-        // Decays take registers too.
-        false if a.decays_per_channel() => 4,
         false => 7,
     }
 }
