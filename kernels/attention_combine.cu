@@ -1,15 +1,15 @@
 // Merges the split runs of a query: partial [T, H, SPLITS, 4 + HEAD_DIM] f32 = (max, sum, -, -, weighted values).
-// A warp per (token, head). Grid (T * H / 4).
-// HEAD_DIM, HEADS, SPLITS; out_t.
+// A block per 128 columns of a (token, head), whose warps share the runs. Grid (T * H, columns / 128).
+// HEAD_DIM, HEADS, SPLITS, WARPS; out_t.
 
 constexpr int HELD = div_up(SPLITS, 32);
 
-extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
     let_next_start();
     wait_for_inputs();
-    i64 unit = blockIdx.x * 4 + threadIdx.x / 32;
-    i64 t = unit / HEADS;
-    int h = unit % HEADS, lane = threadIdx.x % 32;
+    __shared__ __align__(16) float parts[WARPS][128];
+    i64 unit = blockIdx.x, t = unit / HEADS;
+    int h = unit % HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * 128 + lane * 4;
     if (t >= st.tokens || st.token_row(t) == NONE) return;
     const float *p = partial + unit * SPLITS * (HEAD_DIM + 4);
     // Weights of the runs, some a lane.
@@ -29,23 +29,29 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(PARAMETERS) {
         weights[i] = f;
     }
     sum = warp_sum(sum);
-    float scale = sum > 0.f ? 1.f / sum : 0.f;
-    for (int base = 0; base < HEAD_DIM; base += 128) {
-        int c = base + lane * 4;
-        bool in = c < HEAD_DIM;
-        float o[4] = {};
+    float scale = sum > 0.f ? 1.f / sum : 0.f, o[4] = {};
+    bool in = column < HEAD_DIM;
 #pragma unroll
-        for (int i = 0; i < HELD; i++) {
+    for (int i = 0; i < HELD; i++) {
 #pragma unroll 8
-            for (int s = 32 * i; s < min(SPLITS, 32 * i + 32); s++) {
-                float w = __shfl_sync(0xffffffffu, weights[i], s % 32), v[4] = {};
-                if (in) load<4>(p + s * (HEAD_DIM + 4) + 4 + c, v);
+        for (int s = 32 * i + warp; s < min(SPLITS, 32 * i + 32); s += WARPS) {
+            float w = __shfl_sync(0xffffffffu, weights[i], s % 32), v[4] = {};
+            if (in) load<4>(p + s * (HEAD_DIM + 4) + 4 + column, v);
 #pragma unroll
-                for (int e = 0; e < 4; e++) o[e] += w * v[e];
-            }
+            for (int e = 0; e < 4; e++) o[e] += w * v[e];
         }
-#pragma unroll
-        for (int e = 0; e < 4; e++) o[e] *= scale;
-        if (in) store<4>(out + t * out_stride + h * HEAD_DIM + c, o);
     }
+    store<4>(&parts[warp][lane * 4], o);
+    __syncthreads();
+    if (warp > 0 || !in) return;
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) {
+        float x[4];
+        load<4>(&parts[w][lane * 4], x);
+#pragma unroll
+        for (int e = 0; e < 4; e++) o[e] += x[e];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) o[e] *= scale;
+    store<4>(out + t * out_stride + h * HEAD_DIM + column, o);
 }

@@ -51,6 +51,7 @@ files![
     "head_matmul_tile.cu",
     "latent_attention.cu",
     "latent_attention_tile.cu",
+    "latent_attention_wgmma.cu",
     "latent_kv.cu",
     "logprobs.cu",
     "matmul_bias.cu",

@@ -250,7 +250,7 @@ arguments! {
         partial: At = "float",
         scale: f32,
     }
-    /// Of `latent_attention_tile.cu`; the stride of the pools is that of a page.
+    /// Of `latent_attention_tile.cu` and `latent_attention_wgmma.cu`; the stride of the pools is that of a page.
     LatentAttentionTile {
         st: StepWords,
         q: Rows = "const bf16",

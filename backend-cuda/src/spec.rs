@@ -141,6 +141,7 @@ kernels! {
     HeadMatmulTile "head_matmul_tile" Early HeadMatmul,
     LatentAttention "latent_attention" Early LatentAttention,
     LatentAttentionTile "latent_attention_tile" Early LatentAttentionTile,
+    LatentAttentionWgmma "latent_attention_wgmma" Early LatentAttentionTile,
     LatentKv "latent_kv" Early LatentKv,
     Logprobs "logprobs" Early Logprobs,
     MatmulBias "matmul_bias" Early MatmulBias,

@@ -93,7 +93,7 @@ fn main() {
 fn absent(arch: &str, shared: usize) -> BTreeSet<File> {
     let mut absent = BTreeSet::new();
     if arch != "sm_90a" {
-        absent.extend([File::AttentionWgmma, File::ExpertWgmma, File::MatmulCodesWgmma]);
+        absent.extend([File::AttentionWgmma, File::ExpertWgmma, File::LatentAttentionWgmma, File::MatmulCodesWgmma]);
         // Products of codes.
         absent.extend([File::CodesRows, File::RoundCodes]);
     }

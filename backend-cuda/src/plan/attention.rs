@@ -132,12 +132,15 @@ impl Merge {
         if splits == 1 {
             return None;
         }
+        // Several runs for each, so that some are on their way at a time.
+        let warps = (splits / 4).next_power_of_two().min(8);
         let spec = Spec::new(File::AttentionCombine)
             .int("HEAD_DIM", columns)
             .int("HEADS", heads)
             .int("SPLITS", splits)
+            .int("WARPS", warps)
             .ty("out_t", out);
-        Some(Work::Kernel(Launch::new(spec, [(tokens * heads).div_ceil(4), 1, 1], 128, &args)))
+        Some(Work::Kernel(Launch::new(spec, [tokens * heads, columns.div_ceil(128), 1], 32 * warps, &args)))
     }
 }
 

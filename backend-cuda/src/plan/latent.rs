@@ -124,6 +124,20 @@ impl Tile {
     }
 }
 
+/// Queries of a block of the kernel on warpgroup products: heads of a token, or of several.
+const QUERIES: usize = 64;
+
+/// Its shared memory: queries, two pages, weights and factors of a page, and room to begin at a multiple of 1024.
+fn wgmma_shared(latent: usize) -> usize {
+    3 * 2 * 64 * (latent + 64) + 64 * 128 + 4 * 32 * 8 + 1023
+}
+
+/// Whether it takes these pages.
+fn takes_wgmma(Pages { latent, shared, codes }: Pages, device: &Device) -> bool {
+    let sizes = latent.is_multiple_of(128) && latent <= 512 && shared.is_multiple_of(16) && shared <= 64;
+    device.wgmma && !codes && sizes && wgmma_shared(latent) <= device.shared
+}
+
 /// The kernel of an attention over latents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Variant {
@@ -131,6 +145,8 @@ enum Variant {
     Generic,
     /// A block per token and some heads.
     Tile(Tile),
+    /// A block per [`QUERIES`].
+    Wgmma,
 }
 
 /// Columns of a head of the queries.
@@ -141,6 +157,9 @@ fn width<B: Address>(a: &LatentAttention<B>) -> usize {
 fn variant<B: Address>(a: &LatentAttention<B>, device: &Device) -> Variant {
     let rows = wide(&[&a.q, &a.queries, &a.out]) && attention::wide_pages(&a.pool);
     let inputs = device.tuned && width(a).is_multiple_of(8) && rows;
+    if inputs && takes_wgmma(Pages::of(a), device) {
+        return Variant::Wgmma;
+    }
     let tile = if inputs { Tile::of(a.heads, Pages::of(a), device) } else { None };
     tile.map_or(Variant::Generic, Variant::Tile)
 }
@@ -151,6 +170,7 @@ pub(super) fn scratch<B: Address>(a: &LatentAttention<B>, device: &Device) -> u6
     let results = match variant(a, device) {
         Variant::Generic => generic_blocks(device),
         Variant::Tile(_) => MOST_HEADS * device.sms,
+        Variant::Wgmma => QUERIES * device.sms,
     };
     (results * (Pages::of(a).latent + 4) * 4) as u64
 }
@@ -190,6 +210,7 @@ pub(super) fn latent_attention<B: Address>(
     let (partial, scale) = (At(arena.scratch), a.scale);
     let spec =
         |file| Spec::new(file).int("LATENT", latent).int("SHARED", shared).int("WIDTH", width).int("HEADS", heads);
+    let runs = |blocks: usize| (device.sms / blocks).min(pages).clamp(1, MOST_RUNS);
     let (launch, splits) = match variant(a, device) {
         Variant::Generic => {
             let splits = attention::splits(tokens * heads, pages, generic_blocks(device));
@@ -200,12 +221,23 @@ pub(super) fn latent_attention<B: Address>(
         }
         Variant::Tile(tile) => {
             let blocks = tile.blocks(heads);
-            let splits = (device.sms / (tokens * blocks)).min(pages).clamp(1, MOST_RUNS);
+            let splits = runs(tokens * blocks);
             let spec = spec(File::LatentAttentionTile).int("MT", tile.sixteens).int("STAGES", tile.stages);
             let spec = spec.ty("page_t", a.pool.k.dtype);
             let args = arguments::LatentAttentionTile { st, q, queries, k_pages, v_pages, out, partial, scale };
             let launch = Launch::new(spec.int("SPLITS", splits), [tokens, blocks, splits], 128 * tile.sixteens, &args);
             (launch.with_shared(tile.shared(cached)), splits)
+        }
+        Variant::Wgmma => {
+            let many = tokens > PAGE && tokens > a.step.bucket.rows;
+            let of_a_block = if many { (QUERIES / heads).max(1) } else { 1 };
+            let tiles = if of_a_block > 1 { tokens.div_ceil(of_a_block) + a.step.bucket.rows } else { tokens };
+            let blocks = heads.div_ceil(QUERIES);
+            let splits = if of_a_block > 1 { 1 } else { runs(tokens * blocks) };
+            let spec = spec(File::LatentAttentionWgmma).int("TOKENS", of_a_block).int("SPLITS", splits);
+            let args = arguments::LatentAttentionTile { st, q, queries, k_pages, v_pages, out, partial, scale };
+            let spec = spec.ty("page_t", a.pool.k.dtype);
+            (Launch::new(spec, [tiles, blocks, splits], 384, &args).with_shared(wgmma_shared(latent)), splits)
         }
     };
     let mut work = vec![Work::Kernel(launch)];
@@ -232,6 +264,13 @@ mod tests {
         assert_eq!(of(4, 64, 12, 227), None);
         let codes = Pages { latent: 512, shared: 64, codes: true };
         assert_eq!([227, 163, 99].map(|kib| tile(32, codes, kib)), [Some((2, 2)), Some((2, 1)), None]);
+    }
+
+    #[test]
+    fn warpgroups_take_sizes_that_fit() {
+        let takes = |latent, shared, kib| takes_wgmma(Pages { latent, shared, codes: false }, &Device::like_h200(kib));
+        assert!(takes(512, 64, 227) && takes(128, 16, 227) && takes(128, 32, 99));
+        assert!(!takes(512, 64, 163) && !takes(64, 64, 227) && !takes(512, 80, 227) && !takes(640, 64, 227));
     }
 
     #[test]

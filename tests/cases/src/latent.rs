@@ -268,6 +268,17 @@ pub(super) fn latent_attention(to: &mut Table) {
         let many = Latent { batch: batch(name), heads: 40, latent: 128, shared: 32, ..base.clone() };
         to.add(&format!("40 heads, latents of 128, shared keys of 32, {name}"), many);
     }
+    // Queries of several tokens share blocks, with room left or none; more than 64 heads are of two.
+    for (heads, latent, shared) in [(24, 128, 16), (32, 256, 48), (80, 128, 64)] {
+        for name in ["off the grid", "rows of many lengths", "verification"] {
+            let name_of = format!("{heads} heads, latents of {latent}, shared keys of {shared}, {name}");
+            to.add(&name_of, Latent { batch: batch(name), heads, latent, shared, views: true, ..base.clone() });
+        }
+    }
+    let wide = Latent { heads: 4, latent: 384, shared: 64, own: 16, scale: 2.0, ..base.clone() };
+    for name in ["off the grid", "decode far out"] {
+        to.add(&format!("latents of 384, sharp softmax, {name}"), Latent { batch: batch(name), ..wide.clone() });
+    }
     coded(to, &base, &kimi);
     let far = Batch::new(with_pages(vec![cut(9000, 1, 0, &[])]));
     let far = Latent { batch: far, heads: 5, latent: 64, ..base };
@@ -276,6 +287,8 @@ pub(super) fn latent_attention(to: &mut Table) {
     let rows = Batch::new(with_pages((0..8).map(|i| cut(1024 + i, 1, 0, &[])).collect()));
     let rows = Latent { batch: rows, heads: 32, ..kimi };
     to.sized(Size::Bench, "decode of 8 at 1024, Kimi-Linear", rows.clone());
+    let prompts = Latent { batch: batch("off the grid"), ..rows.clone() };
+    to.sized(Size::Bench, "off the grid, Kimi-Linear", prompts);
     to.sized(Size::Bench, "pages in 8 bits, decode of 8 at 1024, Kimi-Linear", Latent { coded: true, ..rows });
 }
 
