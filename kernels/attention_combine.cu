@@ -3,6 +3,7 @@
 // HEAD_DIM, HEADS, SPLITS, WARPS; out_t.
 
 constexpr int HELD = div_up(SPLITS, 32);
+constexpr int OWN = div_up(SPLITS, WARPS);       // runs of a warp
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
     let_next_start();
@@ -10,10 +11,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
     __shared__ __align__(16) float parts[WARPS][128];
     i64 unit = blockIdx.x, t = unit / HEADS;
     int h = unit % HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * 128 + lane * 4;
-    if (t >= st.tokens || st.token_row(t) == NONE) return;
     const float *p = partial + unit * SPLITS * (HEAD_DIM + 4);
-    // Weights of the runs, some a lane.
-    float top = -INF, tops[HELD], weights[HELD], sum = 0.f;
+    bool in = column < HEAD_DIM;
+    // All that is read is on its way at once: weights of the runs, some a lane, and values.
+    float top = -INF, tops[HELD], weights[HELD], values[OWN][4], sum = 0.f;
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         int s = lane + 32 * i;
@@ -21,6 +22,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
         weights[i] = s < SPLITS ? p[s * (HEAD_DIM + 4) + 1] : 0.f;
         top = fmaxf(top, tops[i]);
     }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        int s = warp + i * WARPS;
+        if (in && s < SPLITS) load<4>(p + s * (HEAD_DIM + 4) + 4 + column, values[i]);
+    }
+    if (t >= st.tokens || st.token_row(t) == NONE) return;
     top = warp_max(top);
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -30,16 +37,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) ENTRY(PARAMETERS) {
     }
     sum = warp_sum(sum);
     float scale = sum > 0.f ? 1.f / sum : 0.f, o[4] = {};
-    bool in = column < HEAD_DIM;
 #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-#pragma unroll 8
-        for (int s = 32 * i + warp; s < min(SPLITS, 32 * i + 32); s += WARPS) {
-            float w = __shfl_sync(0xffffffffu, weights[i], s % 32), v[4] = {};
-            if (in) load<4>(p + s * (HEAD_DIM + 4) + 4 + column, v);
+    for (int i = 0; i < OWN; i++) {
+        int s = warp + i * WARPS;
+        float w = __shfl_sync(0xffffffffu, weights[i * WARPS / 32], s % 32);
+        if (!in || s >= SPLITS) continue;
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[e] += w * v[e];
-        }
+        for (int e = 0; e < 4; e++) o[e] += w * values[i][e];
     }
     store<4>(&parts[warp][lane * 4], o);
     __syncthreads();
