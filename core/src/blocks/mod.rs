@@ -366,7 +366,8 @@ fn undivided<T>(what: &str) -> Result<T, String> {
 }
 
 impl<Buf: Handle> Mixer<Buf> {
-    /// Records ops whose latency the sibling mixers can hide: routing. Called before [`Mixer::forward`].
+    /// Records ops whose latency the sibling mixers can hide: the router, and the choice of several tokens' experts. Called
+    /// before [`Mixer::forward`].
     ///
     /// # Errors
     /// Those of the backend.

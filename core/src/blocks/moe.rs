@@ -184,11 +184,21 @@ impl<Buf: Handle> Moe<Buf> {
         (pass.scratch(CHOSEN, k), pass.scratch(WEIGHTS, k))
     }
 
-    /// Routing. Only the experts read its results.
+    /// Whether the choice stands before the experts' first product, with which a backend may join it, instead of before
+    /// the siblings, which cover its time. The latent space's input is complete too late for the former.
+    fn chooses_late(&self, pass: &Pass<'_, Buf>) -> bool {
+        pass.tokens() == 1 && self.plan.latent.is_none()
+    }
+
+    /// The router. Only the experts read its results.
     pub(super) fn begin(&self, pass: &mut Pass<'_, Buf>, u: &Tensor<Buf>) -> Result<()> {
+        pass.linear(&self.router, u, &pass.scratch(LOGITS, self.plan.experts))?;
+        if self.chooses_late(pass) { Ok(()) } else { self.choose(pass) }
+    }
+
+    fn choose(&self, pass: &mut Pass<'_, Buf>) -> Result<()> {
         let logits = pass.scratch(LOGITS, self.plan.experts);
         let (ids, weights) = self.choices(pass);
-        pass.linear(&self.router, u, &logits)?;
         let (bias, router) = (self.router_bias.clone(), self.plan.rule);
         pass.op(Route { step: pass.step.clone(), logits, bias, ids, weights, router })
     }
@@ -212,6 +222,9 @@ impl<Buf: Handle> Moe<Buf> {
             }
             None => (u.clone(), out.clone()),
         };
+        if self.chooses_late(pass) {
+            self.choose(pass)?;
+        }
         let from = pass.input(&from, self.rounds[0])?;
         pass.op(ExpertMatmul {
             x: from,
