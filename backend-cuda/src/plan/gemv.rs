@@ -38,6 +38,8 @@ const STAGE_OPERANDS: usize = 8;
 const SPLIT_FROM: usize = 16384;
 /// Bytes of W per multiprocessor from which uneven tiles cost more than the start of larger blocks, measured on an H200.
 const NEARLY_LONG: usize = 300 << 10;
+/// The same if the last slices of tiles are short too.
+const NEARLY_LONG_RAGGED: usize = 220 << 10;
 
 impl Shape {
     /// Blocks for `n` rows of W: the fewest that need no more turns, so that all have as many rows and end together.
@@ -96,13 +98,15 @@ fn sharing_warps(operands: usize) -> usize {
 }
 
 /// Whether a short product is better dealt row by row: its tiles of 16 rows leave many multiprocessors idle in the end, and it is nearly
-/// a long one, or their last slices are short and all of W fits into the rings.
+/// a long one, or their last slices are short and all of W fits into the rings or needs several turns of them.
 pub(super) fn prefers_row_dealing(m: usize, k: usize, n: usize, device: &Device) -> bool {
     let (tiles, rows) = (n.div_ceil(16), n.div_ceil(device.sms * WARPS));
     let uneven = tiles > device.sms && 8 * tiles.next_multiple_of(device.sms) > 9 * tiles;
     let ragged = (2048..SPLIT_FROM).contains(&k) && !k.is_multiple_of(if k >= 4096 { 1024 } else { 512 });
     let whole = |s: Shape| s.stages >= rows * k.next_multiple_of(OPERAND).div_ceil(s.depth);
-    uneven && (2 * n * k > device.sms * NEARLY_LONG || ragged && shape(m, k, n, device).is_some_and(whole))
+    let exceeds = |limit: usize| 2 * n * k > device.sms * limit;
+    let prefers = |s: Shape| exceeds(NEARLY_LONG_RAGGED) || whole(s);
+    uneven && (exceeds(NEARLY_LONG) || ragged && shape(m, k, n, device).is_some_and(prefers))
 }
 
 /// The launch, if the device has bulk copies and the kernel takes the shape.
@@ -169,12 +173,13 @@ mod tests {
     }
 
     /// The shared expert of Nemotron-3-Nano-30B, but not its projections, nor those of Granite-4.0-H-1B; the input of Falcon-H1-7B, but
-    /// not the output of Olmo-Hybrid-7B, whose tiles are even.
+    /// not the output of Olmo-Hybrid-7B, whose tiles are even; the input of Kimi-Linear's attention, but not its output.
     #[test]
     fn uneven_and_ragged_products_are_dealt_by_rows() {
         let h200 = Device::like_h200(227);
         assert!(prefers_row_dealing(1, 2688, 3712, &h200) && prefers_row_dealing(1, 3712, 2688, &h200));
         assert!(prefers_row_dealing(1, 3072, 6680, &h200) && !prefers_row_dealing(1, 5760, 3840, &h200));
+        assert!(prefers_row_dealing(1, 2304, 6720, &h200) && !prefers_row_dealing(1, 4096, 2304, &h200));
         for (n, k) in [(2688, 4096), (4608, 2688), (1536, 4096), (1536, 3072), (6448, 1536)] {
             assert!(!prefers_row_dealing(1, k, n, &h200), "{n} x {k}");
         }
