@@ -4,15 +4,17 @@
 // complete. WARPS other warps share the inner dimension of every slice. Their sums are added in a fixed order, so a result does not
 // depend on the number of rows of x.
 //
-// Fusion: PROLOGUE and CONV as in gemv.cu, with M = 1.
+// Fusion: PROLOGUE and CONV as in gemv.cu, with M = 1. With PAIR the last blocks compute another product, of the same input or of
+// another; after a PROLOGUE it is the same.
 //
-// Grid: blocks that fit on the device at once, at most the tiles.
+// Grid: blocks that fit on the device at once, at most the tiles; with PAIR a block for each tile of both.
 // Constants:
 //   K, M, WARPS, STAGES
 //   DEPTH           elements of a slice per warp
 //   X_RESIDENT      x is copied once, not with every slice
+//   PAIR            there is another product
 //   all others      as in gemv.cu
-// Types: out_t, pool_t, conv_t.
+// Types: out_t, pair_t, pool_t, conv_t.
 
 constexpr int ROWS = 16;
 constexpr int SPAN = DEPTH * WARPS;
@@ -34,8 +36,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES], x_full;
     bf16 *ring = reinterpret_cast<bf16 *>(shared), *resident = ring + STAGES * STAGE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int tile = blockIdx.x, step = gridDim.x;
+    bool second_product = PAIR && tile >= div_up(n, ROWS);
+    if (second_product) {
+        tile -= div_up(n, ROWS);
+        x = pair_x, x_stride = pair_x_stride, w = pair_w, w_stride = pair_w_stride, n = pair_n;
+    }
     int tiles = div_up(n, ROWS);
-    int mine = blockIdx.x < tiles ? div_up(tiles - (int)blockIdx.x, (int)gridDim.x) : 0;
+    int mine = PAIR ? 1 : tile < tiles ? div_up(tiles - tile, step) : 0;
     int total = mine * SLICES;
     if (threadIdx.x == CONSUMERS) {
         for (int s = 0; s < STAGES; s++) {
@@ -62,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
             if (of_w) {
                 if (lane == 0) bulk_expect(full + stage, (ROWS + (X_RESIDENT ? 0 : M)) * bytes);
                 __syncwarp();
-                int row = min((int)(blockIdx.x + j / SLICES * gridDim.x) * ROWS + lane, n - 1);
+                int row = min((tile + j / SLICES * step) * ROWS + lane, n - 1);
                 if (lane < ROWS) bulk_load<EVICT_FIRST>(to + lane * PITCH, w + row * w_stride + k0, bytes, full + stage, policy);
             }
             if (!X_RESIDENT && of_x && lane < M)
@@ -90,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
         if (CONV && threadIdx.x < ROWS)
             channel.fetch(ints, tile * ROWS + (int)threadIdx.x - CONV_FIRST, conv_weight, conv_weight_stride, pool, pool_stride);
     };
-    if (state_unwritten) fetch_channel(blockIdx.x);
+    if (state_unwritten) fetch_channel(tile);
     if constexpr (PROLOGUE == 1) norm(first, second, norm_weight, eps, resident, x, sums);
     wait_for_inputs();
     // Trigger the next kernel only here: its early blocks would take slots from ours.
@@ -103,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
     } else if (X_RESIDENT) {
         barrier_wait(&x_full, 0);
     }
-    if (!state_unwritten) fetch_channel(blockIdx.x);
+    if (!state_unwritten) fetch_channel(tile);
     int block = lane / 8, brow = lane % 8, g = lane / 4, q = lane % 4;
     int a_at = (brow + block % 2 * 8) * PITCH + block / 2 * 8 + warp * DEPTH;
     // Eight rows of x, 32 k at once; rows that are not there repeat the first.
@@ -111,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
     int b_at = (X_RESIDENT ? b_row * X_PITCH : (ROWS + b_row) * PITCH) + block * 8 + warp * DEPTH;
     int done = 0;
     for (int i = 0; i < mine; i++) {
-        int n0 = (blockIdx.x + i * gridDim.x) * ROWS;
+        int n0 = (tile + i * step) * ROWS;
         float acc[4] = {0.f, 0.f, 0.f, 0.f};
         for (int s = 0; s < SLICES; s++, done++) {
             int stage = done % STAGES;
@@ -144,12 +152,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) ENTRY(PARAMETERS) {
             v *= scale;
             if constexpr (HAS_COLUMNS) v *= columns[n0 + r];
             if constexpr (HAS_BIAS) v += bias[n0 + r];
+            if (second_product) {
+                pair_out[m * pair_out_stride + n0 + r] = from_f32<pair_t>(v);
+                continue;
+            }
             out_t *o = out + m * out_stride + n0 + r;
             if constexpr (ACCUMULATE) v += to_f32(*o);
             *o = from_f32<out_t>(v);
             if constexpr (CONV)
                 channel.put(ints, n0 + r - CONV_FIRST, to_f32(from_f32<out_t>(v)), pool, pool_stride, conv_out);
         }
-        if (i + 1 < mine) fetch_channel(blockIdx.x + (i + 1) * gridDim.x);
+        if (i + 1 < mine) fetch_channel(tile + (i + 1) * step);
     }
 }

@@ -387,6 +387,13 @@ arguments! {
         conv_out: At = "conv_t",
         state_unwritten: u32,
     }
+    /// More of `matmul_skinny_bulk.cu`: another product. `pair_n`: rows of its w.
+    OtherProduct {
+        pair_x: Rows = "bf16",
+        pair_w: Rows = "const bf16",
+        pair_n: i32,
+        pair_out: Rows = "pair_t",
+    }
     /// Of `matmul_codes_wgmma.cu`; `n`: rows of w; `tickets`: a u32 of zero for every block, left as it was; `partial`: the
     /// sums of a tile for every block.
     MatmulCodesWgmma {
@@ -506,5 +513,31 @@ arguments! {
         order: At = "const u32",
         out: Rows = "bf16",
         mid: Rows = "bf16",
+    }
+}
+
+/// Of `matmul_skinny_bulk.cu`.
+#[derive(Clone, Copy, Debug)]
+pub struct ProductPair {
+    /// A product with the ops around it.
+    pub product: FusedProduct,
+    /// Another product, if there is one.
+    pub other: OtherProduct,
+}
+
+impl Arguments for ProductPair {
+    const PARAMETERS: &'static [Parameter] = &{
+        let (first, more) = (FusedProduct::PARAMETERS, OtherProduct::PARAMETERS);
+        let mut all = [first[0]; FusedProduct::PARAMETERS.len() + OtherProduct::PARAMETERS.len()];
+        let mut i = 0;
+        while i < all.len() {
+            all[i] = if i < first.len() { first[i] } else { more[i - first.len()] };
+            i += 1;
+        }
+        all
+    };
+
+    fn args(&self) -> Args {
+        self.product.args().and(&self.other.args())
     }
 }

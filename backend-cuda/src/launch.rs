@@ -39,6 +39,13 @@ impl Args {
         self.words.extend_from_slice(words);
         self
     }
+
+    /// Adds values after these.
+    pub(crate) fn and(mut self, more: &Self) -> Self {
+        self.starts.extend(more.starts.iter().map(|at| at + self.words.len()));
+        self.words.extend_from_slice(&more.words);
+        self
+    }
 }
 
 /// One kernel launch.

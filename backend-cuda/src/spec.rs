@@ -149,7 +149,7 @@ kernels! {
     MatmulCodesWgmma "matmul_codes_wgmma" Late MatmulCodesWgmma,
     MatmulPlain "matmul_plain" Early MatmulPlain,
     MatmulSkinny "matmul_skinny" Early MatmulSkinny,
-    MatmulSkinnyBulk "matmul_skinny_bulk" Late FusedProduct,
+    MatmulSkinnyBulk "matmul_skinny_bulk" Late ProductPair,
     RankNorm "rank_norm" Early RankNorm,
     RmsNorm "rms_norm" Early RmsNorm,
     RopeKv "rope_kv" Early RopeKv,

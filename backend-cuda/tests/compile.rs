@@ -78,6 +78,12 @@ fn main() {
             Err(format!("{arch}, {tokens} tokens: {:?}", shapes::coded_expert_kernels(arch, *tokens)).into())
         })
     }));
+    trials.push(Trial::test("short products of one token share a kernel", || {
+        use File::*;
+        let layer = [MatmulSkinnyBulk, MatmulSkinnyBulk, ExpertStream, ExpertStream];
+        let found = shapes::mixture_kernels("sm_90a", 1);
+        if found == [layer.to_vec(), vec![MatmulSkinnyBulk]] { Ok(()) } else { Err(format!("{found:?}").into()) }
+    }));
     trials.push(Trial::test("a rounding goes with its product", || {
         let expected = [
             ("sm_90a", &[File::Route, File::MatmulCodes][..]),

@@ -1,6 +1,6 @@
 //! A norm or an activation, the product after it and a convolution after that write the same bits as one kernel and as two or
 //! three. So do experts and the activation after them, both halves of experts of many tokens, and one token alone as together with a few,
-//! the choice of a token's experts and both halves of these, and a product of two inputs and its convolution.
+//! the choice of a token's experts and both halves of these, a product of two inputs and its convolution, and two short products.
 //!
 //! Ignored, not passed, without a device; `SELKIE_REQUIRE=cuda` turns that into a failure.
 
@@ -73,7 +73,17 @@ fn main() {
         let run = move || compare_gated(channels, dst).unwrap_or_else(|e| Err(e.to_string().into()));
         Trial::test(format!("gated convolution{and}"), run).with_ignored_flag(ignored)
     });
-    let trials = trials.chain(experts).chain(choices).chain(gated);
+    let twins = [
+        ("two products after a norm", true, 2304, [256, 2048]),
+        ("two products after a norm, odd", true, 1000, [40, 101]),
+        ("two products of two inputs", false, 128, [4096, 4096]),
+        ("two products of two inputs, odd", false, 1000, [100, 52]),
+    ]
+    .map(|(name, norm, k, n)| {
+        let run = move || compare_twins(norm, k, n).unwrap_or_else(|e| Err(e.to_string().into()));
+        Trial::test(name, run).with_ignored_flag(ignored)
+    });
+    let trials = trials.chain(experts).chain(choices).chain(gated).chain(twins);
     let mut args = Arguments::from_args();
     args.test_threads.get_or_insert(1);
     libtest_mimic::run(&args, trials.collect()).exit();
@@ -258,6 +268,28 @@ fn compare_choice(
         cuda.fill_random(&out, 7, 1.0).map(|_| ())
     };
     same(&cuda, &[product.into(), route.into(), first.into(), then.into(), second.into()], &results, &clear)
+}
+
+/// Two products of `k` columns with `n` rows each, after the norm of their input or of neighbouring inputs.
+fn compare_twins(norm: bool, k: usize, n: [usize; 2]) -> Result<std::result::Result<(), Failed>> {
+    let cuda = Cuda::open(Options::default())?;
+    let tensor = |dtype: DType, dims: &[usize]| random(&cuda, dtype, dims);
+    let (mid, outs) =
+        (tensor(DType::Bf16, &[1, 2 * k])?, [tensor(DType::F32, &[1, n[0]])?, tensor(DType::Bf16, &[1, n[1]])?]);
+    let mut ops: Vec<Op<Buf>> = Vec::new();
+    let inputs = if norm { [mid.cols(0, k), mid.cols(0, k)] } else { [mid.cols(0, k), mid.cols(k, k)] };
+    if norm {
+        let (x, weight, out) = (tensor(DType::Bf16, &[1, k])?, tensor(DType::F32, &[k])?, inputs[0].clone());
+        let op = RmsNorm { x, add: None, weight, gate: None, out, accumulate: false, eps: 1e-5, groups: 1 };
+        ops.push(op.into());
+    }
+    for (x, out) in inputs.into_iter().zip(&outs) {
+        let n = out.row_len();
+        let w = Weight { blocks: vec![RowBlock::plain(tensor(DType::Bf16, &[n, k])?, 0)], n, k };
+        ops.push(Matmul { x, w, columns: None, bias: None, out: out.clone(), scale: 0.5, accumulate: false }.into());
+    }
+    let clear = || outs.iter().try_for_each(|t| cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize]));
+    same(&cuda, &ops, &outs.each_ref(), &clear)
 }
 
 /// The product of two inputs and its convolution, for one token whose state goes to slot `dst`.

@@ -1,5 +1,5 @@
 //! Ops of one token as one kernel: a prologue (RMS norm or activation), the product that reads it, and the convolution after
-//! the product, or a product of two inputs and its convolution. Launches bound a decode step of a small model, and the product's
+//! the product, or a product of two inputs and its convolution; also two short products. Launches bound a decode step of a small model, and the product's
 //! weights arrive while the prologue runs. Experts compute their activation too, and for one token their choice; those of many
 //! tokens sort once for both halves.
 
@@ -120,9 +120,10 @@ pub fn fused<B: Address>(ops: &[Op<B>], device: &Device, arena: &Arena, hazards:
 
 /// A product with the ops around it.
 fn one_kernel<B: Address>(ops: &[Op<B>], rounds: &[bool], device: &Device, hazards: &Hazards) -> Option<Work> {
-    let (first, product, conv) = match ops {
-        [first @ .., Op::Matmul(p)] => (first, p, None),
-        [first @ .., Op::Matmul(p), Op::Conv1d(c)] => (first, p, Some(c)),
+    let (first, product, conv, pair) = match ops {
+        [first @ .., Op::Matmul(p), Op::Matmul(other)] => (first, p, None, Some(other)),
+        [first @ .., Op::Matmul(p)] => (first, p, None, None),
+        [first @ .., Op::Matmul(p), Op::Conv1d(c)] => (first, p, Some(c), None),
         _ => return None,
     };
     let rounds = rounds[first.len()];
@@ -134,14 +135,22 @@ fn one_kernel<B: Address>(ops: &[Op<B>], rounds: &[bool], device: &Device, hazar
     if conv.is_some_and(|c| !reads_product(c, product)) {
         return None;
     }
+    // Where the kernel computes the input, it is that of both products.
+    if pair.is_some_and(|other| prologue.is_some() && !same_view(&other.x, &product.x)) {
+        return None;
+    }
     // Every block reads the inputs while others write: they must be different buffers.
     let read: Vec<_> =
         prologue.iter().flat_map(|p| std::iter::once(p.first).chain(p.second)).chain([&product.x]).collect();
-    let written = [Some(&product.out), conv.map(|c| &c.out)];
-    if written.iter().flatten().any(|w| read.iter().any(|r| r.buf.id() == w.buf.id())) {
+    let written = [Some(&product.out), conv.map(|c| &c.out), pair.map(|other| &other.out)];
+    let mut others = read.iter().copied().chain(pair.map(|other| &other.x));
+    if others.any(|r| written.iter().flatten().any(|w| r.buf.id() == w.buf.id())) {
         return None;
     }
-    pick::fuse_neighbours(product, &Neighbours { prologue, rounds, conv }, device, hazards)
+    if pair.is_some_and(|other| rounds || other.out.buf.id() == product.out.buf.id()) {
+        return None;
+    }
+    pick::fuse_neighbours(product, &Neighbours { prologue, rounds, conv, pair }, device, hazards)
 }
 
 /// The ops that a product's kernel computes with it.
@@ -152,6 +161,8 @@ pub(super) struct Neighbours<'a, B> {
     rounds: bool,
     /// The op after it.
     conv: Option<&'a Conv1d<B>>,
+    /// Another product, of the same input or of another.
+    pair: Option<&'a Matmul<B>>,
 }
 
 /// The op before a product.
@@ -176,12 +187,12 @@ struct Prologue<'a, B> {
 impl<B: Address> Neighbours<'_, B> {
     /// The product alone.
     pub const fn none() -> Self {
-        Self { prologue: None, rounds: false, conv: None }
+        Self { prologue: None, rounds: false, conv: None, pair: None }
     }
 
     /// Whether it is the product alone.
     pub fn is_none(&self) -> bool {
-        self.prologue.is_none() && !self.rounds && self.conv.is_none()
+        self.prologue.is_none() && !self.rounds && self.conv.is_none() && self.pair.is_none()
     }
 
     /// Whether the input is rounded before the product.
@@ -192,6 +203,11 @@ impl<B: Address> Neighbours<'_, B> {
     /// Whether that is all there is besides the product.
     pub fn is_rounding(&self) -> bool {
         self.rounds && self.prologue.is_none() && self.conv.is_none()
+    }
+
+    /// Another product.
+    pub fn pair(&self) -> Option<&Matmul<B>> {
+        self.pair
     }
 
     /// Adds the constants of the product and its neighbours to those of its kernel.

@@ -124,11 +124,15 @@ impl<'a, B: Address> Product<'a, B> {
 
     /// One of the kernels with bulk copies, if the device has them and one takes the shape.
     fn bulk(&self, neighbours: &Neighbours<B>, device: &Device, hazards: &Hazards) -> Option<Launch> {
-        // Short products depend on the kernels around them: several small blocks per multiprocessor let those start sooner.
-        let (m, k, n) = (self.m(), self.k(), self.n());
-        let rows = exceeds_l2(n, k, device) || gemv::prefers_row_dealing(m, k, n, device);
-        let by_rows = if rows { gemv::launch(self, neighbours, device, hazards) } else { None };
+        let by_rows = if self.by_rows(device) { gemv::launch(self, neighbours, device, hazards) } else { None };
         by_rows.or_else(|| skinny::bulk(self, neighbours, device, hazards))
+    }
+
+    /// Whether W is dealt row by row if it can be. Short products depend on the kernels around them: several small blocks per
+    /// multiprocessor let those start sooner.
+    fn by_rows(&self, device: &Device) -> bool {
+        let (m, k, n) = (self.m(), self.k(), self.n());
+        exceeds_l2(n, k, device) || gemv::prefers_row_dealing(m, k, n, device)
     }
 
     fn library(&self) -> Vec<Work> {
@@ -240,11 +244,26 @@ pub(super) fn fuse_neighbours<B: Address>(
         }
         match block.format {
             Format::Plain if neighbours.rounds() || product.kernel(device) != Kernel::Skinny => None,
+            Format::Plain if neighbours.pair().is_some_and(|other| !pairs(&product, other, device)) => None,
             Format::Plain => product.bulk(neighbours, device, hazards),
+            _ if neighbours.pair().is_some() => None,
             _ => codes::launch(&product, neighbours, device, hazards),
         }
     };
     Product::with(op, Matrix::of(block), one).map(Work::Kernel)
+}
+
+/// Whether another product may be computed beside this one: both are short and alone would be computed in the same way.
+fn pairs<B: Address>(product: &Product<B>, other: &Matmul<B>, device: &Device) -> bool {
+    let alike = |p: &Product<B>| {
+        let plain = p.op.columns.is_none() && p.op.bias.is_none() && !p.op.accumulate;
+        plain && p.kernel(device) == Kernel::Skinny && !p.by_rows(device)
+    };
+    let [block] = other.w.blocks.as_slice() else { return false };
+    let same = other.w.k == product.k() && other.scale == product.op.scale && other.x.rows() == product.m();
+    let fits = skinny::fits_pair(product.m(), product.k(), [product.n(), other.w.n], device);
+    let plain = block.format == Format::Plain && Product::with(other, Matrix::of(block), |p| alike(&p));
+    same && plain && alike(product) && fits
 }
 
 /// The launches of rows of plain elements.

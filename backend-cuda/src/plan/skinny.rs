@@ -1,6 +1,6 @@
 //! Skinny GEMM: products of few rows of x, tiles of 16 rows of W on tensor cores.
 
-use selkie_core::{Error, Result};
+use selkie_core::{Error, Result, tensor::DType};
 
 use super::{
     Device, Hazards, SMEM_LEFT_FREE,
@@ -8,7 +8,7 @@ use super::{
     pick::{Product, evict_first},
 };
 use crate::{
-    arguments::MatmulSkinny,
+    arguments::{MatmulSkinny, OtherProduct, ProductPair},
     launch::{Address, Launch},
     spec::{File, Spec},
 };
@@ -119,6 +119,19 @@ fn bulk_shape(m: usize, k: usize, n: usize, device: &Device) -> Option<Shape> {
     (stages >= 2.min(slices)).then_some(Shape { warps, stages, depth, resident, shared, blocks })
 }
 
+/// How that kernel cuts two products, a tile a block.
+fn pair_shape(m: usize, k: usize, device: &Device) -> Option<Shape> {
+    let f = bulk_shape(m, k, 1, device)?;
+    let room = device.shared.checked_sub(SMEM_LEFT_FREE)?;
+    Some(Shape { blocks: (room / (f.shared + static_shared(f.warps, m, 2048))).min(4), ..f })
+}
+
+/// Whether it computes products with so many rows of W at once: all blocks run at the same time.
+pub(super) fn fits_pair(m: usize, k: usize, n: [usize; 2], device: &Device) -> bool {
+    let tiles: usize = n.iter().map(|n| n.div_ceil(16)).sum();
+    pair_shape(m, k, device).is_some_and(|f| f.resident && tiles <= device.sms * f.blocks)
+}
+
 /// The kernel with bulk copies, if the device has them and it takes the shape.
 pub(super) fn bulk<B: Address>(
     p: &Product<B>,
@@ -126,9 +139,10 @@ pub(super) fn bulk<B: Address>(
     device: &Device,
     hazards: &Hazards,
 ) -> Option<Launch> {
-    let (m, k, n) = (p.m(), p.k(), p.n());
+    let (m, k, n, pair) = (p.m(), p.k(), p.n(), neighbours.pair());
     let takes = |f: &Shape| device.bulk_copies && (f.resident || neighbours.is_none());
-    let f = bulk_shape(m, k, n, device).filter(takes)?;
+    let shape = if pair.is_some() { pair_shape(m, k, device) } else { bulk_shape(m, k, n, device) };
+    let f = shape.filter(takes)?;
     let spec = Spec::new(File::MatmulSkinnyBulk)
         .int("K", k)
         .int("M", m)
@@ -136,10 +150,23 @@ pub(super) fn bulk<B: Address>(
         .int("STAGES", f.stages)
         .int("DEPTH", f.depth)
         .flag("X_RESIDENT", f.resident)
-        .flag("EVICT_FIRST", evict_first(n, k, device));
+        .flag("PAIR", pair.is_some())
+        .flag("EVICT_FIRST", evict_first(n, k, device))
+        .ty("pair_t", pair.map_or(DType::F32, |other| other.out.dtype));
     let spec = neighbours.constants(spec, p);
-    let grid = [n.div_ceil(16).min(device.sms * f.blocks), 1, 1];
-    Some(Launch::new(spec, grid, 32 * (f.warps + 1), &neighbours.arguments(p, hazards)).with_shared(f.shared))
+    let other = OtherProduct {
+        pair_x: pair.map(|other| &other.x).into(),
+        pair_w: pair.and_then(|other| other.w.blocks.first()).map(|block| &block.w).into(),
+        pair_n: pair.map_or(0, |other| other.w.n as i32),
+        pair_out: pair.map(|other| &other.out).into(),
+    };
+    let args = ProductPair { product: neighbours.arguments(p, hazards), other };
+    let tiles = |n: usize| n.div_ceil(16);
+    let blocks = match pair {
+        Some(other) => tiles(n) + tiles(other.w.n),
+        None => tiles(n).min(device.sms * f.blocks),
+    };
+    Some(Launch::new(spec, [blocks, 1, 1], 32 * (f.warps + 1), &args).with_shared(f.shared))
 }
 
 #[cfg(test)]

@@ -440,6 +440,14 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let row_gate = Some(both.cols(2 * s.mlp, 1));
         chains.push(vec![Activation { gate, up, row_gate, out, act }.into(), down.into()]);
     }
+    // A router beside a shared expert; two projections of narrow inputs.
+    let first = norm(m, d, 1, false);
+    let (mut router, up) = (product(m, &first.out, 64, false), product(m, &first.out, 512, false));
+    router.out = m.f32(&[t, 64]);
+    chains.push(vec![first.into(), router.into(), up.into()]);
+    let narrow = m.act(&[t, 256]);
+    let [f, g] = [0, 128].map(|col| product(m, &narrow.cols(col, 128), d, false));
+    chains.push(vec![f.into(), g.into()]);
     if let Some([h, p, n, g]) = s.mamba2 {
         let (di, c) = (h * p, h * p + 2 * g * n);
         let first = norm(m, d, 1, false);

@@ -44,6 +44,41 @@ pub fn rounding_kernels(arch: &str) -> Vec<File> {
     kernels(arch, vec![route.into(), round.into(), product.into()])
 }
 
+/// Kernels of Kimi-Linear's mixture with its shared expert, and of the two projections of narrow inputs in its recurrence, for `tokens`
+/// tokens.
+pub fn mixture_kernels(arch: &str, tokens: usize) -> [Vec<File>; 2] {
+    let mut m = Maker::new(DType::Bf16, DType::F32, Bucket::holding(tokens, 1, 1, 1, 1), true);
+    let (t, d, e, top, inner) = (tokens, 2304, 256, 8, 1024);
+    let product = |m: &mut Maker, x: &Tensor<Fake>, out: &Tensor<Fake>, accumulate: bool| {
+        let w = m.weight(DType::Bf16, out.row_len(), x.row_len());
+        Op::from(Matmul { x: x.clone(), w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate })
+    };
+    let gated = |m: &mut Maker, both: &Tensor<Fake>| {
+        let (gate, up, out) = (both.cols(0, inner), Some(both.cols(inner, inner)), m.act(&[both.rows(), inner]));
+        Activation { gate, up, row_gate: None, out, act: Act::Silu }
+    };
+    let (x, u, logits, both) = (m.act(&[t, d]), m.act(&[t, d]), m.f32(&[t, e]), m.act(&[t, 2 * inner]));
+    let (weight, ids, weights) = (m.f32(&[d]), m.of(DType::U32, &[t, top]), m.f32(&[t, top]));
+    let (add, gate, out, accumulate, groups) = (None, None, u.clone(), false, 1);
+    let norm = RmsNorm { x: x.clone(), add, weight, gate, out, accumulate, eps: 1e-5, groups };
+    let [router, shared] = [&logits, &both].map(|out| product(&mut m, &u, out, false));
+    let then = gated(&mut m, &both);
+    let down = product(&mut m, &then.out, &x, true);
+    let (step, bias) = (m.step.clone(), Some(m.f32(&[e])));
+    let rule = Router::Sigmoid { groups: 1, topk_group: 1, renorm: true, sum_eps: 1e-20, scale: 2.446 };
+    let (ids_of, combine) = (ids.clone(), Some(weights.clone()));
+    let route = Route { step, logits, bias, ids: ids_of, weights, router: rule };
+    let up = ExpertMatmul { x: u, ..experts(&mut m, e, 2 * inner, d, &ids) };
+    let act = gated(&mut m, &up.out);
+    let second =
+        ExpertMatmul { x: act.out.clone(), combine, out: x, accumulate: true, ..experts(&mut m, e, d, inner, &ids) };
+    let layer = [norm.into(), router, shared, then.into(), down];
+    let chosen = [route.into(), up.into(), act.into(), second.into()];
+    let (narrow, outs) = (m.act(&[t, 2 * 128]), [m.act(&[t, 4096]), m.act(&[t, 4096])]);
+    let [f, g] = [0, 1].map(|i| product(&mut m, &narrow.cols(128 * i, 128), &outs[i], false));
+    [kernels(arch, layer.into_iter().chain(chosen).collect()), kernels(arch, vec![f, g])]
+}
+
 /// Kernels of ops that follow one another in a step.
 fn kernels(arch: &str, ops: Vec<Op<Fake>>) -> Vec<File> {
     let mut files = Vec::new();

@@ -31,6 +31,8 @@ pub struct Plan {
 
 /// Raw inputs of the decays.
 const DECAYS: Scratch = Scratch::activations("decays per channel");
+/// The gate of the norm.
+const GATE: Scratch = Scratch::activations("gate of a delta rule's norm");
 
 impl Plan {
     /// Columns of all heads.
@@ -77,6 +79,7 @@ impl Plan {
         w.want(Scratch::PROJ, self.proj_width().next_multiple_of(ALIGN));
         w.want(Scratch::MID, self.channels());
         w.want(DECAYS, self.inner());
+        w.want(GATE, self.inner());
         w.want(Scratch::OUT, self.inner());
         w.want(Scratch::GATED, self.inner());
     }
@@ -171,12 +174,14 @@ impl<Buf: Handle> DeltaAttention<Buf> {
         // Rows begin where wide accesses may.
         let proj = pass.scratch(Scratch::PROJ, p.proj_width().next_multiple_of(ALIGN)).cols(0, p.proj_width());
         let mixed = pass.scratch(Scratch::MID, channels);
-        let decays = pass.scratch(DECAYS, inner);
+        let (decays, z) = (pass.scratch(DECAYS, inner), pass.scratch(GATE, inner));
         let read = pass.scratch(Scratch::OUT, inner);
         let gated = pass.scratch(Scratch::GATED, inner);
         pass.linear(&self.input, u, &proj)?;
         conv::record(pass, &pools.conv, &proj.cols(0, channels), &self.conv, &mixed, Act::Silu)?;
+        // One after the other: a backend may compute both at once.
         pass.linear(&self.decays, &proj.cols(channels, d), &decays)?;
+        pass.linear(&self.gate, &proj.cols(channels + d, d), &z)?;
         let mut first = 0;
         for pool in &pools.recurrent {
             let heads = pool.dims()[1];
@@ -197,9 +202,6 @@ impl<Buf: Handle> DeltaAttention<Buf> {
             })?;
             first += heads;
         }
-        // The decays are used by now, and z has as many columns.
-        let z = decays;
-        pass.linear(&self.gate, &proj.cols(channels + d, d), &z)?;
         pass.op(RmsNorm {
             x: read,
             add: None,
