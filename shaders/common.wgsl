@@ -19,6 +19,18 @@ fn f16x4(w: vec2<u32>) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(w.x), unpack2x16float(w.y));
 }
 
+// Eight numbers as f16.
+fn halves(a: vec4<f32>, b: vec4<f32>) -> vec4<u32> {
+    return vec4<u32>(pack2x16float(a.xy), pack2x16float(a.zw), pack2x16float(b.xy), pack2x16float(b.zw));
+}
+
+// What f16 holds exactly of each number: 11 bits, and nothing of numbers below its normal ones. By integers, as a compiler may
+// leave out a conversion to f16 and back.
+fn high_part(a: vec4<f32>) -> vec4<f32> {
+    let bits = (bitcast<vec4<u32>>(a) + vec4<u32>(0x1000u)) & vec4<u32>(0xffffe000u);
+    return select(bitcast<vec4<f32>>(bits), vec4<f32>(), abs(a) < vec4<f32>(0.00006103515625));
+}
+
 // The larger of `a` and the bits of x without their signs, which are in the order of what they stand for, NaN last.
 fn larger(a: u32, x: vec4<f32>) -> u32 {
     let b = bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu);

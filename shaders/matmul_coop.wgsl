@@ -3,6 +3,9 @@
 // slice is used, the next AHEAD slices are loaded into registers; K is a multiple of AHEAD slices. x was packed by
 // matmul_pack: f16 rows in whole tiles, each row scaled by a power of two. With SPLIT, K is cut into parts of P.k_part;
 // matmul_sum adds up their sums, which are whole tiles.
+// With PRECISE, x = high + low, each of 11 bits, and the product is one over segments of the length of K: low x times w, then high x
+// times w. Small products come first, as tensor cores cut off the bits of a sum. Plain weights are f16 already; CODED ones are two parts
+// too, and high x times low w is the first segment. There x has a factor of 2^-10 and w the inverse, so that w stays normal.
 
 const BM: u32 = 16u * XT * SM;
 const BN: u32 = 16u * WT * SN;
@@ -30,13 +33,28 @@ fn weights(w: vec2<u32>) -> vec4<f16> {
 #endif
 }
 
-// Eight weights. Coded ones are decoded to f16 as they are loaded: the slices ahead then take no more registers than others.
-fn w_slice(i: u32) -> vec4<u32> {
+// Eight weights of the row that starts at `row`. Coded ones are decoded to f16 as they are loaded: the slices ahead then take no more
+// registers than others.
+fn w_slice(row: u32, k: u32) -> vec4<u32> {
+#if PRECISE
+    let i = row + k % P.w_k;
+#else
+    let i = row + k;
+#endif
 #if CODED
     let w = w_v8(i);
     let a = clamp(w[0], vec4<f32>(-65504.0), vec4<f32>(65504.0));
     let b = clamp(w[1], vec4<f32>(-65504.0), vec4<f32>(65504.0));
-    return vec4<u32>(pack2x16float(a.xy), pack2x16float(a.zw), pack2x16float(b.xy), pack2x16float(b.zw));
+#if PRECISE
+    let high_a = high_part(a);
+    let high_b = high_part(b);
+    if k < P.w_k {
+        return halves(1024.0 * (a - high_a), 1024.0 * (b - high_b));
+    }
+    return halves(high_a, high_b);
+#else
+    return halves(a, b);
+#endif
 #else
     return w_raw8(i);
 #endif
@@ -44,7 +62,13 @@ fn w_slice(i: u32) -> vec4<u32> {
 
 // Eight elements of a row of x.
 fn x_slice(m: u32, k: u32) -> vec4<u32> {
-    return bitcast<vec4<u32>>(packed_v4(m * P.packed_row + k / 2u));
+#if PRECISE
+    // Another row block of the weight may have a segment more.
+    let i = k + P.x_first;
+#else
+    let i = k;
+#endif
+    return bitcast<vec4<u32>>(packed_v4(m * P.packed_row + i / 2u));
 }
 
 @compute @workgroup_size(WG)
@@ -88,7 +112,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var x_$p_$i = x_slice(m0 + row + $iu * (WG / TR), k_first + $pu * BK + offset);
 #end
 #for i W_LOADS
-    var w_$p_$i = w_slice(w_at_$i + k_first + $pu * BK);
+    var w_$p_$i = w_slice(w_at_$i, k_first + $pu * BK);
 #end
 #end
     for (var k = k_first; k < k_end; k += BK * AHEAD) {
@@ -109,7 +133,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             x_$p_$i = x_slice(m0 + row + $iu * (WG / TR), next_$p + offset);
 #end
 #for i W_LOADS
-            w_$p_$i = w_slice(w_at_$i + next_$p);
+            w_$p_$i = w_slice(w_at_$i, next_$p);
 #end
         }
 #for s STEPS

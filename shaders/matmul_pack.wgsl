@@ -1,8 +1,13 @@
 // Converts rows of x to f16 for matmul_coop. One workgroup per row; a thread holds HELD times eight elements. Each row is
 // scaled by a power of two so that its largest element lies in [2^14, 2^15): nothing overflows, and only elements below
-// 2^-38 of the row's largest underflow.
+// 2^-38 of the row's largest underflow. With PRECISE a row is the low parts of its elements, then the high ones; with CODED
+// these come first too, times 2^-10, for the low parts of w.
 
 var<workgroup> largest: array<f32, WG>;
+
+fn store(segment: u32, m: u32, k: u32, v: vec4<u32>) {
+    packed_set4(m * P.packed_row + (segment * P.k + k) / 2u, bitcast<vec4<f32>>(v));
+}
 
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
@@ -37,8 +42,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if k$i < P.k {
         let a = x$i[0] * factor;
         let b = x$i[1] * factor;
-        let v = vec4<u32>(pack2x16float(a.xy), pack2x16float(a.zw), pack2x16float(b.xy), pack2x16float(b.zw));
-        packed_set4(m * P.packed_row + k$i / 2u, bitcast<vec4<f32>>(v));
+#if PRECISE
+        let high_a = high_part(a);
+        let high_b = high_part(b);
+        store(SEGMENTS - 1u, m, k$i, halves(high_a, high_b));
+        store(SEGMENTS - 2u, m, k$i, halves(a - high_a, b - high_b));
+#if CODED
+        store(0u, m, k$i, halves(high_a / 1024.0, high_b / 1024.0));
+#endif
+#else
+        store(0u, m, k$i, halves(a, b));
+#endif
     }
 #end
     if lane == 0u {

@@ -79,8 +79,17 @@ impl Device {
     fn product(&self, x: &Tensor<Buf>, out: &Tensor<Buf>) -> Result<Op<Buf>> {
         let (n, k) = (out.row_len(), x.row_len());
         let w = Weight { blocks: vec![RowBlock::plain(self.tensor(DType::F32, &[n, k])?, 0)], n, k };
-        Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out: out.clone(), scale: 0.1, accumulate: false }
-            .into())
+        Ok(Matmul {
+            x: x.clone(),
+            w,
+            columns: None,
+            bias: None,
+            out: out.clone(),
+            scale: 0.1,
+            accumulate: false,
+            precise: false,
+        }
+        .into())
     }
 
     /// An op from `x` to `out` and its states.

@@ -115,7 +115,17 @@ fn compare(lead: Lead, k: usize, n: usize, dst: Option<u32>) -> Result<std::resu
     }];
     let w = Weight { blocks: vec![RowBlock::plain(tensor(DType::Bf16, &[n, k])?, 0)], n, k };
     ops.push(
-        Matmul { x: mid.clone(), w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate: false }.into(),
+        Matmul {
+            x: mid.clone(),
+            w,
+            columns: None,
+            bias: None,
+            out: out.clone(),
+            scale: 1.0,
+            accumulate: false,
+            precise: false,
+        }
+        .into(),
     );
     let mut results = vec![mid, out.clone()];
     let mut pools = Vec::new();
@@ -250,7 +260,8 @@ fn compare_choice(
     let out = tensor(DType::Bf16, &[1, width])?;
     let w = Weight { blocks: vec![RowBlock::plain(tensor(DType::Bf16, &[experts, width])?, 0)], n: experts, k: width };
     let (to, scale) = (logits.clone(), 1.0);
-    let product = Matmul { x: x.clone(), w, columns: None, bias: None, out: to, scale, accumulate: false };
+    let product =
+        Matmul { x: x.clone(), w, columns: None, bias: None, out: to, scale, accumulate: false, precise: false };
     let bias = matches!(router, Router::Sigmoid { .. }).then(|| tensor(DType::F32, &[experts])).transpose()?;
     let (step, combine) = (one_token(&cuda, 1)?, Some(weights.clone()));
     let route = Route { step, logits: logits.clone(), bias, ids: ids.clone(), weights: weights.clone(), router };
@@ -286,7 +297,10 @@ fn compare_twins(norm: bool, k: usize, n: [usize; 2]) -> Result<std::result::Res
     for (x, out) in inputs.into_iter().zip(&outs) {
         let n = out.row_len();
         let w = Weight { blocks: vec![RowBlock::plain(tensor(DType::Bf16, &[n, k])?, 0)], n, k };
-        ops.push(Matmul { x, w, columns: None, bias: None, out: out.clone(), scale: 0.5, accumulate: false }.into());
+        ops.push(
+            Matmul { x, w, columns: None, bias: None, out: out.clone(), scale: 0.5, accumulate: false, precise: false }
+                .into(),
+        );
     }
     let clear = || outs.iter().try_for_each(|t| cuda.write(&t.buf, 0, &vec![0; t.buf.bytes() as usize]));
     same(&cuda, &ops, &outs.each_ref(), &clear)

@@ -20,7 +20,7 @@ pub struct Options {
     pub few_barriers: Option<bool>,
     /// KV pages in 8 bits, see [`selkie_core::kv8`].
     pub kv8: bool,
-    /// Exact ones do not round activations where a recipe says so.
+    /// Exact ones round activations neither where a recipe says so nor for faster products.
     pub products: Products,
 }
 

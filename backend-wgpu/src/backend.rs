@@ -118,15 +118,16 @@ impl WgpuBackend {
         let software = adapter::is_software(&info);
         // Only for the browsers' software device: native software adapters stand in for hardware in tests.
         let few_barriers = options.few_barriers.unwrap_or(software && cfg!(target_arch = "wasm32"));
-        let dots = options.products == Products::Fast && !few_barriers && adapter::has_dots();
+        let precise = options.products == Products::Exact;
+        let dots = !precise && !few_barriers && adapter::has_dots();
         let caps = Caps {
             backend: "wgpu",
             device: adapter::describe(&info),
             memory: None,
             act: DType::F32,
-            products: if cooperative { DType::F16 } else { DType::F32 },
+            products: if cooperative && !precise { DType::F16 } else { DType::F32 },
             int8: if dots { lower::ROUNDED } else { Int8::Never },
-            rounds: options.products == Products::Fast,
+            rounds: !precise,
             kv: if options.kv8 { DType::I8 } else { DType::F32 },
             conv: DType::F32,
             state: DType::F32,
@@ -143,7 +144,7 @@ impl WgpuBackend {
         let pipelines = RefCell::new(Pipelines::new(&gpu, cache, &gone));
         Ok(Self {
             caps,
-            facts: Facts { max_binding, subgroup, cooperative, dots, few_barriers },
+            facts: Facts { max_binding, subgroup, cooperative, precise, dots, few_barriers },
             gpu,
             pipelines,
             measured: RefCell::default(),

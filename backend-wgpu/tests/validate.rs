@@ -29,15 +29,17 @@ fn variants() -> HashMap<Spec, String> {
         max_binding: 1 << 30,
         subgroup,
         cooperative: subgroup == Some(32),
+        precise: false,
         dots: true,
         few_barriers: false,
     };
     let all_facts = SUBGROUPS.map(facts);
     let few_barriers = Facts { few_barriers: true, dots: false, ..facts(None) };
+    let precise = Facts { precise: true, dots: false, ..facts(Some(32)) };
     // There are no shaders for sums over ranks.
     for case in cases::all().into_iter().filter(|case| case.feature() != Some(Feature::Ranks)) {
         let op = case.plain_op();
-        for facts in all_facts.iter().chain([&few_barriers]) {
+        for facts in all_facts.iter().chain([&few_barriers, &precise]) {
             for k in lower(&op, facts).unwrap_or_else(|e| panic!("{}: {e}", case.id())) {
                 assert!(k.grid.iter().all(|n| (1..=65535).contains(n)), "{}: grid {:?}", case.id(), k.grid);
                 all.entry(k.spec).or_insert_with(|| case.id());

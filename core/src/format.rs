@@ -65,11 +65,12 @@ impl Group {
     }
 }
 
-/// How activations enter products with coded weights.
+/// How activations enter products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Products {
     /// As the backend does it best: as [`round_group`] rounds them on the CPU and, in large products of few rows, on wgpu, and
-    /// everywhere as [`round_eight`] does where a recipe says so.
+    /// everywhere as [`round_eight`] does where a recipe says so; on wgpu in f16 where a device has cooperative matrices for them
+    /// and no router decides by what follows.
     #[default]
     Fast,
     /// As they are.

@@ -59,7 +59,7 @@ pub struct BackendArgs {
     /// Every rank as a process of its own
     #[command(flatten)]
     pub process: ProcessArgs,
-    /// Products with quantised weights; exact ones take activations as they are
+    /// Products of matrices; exact ones take activations as they are, fast ones may round them
     #[arg(long, value_name = "KIND", value_enum, default_value = "fast")]
     pub products: ProductsArg,
 }

@@ -129,6 +129,7 @@ mod tests {
             out: tensor(4, DType::Bf16, &[2, 6]),
             scale: 1.0,
             accumulate: true,
+            precise: false,
         };
         let page = |id| tensor(id, DType::Bf16, &[5, 1, 64, 4]);
         let attention = Attention {

@@ -210,19 +210,22 @@ fn check_states(prompt: &Prompt, layers: &[LayerValues], tolerance: Tolerance) -
 /// The model of a folder.
 async fn load<B: Backend>(backend: &B, dir: &Path) -> Result<Box<dyn models::Model<B>>, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
-    let config = Config::parse("config.json", &std::fs::read(dir.join("config.json"))?).map_err(text)?;
     let checkpoint = Checkpoint::open(Arc::new(Dir::open(dir).map_err(text)?)).await.map_err(text)?;
-    let architecture = models::read(&config).map_err(text)?;
+    let architecture = architecture(dir).map_err(text)?;
     let mut report = |_| ();
     let mut loader = Loader::new(backend, &checkpoint, &mut report);
     models::build(&architecture, &mut loader, LIMITS).await.map_err(text)
 }
 
+/// The architecture of a folder.
+fn architecture(dir: &Path) -> Result<models::Architecture> {
+    let bytes = std::fs::read(dir.join("config.json")).expect("the references are part of the repository");
+    Config::parse("config.json", &bytes).and_then(|config| models::read(&config))
+}
+
 /// Whether a backend that opens has no kernels for the model of a folder.
 fn lacks<B: Backend>(name: &'static str, open: fn() -> Result<B>, dir: &Path) -> bool {
-    let bytes = std::fs::read(dir.join("config.json")).expect("the references are part of the repository");
-    let architecture = Config::parse("config.json", &bytes).and_then(|config| models::read(&config));
-    architecture.is_ok_and(|a| a.features().any(|feature| common::lacks(name, open, feature)))
+    architecture(dir).is_ok_and(|a| a.features().any(|feature| common::lacks(name, open, feature)))
 }
 
 /// Runs one folder; `steps` cuts the prompts.
@@ -329,22 +332,22 @@ fn bf16_tolerance(dir: &Path) -> Tolerance {
     Tolerance { logits, states, rms: 0.1 }
 }
 
-/// Tolerance of products with f16 factors. Single tokens of one model differ more: the delta rule feeds rounded values back.
+/// Tolerance of products on cooperative matrices. In f16 their factors would let a router choose other experts, so a mixture has
+/// precise ones.
 fn cooperative_tolerance(dir: &Path) -> Tolerance {
-    if dir.ends_with("qwen3_next") { Tolerance { logits: 0.1, states: 0.1, ..COOPERATIVE } } else { COOPERATIVE }
+    if architecture(dir).is_ok_and(|a| a.has_router()) { WGPU } else { COOPERATIVE }
 }
 
-/// Logits and states of every prompt of a folder, cut into `steps`, with rounded values, compared with a run in f32. A router
-/// decides between nearly equal experts of a random model by the last bits. So a mixture of experts is compared twice: with the
-/// choices of the f32 run, within the limits everywhere, and with its own choices, within the limits at every token before the
-/// first different choice. Returns what was found, and the number of prompts with different choices.
+/// Logits and states of every prompt of a folder, with values rounded to bf16, compared with a run in f32. A router decides between
+/// nearly equal experts of a random model by the last bits. So a mixture of experts is compared twice: with the choices of the
+/// f32 run, within the limits everywhere, and with its own choices, within the limits at every token before the first different
+/// choice. Returns what was found.
 async fn check_rounded<B: Backend>(
     exact: Routing<B>,
     short: Routing<B>,
     dir: &Path,
     tolerance: Tolerance,
-    steps: &[usize],
-) -> Result<(String, usize), Failed> {
+) -> Result<String, Failed> {
     let text = |e: selkie_core::Error| Failed::from(e.to_string());
     let (exact_model, short_model) = (load(&exact, dir).await?, load(&short, dir).await?);
     let vocab = exact_model.spec().vocab;
@@ -353,7 +356,7 @@ async fn check_rounded<B: Backend>(
         let run = async |backend: &Routing<B>, model: &dyn models::Model<Routing<B>>| {
             let mut direct = Direct::new(backend, model, LIMITS, 2, 8).map_err(text)?;
             let mut sequence = Sequence::default();
-            let logits = direct.prompt(&mut sequence, &prompt.ids, steps).await.map_err(text)?;
+            let logits = direct.prompt(&mut sequence, &prompt.ids, &[]).await.map_err(text)?;
             let states = direct.states(&sequence).await.map_err(text)?;
             Ok::<_, Failed>((logits, states, backend.take().await.map_err(text)?))
         };
@@ -368,7 +371,7 @@ async fn check_rounded<B: Backend>(
         let found = tolerance.logits(&format!("logits of prompt {i}"), &logits, &prompt.logits)?;
         worst[0] = worst[0].max(found);
         worst[1] = worst[1].max(check_states(prompt, &states, tolerance)?);
-        let first = first_flip(&choices, &own_choices, prompt.ids.len(), steps);
+        let first = first_flip(&choices, &own_choices, prompt.ids.len());
         flips += usize::from(first < prompt.ids.len());
         let before = first * vocab;
         let what = format!("logits of prompt {i} before token {first}");
@@ -379,31 +382,18 @@ async fn check_rounded<B: Backend>(
         0 => String::new(),
         n => format!("; own experts: logits {free}, other choices in {n} prompts"),
     };
-    Ok((format!("logits {}, states {}{own}", worst[0], worst[1]), flips))
+    Ok(format!("logits {}, states {}{own}", worst[0], worst[1]))
 }
 
-/// The first of `tokens` tokens for which two runs in these `steps` chose different experts; `tokens` if there is none.
-fn first_flip(a: &[Choice], b: &[Choice], tokens: usize, steps: &[usize]) -> usize {
-    let (mut steps, mut sizes, mut rest) = (steps.iter(), Vec::new(), tokens);
-    while rest > 0 {
-        sizes.push(steps.next().map_or(rest, |n| *n.min(&rest)));
-        rest -= sizes[sizes.len() - 1];
-    }
-    let (layers, mut first) = (a.len() / sizes.len(), 0);
-    for (i, n) in sizes.into_iter().enumerate() {
-        let layers = i * layers..(i + 1) * layers;
-        let differs = |t: usize| {
-            a[layers.clone()].iter().zip(&b[layers.clone()]).any(|(a, b)| {
-                let bytes = a.0.len() / Bucket::holding(n, 1, 1, 1, 1).tokens;
-                a.0[t * bytes..][..bytes] != b.0[t * bytes..][..bytes]
-            })
-        };
-        if let Some(t) = (0..n).find(|t| differs(*t)) {
-            return first + t;
-        }
-        first += n;
-    }
-    tokens
+/// The first of `tokens` tokens for which two runs in one step chose different experts; `tokens` if there is none.
+fn first_flip(a: &[Choice], b: &[Choice], tokens: usize) -> usize {
+    let differs = |t: usize| {
+        a.iter().zip(b).any(|(a, b)| {
+            let bytes = a.0.len() / Bucket::holding(tokens, 1, 1, 1, 1).tokens;
+            a.0[t * bytes..][..bytes] != b.0[t * bytes..][..bytes]
+        })
+    };
+    (0..tokens).find(|t| differs(*t)).unwrap_or(tokens)
 }
 
 /// Sizes in place of those of a folder's `config.json`.
@@ -490,7 +480,7 @@ fn bf16_on<B: Backend>(name: &'static str, open: fn() -> Result<B>, pair: Pair<B
         let (id, lacks) = (format!("{name} {test}"), lacks(name, open, &dir));
         let run = move |_: &B| {
             let (exact, short) = pair().map_err(|e| e.to_string())?;
-            let (found, _) = pollster::block_on(check_rounded(exact, short, &dir, bf16_tolerance(&dir), &[]))?;
+            let found = pollster::block_on(check_rounded(exact, short, &dir, bf16_tolerance(&dir)))?;
             eprintln!("{id}: {found}");
             Ok(())
         };
@@ -504,30 +494,6 @@ fn cuda_pair<const BF16_STATE: bool>() -> Result<(Routing<Cuda>, Routing<Cuda>)>
     let exact = Cuda::open(Options { f32: true, ..Options::default() })?;
     let short = Cuda::open(Options { bf16_state: BF16_STATE, ..Options::default() })?;
     Ok((Routing::new(exact), Routing::new(short)))
-}
-
-/// Products with f16 factors. Without a different choice of experts, greedy ids are compared too.
-fn cooperative() -> Vec<Trial> {
-    let tests = folders().into_iter().flat_map(|dir| {
-        CUTS.map(|(label, steps)| {
-            let test = format!("{}{label}", dir.file_name().expect("a folder").to_string_lossy());
-            let (id, dir) = (format!("wgpu-coop {test}"), dir.clone());
-            let run = move |backend: &WgpuBackend| {
-                let open = |f: fn() -> Result<WgpuBackend>| f().map(Routing::apart).map_err(|e| e.to_string());
-                let (exact, short) = (open(common::wgpu)?, open(common::wgpu_coop)?);
-                let tolerance = cooperative_tolerance(&dir);
-                let (found, flips) = pollster::block_on(check_rounded(exact, short, &dir, tolerance, steps))?;
-                eprintln!("{id}: {found}");
-                if flips == 0 {
-                    let found = pollster::block_on(check(backend, &dir, tolerance, 2, steps))?;
-                    eprintln!("{id}, fused: {found}");
-                }
-                Ok(())
-            };
-            (test, false, run)
-        })
-    });
-    common::on("wgpu-coop", common::wgpu_coop, tests)
 }
 
 /// WebGPU's default limits, and weights, states and KV pages in pieces of at most `BYTES`: every pool and the larger weights
@@ -578,13 +544,15 @@ fn main() {
     trials.extend(codes_on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
     trials.extend(codes_on("cuda", || Cuda::open(Options::default()), CODES));
     trials.extend(codes_on("wgpu", common::wgpu, WGPU));
+    trials.extend(codes_on("wgpu-coop-exact", common::wgpu_coop_exact, WGPU));
     trials.extend(drafts::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() })));
     trials.extend(drafts::on("wgpu", common::wgpu));
     trials.extend(heads::on("cpu", || Ok(CpuBackend::new()), CPU));
     trials.extend(heads::on("cuda-f32", || Cuda::open(Options { f32: true, ..Options::default() }), CUDA));
     trials.extend(heads::on("wgpu", common::wgpu, WGPU));
     trials.extend(shaders::on("wgpu", common::wgpu));
-    trials.extend(cooperative());
+    trials.extend(models_on("wgpu-coop", common::wgpu_coop, cooperative_tolerance));
+    trials.extend(models_on("wgpu-coop-exact", common::wgpu_coop_exact, |_| WGPU));
     // One head of each pool per piece, with this many slots.
     trials.extend(split("wgpu-split", in_pieces::<40_000>, 20, &["nemotron_h", "nemotron_h_moe", "granitemoehybrid"]));
     trials.extend(split("wgpu-split-80k", in_pieces::<80_000>, 40, &["qwen3_next", "falcon_h1", "jamba"]));

@@ -63,6 +63,7 @@ fn requirements() -> Result<(), Failed> {
         ("wgpu", "wgpu-coop", false),
         ("wgpu-coop", "wgpu-coop", true),
         ("wgpu-coop", "wgpu", false),
+        ("wgpu", "wgpu-coop-exact", false),
         ("cuda", "cuda-bf16-state", true),
         ("wgpu", "cuda", false),
         ("", "wgpu", false),
@@ -288,6 +289,8 @@ fn main() {
     }
     trials.push(Trial::test("every shader variant that a software device can run is run", move || coverage.check()));
     trials.extend(ops_on("wgpu-coop", common::wgpu_coop, Size::Bench));
+    let product = |case: &cases::Case| case.op == "matmul";
+    trials.extend(some_ops_on("wgpu-coop-exact", common::wgpu_coop_exact, Size::Bench, product));
     trials.extend(common::on("wgpu", common::wgpu, wgpu_failures()));
     let parts = ("parts of a buffer beyond the limit of a binding".to_owned(), false, parts_of_a_buffer as Check);
     trials.extend(common::on("wgpu", common::wgpu, [parts]));

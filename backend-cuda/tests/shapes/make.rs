@@ -74,7 +74,8 @@ impl Maker {
 /// `all`: with a factor and a bias per column.
 pub fn matmul(m: &mut Maker, t: usize, w: Weight<Fake>, accumulate: bool, all: bool) -> Op<Fake> {
     let (columns, bias) = (all.then(|| m.f32(&[w.n])), all.then(|| m.f32(&[w.n])));
-    Matmul { x: m.act(&[t, w.k]), out: m.act(&[t, w.n]), w, columns, bias, scale: 1.0, accumulate }.into()
+    Matmul { x: m.act(&[t, w.k]), out: m.act(&[t, w.n]), w, columns, bias, scale: 1.0, accumulate, precise: false }
+        .into()
 }
 
 pub fn conv(m: &mut Maker, ops: &mut Vec<Op<Fake>>, c: usize) {

@@ -256,6 +256,7 @@ fn ops(s: &Shape, m: &mut Maker) -> Vec<Op<Fake>> {
         out: m.f32(&[o, s.vocab]),
         scale: 1.0,
         accumulate: false,
+        precise: false,
     };
     ops.push(logits.into());
     let (logits, lanes) = (m.f32(&[o, s.vocab]), m.of(DType::U32, &[64, LANE_WORDS]));
@@ -421,7 +422,7 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
     let (step, t, d) = (m.step.clone(), m.step.bucket.tokens, s.width);
     let product = |m: &mut Maker, x: &Tensor<Fake>, n: usize, accumulate: bool| {
         let (w, out) = (m.weight(DType::Bf16, n, x.row_len()), m.act(&[t, n]));
-        Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 1.0, accumulate }
+        Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 1.0, accumulate, precise: false }
     };
     let norm = |m: &mut Maker, width: usize, groups: usize, gated: bool| {
         let (x, out, weight) = (m.act(&[t, width]), m.act(&[t, width]), m.f32(&[width]));
@@ -464,12 +465,21 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
             let first = norm(m, d, 1, false);
             let (w, out) = (m.codes(Format::Q4K, s.mlp, d), m.act(&[t, s.mlp]));
             let x = first.out.clone();
-            let product = Matmul { x, w, columns: None, bias: None, out, scale: 1.0, accumulate };
+            let product = Matmul { x, w, columns: None, bias: None, out, scale: 1.0, accumulate, precise: false };
             chains.push(vec![first.into(), product.into()]);
         }
         let (gate, out) = (m.act(&[t, s.mlp]), m.act(&[t, s.mlp]));
         let (w, to) = (m.codes(Format::Q4K, d, s.mlp), m.act(&[t, d]));
-        let product = Matmul { x: out.clone(), w, columns: None, bias: None, out: to, scale: 1.0, accumulate: true };
+        let product = Matmul {
+            x: out.clone(),
+            w,
+            columns: None,
+            bias: None,
+            out: to,
+            scale: 1.0,
+            accumulate: true,
+            precise: false,
+        };
         chains.push(vec![Activation { gate, up: None, row_gate: None, out, act: Act::Relu2 }.into(), product.into()]);
     }
     if formats(s, m).contains(&Format::Q4K) {
@@ -477,7 +487,8 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
             let (mut w, rounded, out) = (m.codes(Format::F8, n, x.row_len()), m.act(x.dims()), m.act(&[t, n]));
             w.blocks[0].squares = true;
             let round = Round { x: x.clone(), out: rounded.clone() };
-            let product = Matmul { x: rounded, w, columns: None, bias: None, out, scale: 1.0, accumulate };
+            let product =
+                Matmul { x: rounded, w, columns: None, bias: None, out, scale: 1.0, accumulate, precise: false };
             [round.into(), product.into()]
         };
         let first = norm(m, d, 1, false);

@@ -40,7 +40,8 @@ pub fn rounding_kernels(arch: &str) -> Vec<File> {
     let route = Route { step, logits, bias: None, ids, weights, router: Router::SoftmaxTopK { renorm: true } };
     let (x, rounded, out, w) = (m.act(&[1, 512]), m.act(&[1, 512]), m.act(&[1, 256]), m.codes(Format::F8, 256, 512));
     let round = Round { x, out: rounded.clone() };
-    let product = Matmul { x: rounded, w, columns: None, bias: None, out, scale: 1.0, accumulate: false };
+    let product =
+        Matmul { x: rounded, w, columns: None, bias: None, out, scale: 1.0, accumulate: false, precise: false };
     kernels(arch, vec![route.into(), round.into(), product.into()])
 }
 
@@ -51,7 +52,16 @@ pub fn mixture_kernels(arch: &str, tokens: usize) -> [Vec<File>; 2] {
     let (t, d, e, top, inner) = (tokens, 2304, 256, 8, 1024);
     let product = |m: &mut Maker, x: &Tensor<Fake>, out: &Tensor<Fake>, accumulate: bool| {
         let w = m.weight(DType::Bf16, out.row_len(), x.row_len());
-        Op::from(Matmul { x: x.clone(), w, columns: None, bias: None, out: out.clone(), scale: 1.0, accumulate })
+        Op::from(Matmul {
+            x: x.clone(),
+            w,
+            columns: None,
+            bias: None,
+            out: out.clone(),
+            scale: 1.0,
+            accumulate,
+            precise: false,
+        })
     };
     let gated = |m: &mut Maker, both: &Tensor<Fake>| {
         let (gate, up, out) = (both.cols(0, inner), Some(both.cols(inner, inner)), m.act(&[both.rows(), inner]));

@@ -1,4 +1,4 @@
-//! Matrix products with cooperative matrices: f16 factors, f32 sums.
+//! Matrix products with cooperative matrices: f16 factors, or precise ones in two parts of f16, and f32 sums.
 
 use selkie_core::backend::Handle;
 use selkie_core::format::Format;
@@ -6,7 +6,7 @@ use selkie_core::ops::Access::{self, InPlace, Read, Write};
 use selkie_core::ops::{Matmul, RowBlock};
 use selkie_core::tensor::{DType, Tensor};
 
-use super::Facts;
+use super::{Facts, dense::precise};
 use crate::kernel::{Builder, Kernel, shader};
 
 /// Packed rows are padded to a multiple of this, the height of the largest tile.
@@ -90,9 +90,9 @@ struct Plan {
 
 impl Plan {
     /// Chosen by measurement on an H200, which runs two or three workgroups per multiprocessor. K is split if the tiles alone
-    /// would leave most of a large device idle.
+    /// would leave most of a large device idle. The product is over `segments` of the length of K.
     /// Coded slices are not loaded ahead: every load of one decodes it, in code of its own.
-    fn pick(m: usize, n: usize, k: usize, coded: bool) -> Self {
+    fn pick(m: usize, n: usize, k: usize, segments: usize, coded: bool) -> Self {
         let tile = Tile::pick(m, n);
         let tiles = [m.div_ceil(tile.m()), n.div_ceil(tile.n())];
         let fits = |[slice, ahead]: &[usize; 2]| k.is_multiple_of(slice * ahead);
@@ -100,9 +100,9 @@ impl Plan {
             ..=FEW if !coded => [[64, 4], [64, 1], [32, 1]].into_iter().find(fits).unwrap_or([32, 1]),
             _ => [32, 1],
         };
-        let parts = (places(m) / (tiles[0] * tiles[1])).clamp(1, most_parts(m, k));
-        let k_part = k.div_ceil(slice * ahead * parts) * slice * ahead;
-        Self { tile, tiles, parts: k.div_ceil(k_part), k_part, slice, ahead }
+        let parts = (places(m) / (tiles[0] * tiles[1])).clamp(1, segments * most_parts(m, k));
+        let k_part = (segments * k).div_ceil(slice * ahead * parts) * slice * ahead;
+        Self { tile, tiles, parts: (segments * k).div_ceil(k_part), k_part, slice, ahead }
     }
 
     /// Rows and columns of the partial sums of one part of K: whole tiles.
@@ -116,7 +116,7 @@ fn places(m: usize) -> usize {
     if m <= FEW { 900 } else { 256 }
 }
 
-/// Maximum parts of K; with shorter parts or more partial sums the product gets slower.
+/// Maximum parts of a segment; with shorter parts or more partial sums the product gets slower.
 fn most_parts(m: usize, k: usize) -> usize {
     match m {
         ..=16 => (k / 1024).clamp(1, 8),
@@ -127,28 +127,39 @@ fn most_parts(m: usize, k: usize) -> usize {
 }
 
 /// Maximum words of partial sums for products of at most `m` rows. Fewer rows can need more, because K is cut into more parts.
-fn most_sums(m: usize, n: usize, k: usize) -> usize {
+fn most_sums(m: usize, n: usize, k: usize, segments: usize) -> usize {
     let few = m.min(FEW).next_multiple_of(16).next_power_of_two() * n.next_multiple_of(FEW_COLUMNS);
-    let few = few.max((most_parts(1, k) * few).min(places(1) * FEW * FEW_COLUMNS));
+    let few = few.max((segments * most_parts(1, k) * few).min(places(1) * FEW * FEW_COLUMNS));
     if m <= FEW {
         return few;
     }
-    match most_parts(m, k) {
+    match segments * most_parts(m, k) {
         1 => few,
         parts => few.max((parts * m.next_multiple_of(ROWS) * n.next_multiple_of(ROWS)).min(places(m) * ROWS * ROWS)),
     }
 }
 
-/// Layout of packed x in the scratch arena: f16 rows, padded to whole tiles, then each row's scale. The padding rows are
-/// uninitialised; their results are not used.
+/// Segments of a product with a row block, each as long as K: see `matmul_coop.wgsl`.
+fn segments<B: Handle>(op: &Matmul<B>, block: &RowBlock<B>, facts: &Facts) -> usize {
+    match (precise(op, facts), coded(block)) {
+        (false, _) => 1,
+        (true, false) => 2,
+        (true, true) => 3,
+    }
+}
+
+/// Layout of packed x in the scratch arena: f16 rows of segments, padded to whole tiles, then each row's scale. The padding rows
+/// are uninitialised; their results are not used.
 struct Packed {
     rows: usize,
     words: usize,
+    segments: usize,
 }
 
 impl Packed {
-    fn of<B: Handle>(x: &Tensor<B>) -> Self {
-        Self { rows: x.rows().next_multiple_of(ROWS), words: x.row_len() / 2 }
+    fn of<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Self {
+        let segments = op.w.blocks.iter().map(|block| segments(op, block, facts)).max().unwrap_or(1);
+        Self { rows: op.x.rows().next_multiple_of(ROWS), words: segments * op.w.k / 2, segments }
     }
 
     fn views<B: Handle>(&self, b: Builder<B>, access: Access) -> Builder<B> {
@@ -171,6 +182,9 @@ impl Packed {
         let b = Builder::new(shader!("matmul_pack"))
             .constant("WG", threads)
             .constant("HELD", eights.div_ceil(threads))
+            .constant("SEGMENTS", self.segments)
+            .flag("PRECISE", self.segments > 1)
+            .flag("CODED", self.segments > 2)
             .param("k", x.row_len())
             .vectors("x", Read, x);
         self.views(b, Write).build("matmul", x.rows(), facts.max_binding)
@@ -179,16 +193,16 @@ impl Packed {
 
 /// Packs the rows of x, then multiplies with every row block of the weight.
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Vec<Kernel<B>> {
-    let packed = Packed::of(&op.x);
+    let packed = Packed::of(op, facts);
     let mut kernels = vec![packed.kernel(&op.x, facts)];
     op.w.blocks.iter().for_each(|block| product(op, block, &packed, facts, &mut kernels));
     kernels
 }
 
 /// Maximum scratch bytes of the product with this many rows or fewer.
-pub(super) fn scratch<B: Handle>(op: &Matmul<B>) -> u64 {
-    let sums = op.w.blocks.iter().map(|block| most_sums(op.x.rows(), block.w.rows(), op.w.k)).max();
-    4 * (Packed::of(&op.x).end() + sums.unwrap_or(0)) as u64
+pub(super) fn scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
+    let sums = |block: &RowBlock<B>| most_sums(op.x.rows(), block.w.rows(), op.w.k, segments(op, block, facts));
+    4 * (Packed::of(op, facts).end() + op.w.blocks.iter().map(sums).max().unwrap_or(0)) as u64
 }
 
 /// The product with one row block: one kernel, or two if K is split.
@@ -201,16 +215,20 @@ fn product<B: Handle>(
 ) {
     let (m, n, k) = (op.x.rows(), block.w.rows(), op.w.k);
     let quads = [n, block.col, op.out.row_len(), op.out.row_stride, op.out.offset].iter().all(|v| v.is_multiple_of(4));
-    let plan = Plan::pick(m, n, k, coded(block));
+    let segments = segments(op, block, facts);
+    let plan = Plan::pick(m, n, k, segments, coded(block));
     let split = quads && (plan.parts > 1 || m <= FEW);
     let b = packed
         .views(plan.tile.constants(Builder::new(shader!("matmul_coop")), plan.slice), Read)
         .constant("AHEAD", plan.ahead)
         .flag("CODED", coded(block))
+        .flag("PRECISE", segments > 1)
         .flag("W_F16", coded(block) || block.w.dtype == DType::F16)
         .flag("SPLIT", split)
         .param("n", n)
-        .param("k", k)
+        .param("k", segments * k)
+        .param("w_k", k)
+        .param("x_first", (packed.segments - segments) * k)
         .param("m_tiles", plan.tiles[0])
         .param("n_tiles", plan.tiles[1])
         .weight("w", block);
@@ -261,23 +279,26 @@ mod tests {
             (16, 4096, 21504, 8),
             (9, 16, 64, 1),
         ] {
-            assert_eq!(Plan::pick(m, n, k, false).parts, want, "{m} x {n} x {k}");
+            assert_eq!(Plan::pick(m, n, k, 1, false).parts, want, "{m} x {n} x {k}");
         }
     }
 
     #[test]
     fn sums_fit_what_more_rows_reserve() {
         for (n, k) in [(36, 4128), (1536, 4096), (4096, 21504), (18560, 4096), (4096, 64), (4096, 32)] {
-            let mut reserved = 0;
-            for m in 9..1500 {
-                let plan = Plan::pick(m, n, k, false);
-                let most = most_sums(m, n, k);
-                let [rows, columns] = plan.sums();
-                let fits = (plan.parts == 1 && m > FEW) || plan.parts * rows * columns <= most;
-                assert!(fits, "{m} x {n} x {k}");
-                assert!(reserved <= most, "{m} x {n} x {k}");
-                assert!((plan.parts - 1) * plan.k_part < k && plan.parts * plan.k_part >= k, "{m} x {n} x {k}");
-                reserved = most;
+            for segments in 1..=3 {
+                let mut reserved = 0;
+                for m in 9..1500 {
+                    let plan = Plan::pick(m, n, k, segments, false);
+                    let most = most_sums(m, n, k, segments);
+                    let [rows, columns] = plan.sums();
+                    let (fits, depth) = (plan.parts * rows * columns <= most, segments * k);
+                    assert!(fits || (plan.parts == 1 && m > FEW), "{m} x {n} x {k} x {segments}");
+                    assert!(reserved <= most, "{m} x {n} x {k} x {segments}");
+                    let parts = (plan.parts - 1) * plan.k_part..plan.parts * plan.k_part;
+                    assert!(parts.start < depth && parts.end >= depth, "{m} x {n} x {k} x {segments}");
+                    reserved = most;
+                }
             }
         }
     }

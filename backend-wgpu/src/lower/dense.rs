@@ -108,6 +108,11 @@ pub(super) fn round<B: Handle>(op: &Round<B>, facts: &Facts) -> Kernel<B> {
         .build("round", (op.out.len() / 4).div_ceil(256), facts.max_binding)
 }
 
+/// Whether the factors of a product of many rows are as precise as in f32.
+pub(super) fn precise<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
+    op.precise || facts.precise
+}
+
 /// Weights from which on eight rows are faster with cooperative matrices, measured on an H200.
 const LARGE: usize = 1 << 24;
 
@@ -115,15 +120,17 @@ const LARGE: usize = 1 << 24;
 /// build drop those shaders.
 fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
     let native = cfg!(not(target_family = "wasm"));
-    // Eight rows of a large weight are limited by arithmetic elsewhere; codes would be decoded twice for a tile that is half empty.
-    let large = op.w.n * op.w.k >= LARGE && op.w.blocks.iter().all(|b| b.format == Format::Plain);
+    // Eight rows of a large weight are limited by arithmetic elsewhere; codes would be decoded twice for a tile that is half empty,
+    // and precise factors multiplied twice.
+    let large =
+        op.w.n * op.w.k >= LARGE && op.w.blocks.iter().all(|b| b.format == Format::Plain) && !precise(op, facts);
     let few = gemv::FEW_ROWS - usize::from(large);
     native && facts.cooperative && op.x.rows() > few && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
 }
 
 /// Maximum scratch bytes of the product with this many rows or fewer.
 pub(super) fn matmul_scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
-    gemv::scratch(op, facts).max(if cooperative(op, facts) { coop::scratch(op) } else { 0 })
+    gemv::scratch(op, facts).max(if cooperative(op, facts) { coop::scratch(op, facts) } else { 0 })
 }
 
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {

@@ -31,6 +31,8 @@ pub struct Facts {
     pub subgroup: Option<usize>,
     /// Cooperative matrices of 16 x 16 with f16 factors and f32 sums in subgroups of 32, and enough workgroup memory.
     pub cooperative: bool,
+    /// All products with cooperative matrices are [precise](selkie_core::ops::Matmul::precise).
+    pub precise: bool,
     /// Large products of few rows with coded weights are those of integers ([`ROUNDED`]), of activations rounded to 8 bits.
     pub dots: bool,
     /// The device is software, where every barrier costs time per thread and a pipeline takes seconds to compile: use few

@@ -389,6 +389,15 @@ pub(super) fn delta_scratch<B: Handle>(op: &GatedDelta<B>, facts: &Facts) -> u64
 mod tests {
     use super::*;
 
+    const FACTS: Facts = Facts {
+        max_binding: 1 << 20,
+        subgroup: None,
+        cooperative: false,
+        precise: false,
+        dots: true,
+        few_barriers: false,
+    };
+
     #[test]
     fn steps_that_can_have_long_rows_are_chunked() {
         let pick = |tokens, rows| Pairs::pick(&Bucket::holding(tokens, rows, rows, 1, 1), 128, (5, 4, 4));
@@ -397,21 +406,19 @@ mod tests {
         let one = pick(100, 1).expect("a long row");
         assert_eq!((one.first_group, one.groups, one.short), (1, 2, 0));
         assert_eq!(pick(100, 8).expect("maybe a long row").short, LONG);
-        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, dots: true, few_barriers: false };
-        assert!(one.fits(&facts) && !one.fits(&Facts { max_binding: 4 * 100 * 2 * 64 - 1, ..facts }));
+        assert!(one.fits(&FACTS) && !one.fits(&Facts { max_binding: 4 * 100 * 2 * 64 - 1, ..FACTS }));
     }
 
     #[test]
     fn no_step_takes_more_scratch_than_one_of_the_most_tokens_says() {
-        let facts = Facts { max_binding: 1 << 20, subgroup: None, cooperative: false, dots: true, few_barriers: false };
         let (most_tokens, words) = (700, 512);
-        let said = most(most_tokens, Some(words), &facts);
+        let said = most(most_tokens, Some(words), &FACTS);
         for tokens in 1..=most_tokens {
             let need = 4 * (tokens * words) as u64;
-            assert!(need > facts.max_binding || need <= said, "{tokens}");
+            assert!(need > FACTS.max_binding || need <= said, "{tokens}");
         }
-        assert_eq!(most(64, Some(words), &facts), 4 * 64 * 512);
-        assert_eq!(most(64, Some(words), &Facts { few_barriers: true, ..facts }), 0);
+        assert_eq!(most(64, Some(words), &FACTS), 4 * 64 * 512);
+        assert_eq!(most(64, Some(words), &Facts { few_barriers: true, ..FACTS }), 0);
     }
 
     #[test]

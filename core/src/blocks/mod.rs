@@ -124,6 +124,8 @@ pub struct Pass<'a, Buf> {
     pub step: &'a Step<Buf>,
     /// Activation buffers.
     pub work: &'a Workspace<Buf>,
+    /// Products are [precise](Matmul::precise).
+    pub precise: bool,
 }
 
 impl<Buf: Handle> Pass<'_, Buf> {
@@ -194,6 +196,7 @@ impl<Buf: Handle> Pass<'_, Buf> {
                 out: out.cols(*col, w.n),
                 scale: l.scale,
                 accumulate,
+                precise: self.precise,
             })?;
         }
         Ok(())

@@ -31,7 +31,7 @@ pub use write::Writer;
 pub const VERSION: u32 = 1;
 
 /// Revision of the numbers that a backend computes. A change of any op that can change a bit of a state raises it.
-pub const NUMERICS: u32 = 3;
+pub const NUMERICS: u32 = 4;
 
 /// Bytes that are read from a device, hashed and written at a time: enough to occupy several threads with a checksum. A page has
 /// one thread and less memory.

@@ -204,6 +204,14 @@ impl Architecture {
         self.layers.iter().flatten().flat_map(|s| &s.branches).filter_map(|b| b.plan.feature())
     }
 
+    /// Whether it chooses experts. Small errors before a choice can have large effects, so its products are
+    /// [precise](crate::ops::Matmul::precise).
+    pub fn has_router(&self) -> bool {
+        let head = self.own_head().into_iter().flat_map(|head| &head.steps);
+        let mut branches = self.layers.iter().flatten().chain(head).flat_map(|s| &s.branches);
+        branches.any(|b| matches!(b.plan, Plan::Moe(_)))
+    }
+
     /// Facts of which the states are those that one of `ranks` ranks has.
     ///
     /// # Errors

@@ -80,6 +80,7 @@ pub(super) struct Decoder<B: Backend> {
     logits: Tensor<B::Buf>,
     /// `[max outputs, V / W] f32`: the columns of one of several ranks.
     own_logits: Option<Tensor<B::Buf>>,
+    precise: bool,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -144,6 +145,7 @@ impl<B: Backend> Decoder<B> {
             stream: tensor("residual stream", backend.caps().act, [largest.tokens, columns])?,
             logits: tensor("logits", DType::F32, [largest.outputs, a.vocab])?,
             own_logits,
+            precise: a.has_router(),
         })
     }
 }
@@ -284,6 +286,7 @@ impl<B: Backend> Decoder<B> {
             out: own.clone().unwrap_or_else(|| logits.clone()),
             scale: self.logits_scale,
             accumulate: false,
+            precise: pass.precise,
         })?;
         own.map_or(Ok(()), |x| pass.op(AllGather { x, out: logits }))
     }
@@ -301,7 +304,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
         pools: &[LayerPools<B::Buf>],
         last: &Tensor<B::Buf>,
     ) -> Result<()> {
-        let mut pass = Pass { ops, step, work: &self.work };
+        let mut pass = Pass { ops, step, work: &self.work, precise: self.precise };
         let (both, width) = (self.stream.head(pass.tokens()), self.spec.width);
         for first in (0..both.row_len()).step_by(width) {
             self.embed(&mut pass, last, both.cols(first, width))?;
@@ -332,7 +335,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
         hidden: Hidden,
     ) -> Result<()> {
         let (head, pools) = self.head.as_ref().zip(pools.last()).expect("a model with its head");
-        let mut pass = Pass { ops, step, work: &self.work };
+        let mut pass = Pass { ops, step, work: &self.work, precise: self.precise };
         let x = self.stream.head(pass.tokens()).cols(0, self.spec.width);
         let embeddings = pass.scratch(Scratch::NORM, self.spec.width);
         self.embed(&mut pass, last, embeddings.clone())?;

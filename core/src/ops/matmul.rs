@@ -97,6 +97,8 @@ pub struct Matmul<Buf> {
     pub scale: f32,
     /// Adds to `out` (the residual stream) instead of overwriting it.
     pub accumulate: bool,
+    /// The factors are not rounded to [`Caps::products`](crate::backend::Caps::products): a router decides by what follows.
+    pub precise: bool,
 }
 
 impl<Buf: Handle> Matmul<Buf> {

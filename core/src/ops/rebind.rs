@@ -82,7 +82,7 @@ fields! {
     ExpertRange { first, experts, blocks }
     Embed { step, last, table, out, scale }
     RmsNorm { x, add, weight, gate, out, accumulate, eps, groups }
-    Matmul { x, w, columns, bias, out, scale, accumulate }
+    Matmul { x, w, columns, bias, out, scale, accumulate, precise }
     Activation { gate, up, row_gate, out, act }
     RopeKv { step, q, k, v, norm, inv_freq, q_out, pool, head_dim }
     Attention { step, q, pool, out, head_dim, scale, window, first }

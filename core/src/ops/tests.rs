@@ -72,6 +72,7 @@ fn a_product_binds_one_row_block_at_a_time() {
         out: tensor(1, &[1, 48]),
         scale: 1.0,
         accumulate: false,
+        precise: false,
     }
     .into();
     op.check();

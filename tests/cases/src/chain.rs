@@ -154,7 +154,7 @@ impl<Buf: Handle> Maker<'_, Buf> {
         };
         let w = Weight { blocks: vec![RowBlock { w, format, col: 0, squares: false }], n, k };
         let out = self.filled("out", &[rows, n])?;
-        Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 0.5, accumulate: false })
+        Ok(Matmul { x: x.clone(), w, columns: None, bias: None, out, scale: 0.5, accumulate: false, precise: false })
     }
 
     fn products(

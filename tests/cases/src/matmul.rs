@@ -112,6 +112,7 @@ impl Spec for Product {
             out: b.t("out"),
             scale: self.scale,
             accumulate: self.accumulate,
+            precise: false,
         }
         .into()
     }

@@ -146,6 +146,7 @@ impl Rounded {
                 out: out.clone(),
                 scale: 0.5,
                 accumulate: self.accumulate,
+                precise: false,
             };
             let mut ops: Vec<Op<B::Buf>> = match self.before {
                 Before::Nothing => Vec::new(),

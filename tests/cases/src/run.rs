@@ -45,7 +45,7 @@ const CODE: f64 = 2e-3;
 
 fn limit(op: &str, act: DType, products: DType, array: DType) -> f64 {
     let (_, f32, short) = LIMITS.into_iter().find(|(o, ..)| *o == op).unwrap_or_else(|| panic!("no limit for {op}"));
-    let short_factors = products != DType::F32 && ["matmul", "expert_matmul"].contains(&op);
+    let short_factors = products != DType::F32 && op == "matmul";
     if act == DType::F32 && array == DType::F32 && !short_factors { f32 } else { short }
 }
 

@@ -388,7 +388,11 @@ impl<B: Backend> Device<'_, B> {
         let w = Weight { blocks: blocks.collect::<Result<_>>()?, n, k };
         let (x, out) = (self.act(&[m, k])?, self.act(&[m, n])?);
         let bytes = 2 * n * k + m * (n + k) * x.dtype.bytes();
-        Ok(timed(Matmul { x, w, columns: None, bias: None, out, scale: 1.0, accumulate: false }, bytes, 2 * m * n * k))
+        Ok(timed(
+            Matmul { x, w, columns: None, bias: None, out, scale: 1.0, accumulate: false, precise: false },
+            bytes,
+            2 * m * n * k,
+        ))
     }
 }
 

@@ -15,13 +15,13 @@ use std::thread;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use selkie_core::backend::Backend;
+use selkie_core::format::Products;
 use selkie_core::ops::Feature;
-use selkie_core::tensor::DType;
 use selkie_core::{Error, Result};
 use selkie_wgpu::{Options, WgpuBackend};
 
 /// Variants that need more than the device.
-pub const APART: [&str; 3] = ["wgpu-coop", "cuda-2-ranks", "cuda-f32-2-ranks"];
+pub const APART: [&str; 4] = ["wgpu-coop", "wgpu-coop-exact", "cuda-2-ranks", "cuda-f32-2-ranks"];
 
 /// Whether `list`, the value of `SELKIE_REQUIRE`, names this backend or the backend of which it is a variant.
 pub fn required(list: &str, backend: &str) -> bool {
@@ -151,8 +151,17 @@ pub fn wgpu() -> Result<WgpuBackend> {
 
 /// The same with products on cooperative matrices, where the adapter has them.
 pub fn wgpu_coop() -> Result<WgpuBackend> {
-    let backend = wgpu_with(Options::default())?;
-    if backend.caps().products == DType::F32 {
+    coop(Products::Fast)
+}
+
+/// [`wgpu_coop`] with all factors in two parts.
+pub fn wgpu_coop_exact() -> Result<WgpuBackend> {
+    coop(Products::Exact)
+}
+
+fn coop(products: Products) -> Result<WgpuBackend> {
+    let backend = wgpu_with(Options { products, ..Options::default() })?;
+    if !backend.facts().cooperative {
         return Err(Error::NoDevice { backend: "wgpu", why: "the adapter has no cooperative matrices".into() });
     }
     Ok(backend)

@@ -20,18 +20,11 @@ pub struct Routing<B: Backend> {
     seen: RefCell<Vec<(B::Read, B::Read)>>,
     given: RefCell<VecDeque<Choice>>,
     rounding: bool,
-    /// Every op is a run of its own.
-    apart: bool,
 }
 
 impl<B: Backend> Routing<B> {
     pub fn new(inner: B) -> Self {
-        Self { inner, seen: RefCell::default(), given: RefCell::default(), rounding: false, apart: false }
-    }
-
-    /// For a backend that executes nothing before a run ends: each op runs alone, unfused.
-    pub fn apart(inner: B) -> Self {
-        Self { apart: true, ..Self::new(inner) }
+        Self { inner, seen: RefCell::default(), given: RefCell::default(), rounding: false }
     }
 
     /// Rounds activations, pages and convolution states to bf16 after every op, as a device that keeps them so; recurrent
@@ -73,17 +66,13 @@ impl<B: Backend> Routing<B> {
 
 /// An open step.
 pub struct Rec<'a, B: Backend> {
-    /// `None`: each op opens a step of its own.
-    ops: Option<&'a mut dyn Ops<B::Buf>>,
+    ops: &'a mut dyn Ops<B::Buf>,
     routing: &'a Routing<B>,
 }
 
 impl<B: Backend> Ops<B::Buf> for Rec<'_, B> {
     fn op(&mut self, op: Op<B::Buf>) -> Result<()> {
-        match &mut self.ops {
-            Some(ops) => ops.op(op.clone())?,
-            None => self.routing.inner.run(|ops| ops.op(op.clone()))?,
-        }
+        self.ops.op(op.clone())?;
         // Ops of a step whose kernels are loaded run immediately, so this happens after the op and before the next.
         if self.routing.rounding && op.name() != "route" {
             self.routing.round(&op)?;
@@ -131,13 +120,10 @@ impl<B: Backend> Backend for Routing<B> {
         self.inner.reserve(bytes)
     }
     fn run(&self, f: impl FnOnce(&mut Rec<'_, B>) -> Result<()>) -> Result<()> {
-        match self.apart {
-            true => f(&mut Rec { ops: None, routing: self }),
-            false => self.inner.run(|ops| f(&mut Rec { ops: Some(ops), routing: self })),
-        }
+        self.inner.run(|ops| f(&mut Rec { ops, routing: self }))
     }
     fn record(&self, f: impl FnOnce(&mut Rec<'_, B>) -> Result<()>) -> Result<B::Tape> {
-        self.inner.record(|ops| f(&mut Rec { ops: Some(ops), routing: self }))
+        self.inner.record(|ops| f(&mut Rec { ops, routing: self }))
     }
     fn play(&self, tape: &B::Tape) -> Result<()> {
         self.inner.play(tape)
