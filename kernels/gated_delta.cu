@@ -13,7 +13,7 @@ constexpr int TILES = div_up(DV, COLS);
 constexpr int WARPS = THREADS / 32;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) ENTRY(PARAMETERS) {
-    // kᵀS and qᵀS of 4 columns, k·k, q·q, k·q; of two tokens in turn, so that a token has one barrier.
+    // kᵀS and qᵀS of 4 columns, k·k, q·q, k·q; of two tokens in turn, so that a token has one barrier, or with EACH two.
     __shared__ __align__(16) float parts[2][WARPS][LANES][12];
     // With EACH: decays, keys and queries, which every column needs.
     __shared__ float rows[2][EACH ? 3 : 1][EACH ? DK : 1];
