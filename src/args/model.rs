@@ -113,10 +113,11 @@ impl ProcessArgs {
     }
 }
 
-/// How activations enter products with quantised weights.
+/// How activations enter products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProductsArg {
-    /// In 8 bits on the CPU and in large products of few rows on wgpu, and everywhere in 8-bit floats where the weights' recipe says so
+    /// Quantised weights: in 8 bits on the CPU and in large products of few rows on wgpu, and everywhere in 8-bit floats where the
+    /// weights' recipe says so. All weights: in 16 bits in products of more rows on wgpu, unless the model has a router
     Fast,
     /// As they are
     Exact,

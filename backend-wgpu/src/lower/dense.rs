@@ -122,8 +122,8 @@ fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
     let native = cfg!(not(target_family = "wasm"));
     // Eight rows of a large weight are limited by arithmetic elsewhere; codes would be decoded twice for a tile that is half empty,
     // and precise factors multiplied twice.
-    let large =
-        op.w.n * op.w.k >= LARGE && op.w.blocks.iter().all(|b| b.format == Format::Plain) && !precise(op, facts);
+    let once = !precise(op, facts) && op.w.blocks.iter().all(|b| b.format == Format::Plain);
+    let large = once && op.w.n * op.w.k >= LARGE;
     let few = gemv::FEW_ROWS - usize::from(large);
     native && facts.cooperative && op.x.rows() > few && op.w.blocks.iter().all(|b| coop::takes(b, op.w.k))
 }

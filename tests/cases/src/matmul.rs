@@ -19,6 +19,8 @@ pub(super) struct Product {
     blocks: Vec<(usize, usize)>,
     /// All blocks are parts of one buffer.
     one_buffer: bool,
+    /// The first block is plain.
+    mixed: bool,
     /// A factor per column.
     columns: bool,
     bias: bool,
@@ -45,7 +47,8 @@ impl Spec for Product {
         let mut lead = 0;
         for (i, &(_, n)) in blocks.iter().enumerate() {
             let name = format!("w{i}");
-            h.weight(&name, (self.dtype, self.format), &[n, self.k], scale, rng);
+            let format = if self.mixed && i == 0 { Format::Plain } else { self.format };
+            h.weight(&name, (self.dtype, format), &[n, self.k], scale, rng);
             if self.one_buffer {
                 h.share(&name, "w0", lead);
                 lead += n * self.k;
@@ -127,6 +130,7 @@ pub(super) fn cases(to: &mut Table) {
         format: Format::Plain,
         blocks: vec![],
         one_buffer: false,
+        mixed: false,
         columns: false,
         bias: false,
         scale: 1.0,
@@ -152,6 +156,11 @@ pub(super) fn cases(to: &mut Table) {
         let fours = vec![(32, 4), (0, 4), (4, 28)];
         to.add(&format!("{name}, 40 rows"), Product { m: 40, n: 36, blocks: fours, ..all.clone() });
         to.add(&name, all);
+    }
+    let mixed =
+        Product { format: Format::F8, mixed: true, k: 256, n: 48, blocks: vec![(32, 16), (0, 32)], ..base.clone() };
+    for m in [1, 5, 40, 70] {
+        to.add(&format!("plain and coded row blocks, {m} rows"), Product { m, ..mixed.clone() });
     }
     // A row of which half of the last 64 elements is missing.
     for format in [Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1, Format::Q8_0, Format::Iq4Nl, Format::Mxfp4] {
@@ -324,6 +333,7 @@ mod tests {
             format: Format::Plain,
             blocks: vec![(1, 1), (0, 1)],
             one_buffer: false,
+            mixed: false,
             columns: false,
             bias: true,
             scale: 2.0,
