@@ -69,7 +69,7 @@ pub struct Caps {
     /// Dtype of activations.
     pub act: DType,
     /// Precision of the factors in products of many rows: that of the weights, or less than `act`. Products that are
-    /// [precise](crate::ops::Matmul::precise) keep that of activations.
+    /// [precise](crate::ops::Matmul::precise) have 22 bits.
     pub products: DType,
     /// The products with codes that are integers whose activations are rounded to 8 bits, see [`crate::format::round_group`].
     pub int8: Int8,

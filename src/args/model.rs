@@ -117,7 +117,8 @@ impl ProcessArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProductsArg {
     /// Quantised weights: in 8 bits on the CPU and in large products of few rows on wgpu, and everywhere in 8-bit floats where the
-    /// weights' recipe says so. All weights: in 16 bits in products of more rows on wgpu, unless the model has a router
+    /// weights' recipe says so. All weights in 16 bits or fewer: in 16 bits in products of more than 8
+    /// rows on wgpu, where the device has cooperative matrices, unless the model has a router
     Fast,
     /// As they are
     Exact,

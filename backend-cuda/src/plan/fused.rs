@@ -1,5 +1,5 @@
 //! Ops of one token as one kernel: a prologue (RMS norm or activation), the product that reads it, and the convolution after
-//! the product, or a product of two inputs and its convolution; also two short products. Launches bound a decode step of a small model, and the product's
+//! the product, a product of two inputs and its convolution, or two short products. Launches bound a decode step of a small model, and the product's
 //! weights arrive while the prologue runs. Experts compute their activation too, and for one token their choice; those of many
 //! tokens sort once for both halves.
 
@@ -126,6 +126,9 @@ fn one_kernel<B: Address>(ops: &[Op<B>], rounds: &[bool], device: &Device, hazar
         [first @ .., Op::Matmul(p), Op::Conv1d(c)] => (first, p, Some(c), None),
         _ => return None,
     };
+    if pair.is_some() && rounds[first.len()..].contains(&true) {
+        return None;
+    }
     let rounds = rounds[first.len()];
     let prologue = match first {
         [] => None,
@@ -143,11 +146,11 @@ fn one_kernel<B: Address>(ops: &[Op<B>], rounds: &[bool], device: &Device, hazar
     let read: Vec<_> =
         prologue.iter().flat_map(|p| std::iter::once(p.first).chain(p.second)).chain([&product.x]).collect();
     let written = [Some(&product.out), conv.map(|c| &c.out), pair.map(|other| &other.out)];
-    let mut others = read.iter().copied().chain(pair.map(|other| &other.x));
-    if others.any(|r| written.iter().flatten().any(|w| r.buf.id() == w.buf.id())) {
+    let mut inputs = read.iter().copied().chain(pair.map(|other| &other.x));
+    if inputs.any(|r| written.iter().flatten().any(|w| r.buf.id() == w.buf.id())) {
         return None;
     }
-    if pair.is_some_and(|other| rounds || other.out.buf.id() == product.out.buf.id()) {
+    if pair.is_some_and(|other| other.out.buf.id() == product.out.buf.id()) {
         return None;
     }
     pick::fuse_neighbours(product, &Neighbours { prologue, rounds, conv, pair }, device, hazards)

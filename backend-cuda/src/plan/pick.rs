@@ -253,7 +253,7 @@ pub(super) fn fuse_neighbours<B: Address>(
     Product::with(op, Matrix::of(block), one).map(Work::Kernel)
 }
 
-/// Whether another product may be computed beside this one: both are short and alone would be computed in the same way.
+/// Whether another product may be computed in the kernel of this one: both are short and alone would be computed in the same way.
 fn pairs<B: Address>(product: &Product<B>, other: &Matmul<B>, device: &Device) -> bool {
     let alike = |p: &Product<B>| {
         let plain = p.op.columns.is_none() && p.op.bias.is_none() && !p.op.accumulate;

@@ -441,7 +441,7 @@ fn chains(s: &Shape, m: &mut Maker) -> Vec<Vec<Op<Fake>>> {
         let row_gate = Some(both.cols(2 * s.mlp, 1));
         chains.push(vec![Activation { gate, up, row_gate, out, act }.into(), down.into()]);
     }
-    // A router beside a shared expert; two projections of narrow inputs.
+    // A router and a shared expert; two projections of narrow inputs.
     let first = norm(m, d, 1, false);
     let (mut router, up) = (product(m, &first.out, 64, false), product(m, &first.out, 512, false));
     router.out = m.f32(&[t, 64]);

@@ -108,7 +108,7 @@ pub(super) fn round<B: Handle>(op: &Round<B>, facts: &Facts) -> Kernel<B> {
         .build("round", (op.out.len() / 4).div_ceil(256), facts.max_binding)
 }
 
-/// Whether the factors of a product of many rows are as precise as in f32.
+/// Whether the factors of a product of many rows have 22 bits: two parts of f16 of what f16 does not hold.
 pub(super) fn precise<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
     op.precise || facts.precise
 }
@@ -116,9 +116,14 @@ pub(super) fn precise<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
 /// Weights from which on eight rows are faster with cooperative matrices, measured on an H200.
 const LARGE: usize = 1 << 24;
 
-/// Whether the product uses cooperative matrices. Native only: browsers have none, and the constant `false` lets the wasm
-/// build drop those shaders.
+/// Whether the product uses cooperative matrices: its scratch has to fit into a binding.
 fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
+    takes_cooperative(op, facts) && coop::scratch(op, facts) <= facts.max_binding
+}
+
+/// Whether cooperative matrices take the product. Native only: browsers have none, and the constant `false` lets the wasm
+/// build drop those shaders.
+fn takes_cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
     let native = cfg!(not(target_family = "wasm"));
     // Eight rows of a large weight are limited by arithmetic elsewhere; codes would be decoded twice for a tile that is half empty,
     // and precise factors multiplied twice.
@@ -130,7 +135,8 @@ fn cooperative<B: Handle>(op: &Matmul<B>, facts: &Facts) -> bool {
 
 /// Maximum scratch bytes of the product with this many rows or fewer.
 pub(super) fn matmul_scratch<B: Handle>(op: &Matmul<B>, facts: &Facts) -> u64 {
-    gemv::scratch(op, facts).max(if cooperative(op, facts) { coop::scratch(op, facts) } else { 0 })
+    let cooperative = if takes_cooperative(op, facts) { coop::scratch(op, facts).min(facts.max_binding) } else { 0 };
+    gemv::scratch(op, facts).max(cooperative)
 }
 
 pub(super) fn matmul<B: Handle>(op: &Matmul<B>, facts: &Facts) -> Result<Vec<Kernel<B>>> {

@@ -369,8 +369,8 @@ fn undivided<T>(what: &str) -> Result<T, String> {
 }
 
 impl<Buf: Handle> Mixer<Buf> {
-    /// Records ops whose latency the sibling mixers can hide: the router, and the choice of several tokens' experts. Called
-    /// before [`Mixer::forward`].
+    /// Records ops whose latency the sibling mixers can hide: the router, and the choice of experts but for one token
+    /// without a latent space. Called before [`Mixer::forward`].
     ///
     /// # Errors
     /// Those of the backend.
